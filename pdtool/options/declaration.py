@@ -20,7 +20,7 @@ SECTIONS: tuple[Section, ...] = get_args(Section)  # in the order of `--help`
 Options = TypeVar("Options")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class Option:
     """What is declared of an option; its name is that of the field.
 

@@ -26,7 +26,7 @@ _cluster = partial(option, section="Cluster", artifact="plan")
 _plan = partial(option, section="Plan", artifact="plan")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class ProfileOptions:
     """How a model is profiled."""
 
@@ -65,7 +65,7 @@ class ProfileOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class PartitionOptions:
     """For which cluster, and how, a profile is partitioned."""
 

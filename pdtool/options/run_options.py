@@ -33,7 +33,7 @@ _machines = partial(option, section="Machines")
 _plan = partial(option, section="Plan", of_plan=True, same=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class WorkerOptions:
     """How a plan is trained: what each worker is told, as `RunConfig` has it."""
 
@@ -116,7 +116,7 @@ class WorkerOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class LaunchOptions:
     """Over which machines workers are launched; each starts its own."""
 
@@ -135,7 +135,7 @@ class LaunchOptions:
         return Machines(self.nnodes, self.node_rank, self.rdzv_endpoint)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class RunOptions(WorkerOptions, LaunchOptions):
     """How a plan is trained, where, and what goes before what it says."""
 

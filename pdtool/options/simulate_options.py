@@ -30,7 +30,7 @@ def _against(*names: str) -> Any:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class SimulateOptions:
     """How long, and beside what, a plan is simulated."""
 
@@ -45,7 +45,7 @@ class SimulateOptions:
     against: tuple[str, ...] = _against("data-parallel", "straight", "gpipe", "model-parallel")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class EmulateOptions:
     """How a plan is emulated."""
 

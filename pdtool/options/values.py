@@ -22,7 +22,7 @@ from pdtool.units import parse_seconds
 _MIN_TIMEOUT_S = 0.001
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class OptionValue:
     """What an option takes.
 
