@@ -6,13 +6,12 @@ cuts, one inside the other, so the stages in order never send anything backwards
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pdtool.errors import FieldError
+from pdtool.errors import FieldError, suggestion
 
 if TYPE_CHECKING:
     import networkx as nx  # workers need none of it: 12 MB and a tenth of a second
@@ -90,9 +89,8 @@ class Graph:
         for index, nodes in enumerate(stages):
             for name in nodes:
                 if name not in self.inputs:
-                    near = difflib.get_close_matches(name, [*self.inputs, *self.members], n=1)
-                    meant = f" (did you mean {near[0]}?)" if near else ""
-                    faults.append(f"stage {index} names {name!r}, which the profile does not have{meant}")
+                    meant = suggestion(name, [*self.inputs, *self.members], "look at the names in the profile")
+                    faults.append(f"stage {index} names {name!r}, which the profile does not have ({meant})")
                 elif name in stage_of:
                     faults.append(f"{name!r} stands in stage {stage_of[name]} and in stage {index}")
                 stage_of[name] = index

@@ -7,7 +7,6 @@ the only file there is.
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -21,7 +20,7 @@ from pdtool.artifacts.artifact import Artifact, ModelRef, fields_checked
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.errors import ArtifactError, StaleError, UsageError
+from pdtool.errors import ArtifactError, StaleError, UsageError, suggestion
 from pdtool.files import file_sha256
 from pdtool.machines import is_first_worker
 from pdtool.options.run_options import RunOptions
@@ -328,12 +327,11 @@ def _check_names(file: ModelFile, changes: Mapping[str, Setting]) -> None:
     """Raise UsageError for a setting that no function has a parameter for."""
     for key in (key for key in changes if not file.takes_setting(key)):
         takers = {function: names for function, names in file.setting_names.items() if names}
-        near = difflib.get_close_matches(key, [name for names in takers.values() for name in names], n=1)
         listed = ", ".join(f"{function}({', '.join(names)})" for function, names in takers.items())
         known = f"settings can be given to {listed}" if listed else "none of them takes a setting"
         add = f"give one a parameter, as in optimizer(..., {key}=...); {known}"
         what = f"--set {key}: no function of {file.path.name} has a parameter {key}"
-        raise UsageError(what, f"did you mean {near[0]}?" if near else add)
+        raise UsageError(what, suggestion(key, [name for names in takers.values() for name in names], add))
 
 
 def _check_operators(file: ModelFile, profile: Profile, changes: Mapping[str, Setting]) -> None:

@@ -88,8 +88,8 @@ def find_device(name: str) -> DeviceSpec:
         known = Devices.load(TABLE).devices
         if name not in known:
             near = suggestion(name, [*known, "cpu", "cuda"])
-            remedy = f"{near}measure on cpu or cuda, estimate for {', '.join(known)}, or name a YAML file of your own"
-            raise UsageError(f"device {name!r} is not known", remedy)
+            remedy = f"measure on cpu or cuda, estimate for {', '.join(known)}, or name a YAML file of your own"
+            raise UsageError(f"device {name!r} is not known", f"{near} {remedy}".lstrip())
         return known[name]
     devices = Devices.load(name, may_be_pipe=True).devices
     if len(devices) > 1:

@@ -6,13 +6,14 @@ stay far below what a float can hold, so that nothing overflows in the middle of
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Annotated, Any, get_args, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, StringConstraints, ValidationError
+
+from pdtool.errors import suggestion
 
 MAX_WORKERS = 100_000
 _MAX_SECONDS, _MIN_SECONDS = 1e9, 1e-30
@@ -74,14 +75,14 @@ def first_fault(error: ValidationError, artifact: type[BaseModel] | None = None)
     *parents, name = first["loc"] or ("",)
     if unknown:
         missing = [str(f["loc"][-1]) for f in faults if f["type"] == "missing" and f["loc"][:-1] == first["loc"][:-1]]
-        what = f"is no field here{_suggestion(str(name), missing, _field_names(artifact, parents))}"
+        what, meant = "is no field here", _suggestion(str(name), missing, _field_names(artifact, parents))
     elif first["type"] == "missing":
-        what = "is missing"
+        what, meant = "is missing", ""
     else:
         allowed = re.findall(r"'([^']*)'", str(first.get("ctx", {}).get("expected", "")))
         value = first.get("input")
-        what = f"{_in_words(dict(first))} (got {repr(value)[:80]}){_nearest(str(value), allowed)}"
-    return _path((*parents, name)), what
+        what, meant = f"{_in_words(dict(first))} (got {repr(value)[:80]})", suggestion(str(value), allowed)
+    return _path((*parents, name)), f"{what}; {meant}" if meant else what
 
 
 def _path(parts: Iterable[int | str]) -> str:
@@ -109,16 +110,8 @@ def _in_words(fault: Mapping[str, Any]) -> str:
 
 def _suggestion(name: str, missing: Sequence[str], known: Sequence[str]) -> str:
     """The field that was probably meant: one that is missing rather than any other; all of them where none is near."""
-    for names in (missing, known):
-        if nearest := _nearest(name, names):
-            return nearest
-    return f"; known are {', '.join(known)}" if known else ""
-
-
-def _nearest(name: str, names: Sequence[str]) -> str:
-    """`; did you mean NAME?` of the name that is written most alike; empty where none is."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
-    return f"; did you mean {close[0]}?" if close else ""
+    otherwise = f"known are {', '.join(known)}" if known else ""
+    return suggestion(name, missing) or suggestion(name, known, otherwise)
 
 
 def _field_names(artifact: type[BaseModel] | None, path: Sequence[int | str]) -> list[str]:

@@ -13,7 +13,6 @@ A table for each command, with the long names of its options: what the command l
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 
 import click
 
-from pdtool.errors import ArtifactError, printable
+from pdtool.errors import ArtifactError, printable, suggestion
 
 _OWN_FILE, _SHARED_FILE = "pdtool.toml", "pyproject.toml"
 _OF_ONE_COMMAND_LINE = ("help", "quiet", "verbose")
@@ -124,8 +123,7 @@ def _table(path: Path, name: str, values: Any, commands: Mapping[str, click.Comm
 
 def _unknown(path: Path, key: str, what: str, known: Iterable[str]) -> ArtifactError:
     name = key.rpartition(".")[2]
-    close = difflib.get_close_matches(name.replace("_", "-"), list(known), n=1)
-    remedy = f"did you mean {close[0]}?" if close else f"choose of {', '.join(known)}"
+    remedy = suggestion(name.replace("_", "-"), known, f"choose of {', '.join(known)}")
     return ArtifactError(path, f"there is no such {what}", remedy, field=printable(key))
 
 

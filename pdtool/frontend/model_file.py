@@ -457,7 +457,7 @@ class ModelFile(DataFunctions, TrainingFunctions):
             names = list(inspect.signature(function).parameters)
             near = "".join(suggestion(name, names) for name in self.model_settings if name not in names)
             what = f"{self.ref.function}() does not take these settings ({error})"
-            raise self.error(what, f"{near}it takes: {', '.join(names) or 'none'}") from error
+            raise self.error(what, f"{near} it takes: {', '.join(names) or 'none'}".lstrip()) from error
         model = self.call_seeded(seed, self.ref.function, **self.model_settings)
         if not isinstance(model, nn.Module):
             what = f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module"

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 
 from pdtool.artifacts.fields import MAX_WORKERS
-from pdtool.errors import FieldError, ModelError, TraceError
+from pdtool.errors import FieldError, ModelError, TraceError, suggestion
 from pdtool.frontend.model_io import tensors_of
 
 
@@ -56,9 +55,8 @@ class Hints:
 def unknown_module_remedy(path: str, modules: Iterable[str]) -> str:
     """Say what to write instead of a path that none of the model's modules has."""
     paths = [module for module in modules if module]
-    if close := difflib.get_close_matches(path, paths, n=1):
-        return f"did you mean {close[0]}?"
-    return f"name each module by its whole path, such as {', '.join(paths[:3])}; patterns are not read"
+    otherwise = f"name each module by its whole path, such as {', '.join(paths[:3])}; patterns are not read"
+    return suggestion(path, paths, otherwise)
 
 
 def _paths(key: str, paths: object) -> tuple[str, ...]:

@@ -7,11 +7,11 @@ pdtool.toml, what all machines of a run must agree on, what `pdtool train` has, 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
+from pdtool.errors import suggestion
 from pdtool.options.values import OptionValue
 
 Section = Literal["Model", "Cluster", "Plan", "Training", "Computing", "Machines", "Output"]
@@ -105,8 +105,7 @@ def read_options(command: str, options: type[Options], given: Mapping[str, Any])
     read = {}
     for keyword, value in given.items():
         if keyword not in names:
-            close = difflib.get_close_matches(keyword, names, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"choose of {', '.join(names)}"
+            hint = suggestion(keyword, names, f"choose of {', '.join(names)}")
             raise TypeError(f"{command}() has no option {keyword!r}; {hint}")
         if value is not None:
             name, option = names[keyword]

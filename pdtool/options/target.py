@@ -78,6 +78,6 @@ class Target:
         if self.metric not in metrics:
             raise UsageError(
                 f"target {self}: the model reports no metric {self.metric!r}",
-                f"{suggestion(self.metric, metrics)}it reports: {', '.join(metrics)}",
+                f"{suggestion(self.metric, metrics)} it reports: {', '.join(metrics)}".lstrip(),
             )
         return bool(_RELATIONS[self.effective_relation](metrics[self.metric], self.value))

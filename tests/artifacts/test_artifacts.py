@@ -203,8 +203,8 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
 
 @each
 def test_unknown_fields_are_refused(artifact):
-    with pytest.raises(ArtifactError, match=r"color: is no field here; known are format, .*digests, "):
-        type(artifact).parse(altered(artifact, color="red"))
+    with pytest.raises(ArtifactError, match=r"hue: is no field here; known are format, .*digests, "):
+        type(artifact).parse(altered(artifact, hue="red"))
 
 
 def test_a_misspelt_field_is_named():

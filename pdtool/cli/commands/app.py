@@ -156,7 +156,7 @@ def _usage_error(error: click.UsageError) -> str:
     if isinstance(error, click.BadParameter) and error.param and isinstance(error.param.type, click.Choice):
         typed = error.message[1:].partition("' is not")[0]
         if near := suggestion(typed, map(str, error.param.type.choices)):
-            text += f"; {near.rstrip()}"
+            text += f"; {near}"
     command = error.ctx.command_path if error.ctx else "pdtool"
     return f"{text}{' See' if text.endswith('?') else '; see'} `{command} --help`"
 

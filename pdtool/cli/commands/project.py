@@ -4,7 +4,6 @@ artifact holds, `completion` makes a shell complete commands, `help` explains on
 
 from __future__ import annotations
 
-import difflib
 import shlex
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from click.shell_completion import get_completion_class
 from pdtool.cli.click_options import option
 from pdtool.cli.command_line import command
 from pdtool.cli.terminal import note, print_data, write_stdout
-from pdtool.errors import UsageError
+from pdtool.errors import UsageError, suggestion
 
 STARTER = Path(__file__).parent.parent / "starter"
 _FILES = {  # in the user's folder -> the text that it begins with
@@ -52,8 +51,7 @@ def help_(ctx: click.Context, name: str | None) -> None:
         write_stdout(group.get_help(root) + "\n")
         return
     if name not in group.commands:
-        close = difflib.get_close_matches(name, group.commands, n=1)
-        remedy = f"did you mean {close[0]}?" if close else "`pdtool help` lists the commands"
+        remedy = suggestion(name, group.commands, "`pdtool help` lists the commands")
         raise UsageError(f"there is no command {name!r:.80}", remedy)
     with click.Context(group.commands[name], info_name=name, parent=root) as sub:
         write_stdout(group.commands[name].get_help(sub) + "\n")
