@@ -7,8 +7,8 @@ with bars and a line for each epoch, and so does `pdtool.run(...)` in Python.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,11 @@ class Listener:
         return nullcontext(lambda event: None)
 
 
+class _Muted(Listener):
+    def note(self, text: str) -> None:
+        pass
+
+
 _installed = Listener()  # one for the process: stderr is, too
 
 
@@ -56,6 +61,17 @@ def install(listener: Listener) -> None:
     """Let `listener` hear what the functions of the API say from now on."""
     global _installed
     _installed = listener
+
+
+@contextmanager
+def muted() -> Iterator[None]:
+    """Say nothing while the context lasts."""
+    listener = _installed
+    install(_Muted())
+    try:
+        yield
+    finally:
+        install(listener)
 
 
 def note(text: str) -> None:

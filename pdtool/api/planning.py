@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from pdtool.options.plan_options import INNER_BANDWIDTH, OUTER_BANDWIDTH, Partit
 from pdtool.options.simulate_options import SimulateOptions
 from pdtool.planner.choice.make_plan import make_plan
 from pdtool.planner.choice.strategies import planner_asked_for
+from pdtool.planner.search.search import SearchOptions
 from pdtool.units import format_bytes, parse_bandwidth, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def partition(
     given |= {"memory": memory, "strategy": strategy, "replicas": replicas, "schedule": schedule}
     asked = read_options("partition", PartitionOptions, given | {"microbatches": microbatches} | options)
     path = path_of_profile(profile, "-") if isinstance(profile, Profile) else str(profile)
-    plan = planned_for(path, asked)
+    plan = PlanRequest.read(path, asked).plan()
     target = optional_text(output) or default_plan_path(plan)
     keep_edits(target)
     plan.save(target)
@@ -157,20 +158,38 @@ def check(plan: Plan | Path | str, *, fresh: bool = False) -> Sequence[Finding] 
     return list(check_plan(*read_plan(plan)[:2]))
 
 
-def planned_for(path: str, asked: PartitionOptions) -> Plan:
-    """Plan the profile in `path` (`-` is stdin), as `asked` says.
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is to be planned, with all that the options leave open filled in.
 
-    Raises:
-        UsageError: the options make no sense together or on this cluster.
-        ArtifactError: the profile or the cluster's file cannot be read.
-        NoPlanError: no plan fits the memory, the pins or the number of operators.
+    Attributes:
+        path: where the plan finds its profile.
+        cluster: with the memory of each worker.
     """
-    cluster = _cluster(asked)
-    planner = planner_asked_for(asked)
-    profile = Profile.load(path, may_be_pipe=True).sent_as(asked.wire_dtype)
-    search_options = planner.options(asked, cluster.workers, profile.batch_size)
-    cluster = with_worker_memory(cluster, profile, asked.memory)
-    return make_plan(profile, path_of_profile(profile, path), cluster, search_options)
+
+    path: str
+    profile: Profile
+    cluster: Cluster
+    options: SearchOptions
+
+    @classmethod
+    def read(cls, path: str, asked: PartitionOptions) -> PlanRequest:
+        """Read the profile in `path` (`-` is stdin) and the cluster, and say what is assumed of it.
+
+        Raises:
+            UsageError: the options make no sense together or on this cluster.
+            ArtifactError: the profile or the cluster's file cannot be read.
+        """
+        cluster = _cluster(asked)
+        planner = planner_asked_for(asked)
+        profile = Profile.load(path, may_be_pipe=True).sent_as(asked.wire_dtype)
+        search_options = planner.options(asked, cluster.workers, profile.batch_size)
+        cluster = with_worker_memory(cluster, profile, asked.memory)
+        return cls(path_of_profile(profile, path), profile, cluster, search_options)
+
+    def plan(self) -> Plan:
+        """Return the best plan; raises NoPlanError where none fits the memory, the pins or the number of operators."""
+        return make_plan(self.profile, self.path, self.cluster, self.options)
 
 
 def keep_edits(path: str) -> None:

@@ -108,7 +108,7 @@ def profiled(model: str, output: str | None, asked: ProfileOptions) -> tuple[Pro
         note(f"the times below are estimated for {result.device.name}; nothing was run or measured")
         note(f"source: {spec.source}")
         result = _with_digests(result, device, asked.calibrate)
-    return result, target
+    return result.model_copy(update={"asked": asked}), target
 
 
 def _check_options(asked: ProfileOptions) -> None:

@@ -1,164 +1,26 @@
 """Say what is stale: a profile, plan or bundle that the model, or the options that are given, do not fit any more.
 
-`check --fresh` says it of each file of a plan; `train` and `profile --if-stale` ask whether a file can be used again.
-The model is traced for that, so this module loads torch.
+`check --fresh` says it of each file of a plan; `train` and `profile --if-stale` (api/reuse.py) ask it of a profile. The
+model is traced for that, so this module loads torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from pdtool.api.console import note, status
-from pdtool.api.inputs import bundle_folder, file_name, find_model, was_made_from
-from pdtool.artifacts.artifact import ModelRef
+from pdtool.api.inputs import bundle_folder, find_model, was_made_from
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError, StaleError
 from pdtool.files import file_sha256
-from pdtool.frontend import compute_mode
 from pdtool.frontend.graph_digest import first_difference, graph_sha256
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.operators import Traced
 from pdtool.frontend.tracing import trace_file
-from pdtool.frontend.user_code import find_source, model_name, parse_ref, undoing_user_changes
-from pdtool.options.declaration import declared
-from pdtool.options.plan_options import PartitionOptions, ProfileOptions
-from pdtool.schedule import STRAIGHT
-from pdtool.units import parse_bandwidth, parse_bytes, parse_seconds
-
-Given = Mapping[str, Any]  # the options that were asked for, by parameter
-
-
-def why_not_reused(path: str, ref: ModelRef, given: Given) -> str:
-    """Say why the profile in a file is not the one that is asked for; "" when it is, which is noted.
-
-    Raises:
-        ModelError: the model cannot be traced.
-    """
-    if not Path(path).exists():
-        return "it is not there"
-    try:
-        known = Profile.load(path)
-    except ArtifactError:
-        return "what is there cannot be read"
-    with status("comparing the model with its profile"):
-        why = why_profile_is_stale(known, path, ref, given)
-    if not why:
-        note(f"profile: reusing {path} (minibatch of {known.batch_size}, {known.device.kind} for {known.device.name})")
-    return why
-
-
-def why_profile_is_stale(profile: Profile, path: str, ref: ModelRef, given: Given) -> str:
-    """Say why the profile in `path` is not the one that is asked for; "" when it is.
-
-    The model is traced: an operator that changed in a module that model.py imports is seen, too.
-
-    Raises:
-        ModelError: the model cannot be traced.
-    """
-    if profile.model is None or (profile.model.source, profile.model.function) != (ref.source, ref.function):
-        return f"it is of {profile.model or 'no model'}"
-    if "model_settings" in given and profile.model.settings != ref.settings:
-        return f"it is of {profile.model}"
-    if given.get("device") == "auto":
-        given = {**given, "device": compute_mode.default_device()}
-    for option, recorded in _recorded_in_profile(profile).items():
-        if option in given and given[option] != recorded:
-            return f"it has {declared(ProfileOptions)[option].flag} {recorded}, not {given[option]}"
-    return _why_model_differs(profile, path)
-
-
-def _recorded_in_profile(profile: Profile) -> dict[str, Any]:
-    recorded: dict[str, Any] = {
-        "batch_size": profile.batch_size,
-        "precision": profile.precision or "fp32",
-        "compiled": profile.compiled,
-    }
-    if profile.device.kind == "measured":
-        recorded["device"] = "cpu" if profile.is_measured_on_cpu else "cuda"
-    if profile.threads:
-        recorded["threads"] = profile.threads
-    return recorded
-
-
-def _why_model_differs(profile: Profile, path: str) -> str:
-    assert profile.model
-    with undoing_user_changes():
-        file = ModelFile.load(profile.model, trusted=True)
-        traced = trace_file(file, file.build(), profile.batch_size)
-        findings = profile_findings(profile, path, profile.model.source, traced)
-        return next((finding.words for finding in findings if finding.holds is False), "")
-
-
-def why_plan_is_stale(plan: Plan, profile: Profile, path: str, given: Given) -> str:
-    """Say why the plan is not one that is asked for, of this profile, which stands in `path`; "" when it is."""
-    if plan.profile != path or not was_made_from(plan, profile):
-        return f"it was made from another profile than {path} as it is"
-    for name, value in given.items():
-        flag = declared(PartitionOptions)[name].flag
-        if name in _SAID_BY_PLAN:
-            is_as_asked = _SAID_BY_PLAN[name](plan, profile, value)
-        elif plan.edited:  # what it was asked for says nothing of it any more
-            continue
-        elif not hasattr(plan.asked, name):
-            return f"it does not record {flag}"
-        else:
-            is_as_asked = getattr(plan.asked, name) == value
-        if not is_as_asked:
-            return f"it was made with another {flag} than {_text(value)}"
-    return ""
-
-
-def _text(value: Any) -> str:
-    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _has_levels(plan: Plan, profile: Profile, file: str) -> bool:
-    from pdtool.artifacts.cluster import ClusterFile
-
-    return plan.cluster.levels == ClusterFile.load(file).cluster().levels
-
-
-def _has_memory(plan: Plan, profile: Profile, text: str) -> bool:
-    asked = None if text == "none" else parse_bytes(text) - profile.reserved_bytes
-    return plan.cluster.memory_bytes == asked
-
-
-# Of options of which a plan speaks itself, whether it has the value that is asked for; others stand in `Plan.asked`.
-_SAID_BY_PLAN: dict[str, Callable[[Plan, Profile, Any], bool]] = {
-    "topology": lambda plan, _, text: plan.cluster.topology == text,
-    "bandwidth": lambda plan, _, text: (
-        [level.bandwidth_bytes_per_s for level in plan.cluster.levels] == list(map(parse_bandwidth, text.split(",")))
-    ),
-    "latency": lambda plan, _, text: (
-        [level.latency_s for level in plan.cluster.levels] == list(map(parse_seconds, text.split(",")))
-    ),
-    "cluster": _has_levels,
-    "memory": _has_memory,
-    "replicas": lambda plan, _, replicas: tuple(stage.replicas for stage in plan.stages) == replicas,
-    "strategy": lambda plan, _, name: plan.strategy == name,
-    "straight": lambda plan, _, is_straight: is_straight is (plan.strategy == STRAIGHT.name),
-    "schedule": lambda plan, _, name: name in ("auto", plan.schedule),
-    "microbatches": lambda plan, _, count: plan.microbatches == count,
-    "wire_dtype": lambda plan, _, name: plan.wire_dtype == name,
-}
-
-
-def is_fresh(model: str, output: str | None, settings: tuple[str, ...], given: Given) -> bool:
-    """Return whether the file that `profile` would write is there and is what it would measure; say so if it is.
-
-    Args:
-        model: as the command takes it.
-        output: file to write; None: profiles/NAME.json.
-        settings: of the model, as `width=64`.
-    """
-    ref = parse_ref(model, settings)
-    target = output or f"profiles/{file_name(model_name(find_source(ref.source), ref.function))}.json"
-    return not why_not_reused(target, ref, given)
+from pdtool.frontend.user_code import find_source, undoing_user_changes
 
 
 @dataclass(frozen=True)
@@ -220,6 +82,22 @@ def _bundle_findings(path: str, plan: Plan, traced: Traced | None) -> Iterator[F
     else:
         yield FreshnessFinding("bundle", True, f"{folder}/ was made from {path} as it is")
     yield _stage_files(bundle, folder, remedy)
+
+
+def why_model_differs(profile: Profile, path: str) -> str:
+    """Say what differs between a model and its profile, which stands in `path`; "" where nothing does.
+
+    The model is traced: an operator that changed in a module that model.py imports is seen, too.
+
+    Raises:
+        ModelError: the model cannot be traced.
+    """
+    assert profile.model
+    with undoing_user_changes():
+        file = ModelFile.load(profile.model, trusted=True)
+        traced = trace_file(file, file.build(), profile.batch_size)
+        findings = profile_findings(profile, path, profile.model.source, traced)
+        return next((finding.words for finding in findings if finding.holds is False), "")
 
 
 def profile_findings(profile: Profile, path: str, source: str, traced: Traced) -> Iterator[FreshnessFinding]:

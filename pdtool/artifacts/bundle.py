@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -11,7 +12,7 @@ from pydantic import Field, StringConstraints
 from pdtool.artifacts.artifact import FrozenModel, YamlArtifact
 from pdtool.artifacts.fields import Count, Digest, Identifier, Label, ModulePath, Name, Number, Title
 from pdtool.errors import FieldError, StaleError
-from pdtool.files import file_sha256
+from pdtool.files import file_sha256, read_text, write_atomically
 
 # A dimension: a number, or one that grows with the minibatch: `batch`, `49*batch`, `batch+1`.
 Dim = (
@@ -142,6 +143,20 @@ class Bundle(YamlArtifact):
             if not path.is_file() or not stage.is_in(path):
                 state = "was changed since codegen wrote it" if path.is_file() else "is missing"
                 raise StaleError(path, state, "run `pdtool codegen` again (it overwrites the folder)")
+
+    def copy_files(self, folder: Path, target: Path) -> None:
+        """Write the bundle and its stage files, which are in `folder`, into another folder, of which they are all.
+
+        Raises:
+            StaleError: one is missing, or not as codegen wrote it.
+            PdtoolError: the folder cannot be written.
+        """
+        texts = {stage.file: read_text(folder / stage.file) for stage in self.stages}
+        shutil.rmtree(target, ignore_errors=True)
+        for name, text in texts.items():
+            write_atomically(target / name, text)
+        self.save(target / self.FILE)
+        self.check_files(target)
 
     def trusting(self, folder: Path) -> Bundle:
         """Return the same bundle with the stage files as they are now; raises StaleError when one is missing."""

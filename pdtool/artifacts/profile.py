@@ -14,7 +14,7 @@ from pdtool.artifacts.device import CPU_THREADS, Device, Precision
 from pdtool.artifacts.fields import Bytes, Count, Label, ModulePath, Name, Seconds, StageIndex, Title
 from pdtool.errors import FieldError
 from pdtool.graph import Graph
-from pdtool.options.plan_options import WIRE_BYTES
+from pdtool.options.plan_options import WIRE_BYTES, ProfileOptions
 
 
 class Node(FrozenModel):
@@ -85,6 +85,7 @@ class Profile(Artifact):
         loading_s: seconds of loading one minibatch with one thread; None when that was not measured.
         optimizer_state_bytes: bytes of optimizer state for each byte of parameters.
         opaque: path of a module that cannot be cut, since its operators cannot be seen -> why.
+        asked: the options that it was made with; None: an earlier pdtool made it, which did not record them.
     """
 
     KIND: ClassVar[str] = "profile"
@@ -108,6 +109,7 @@ class Profile(Artifact):
     together: tuple[tuple[Name, ...], ...] = ()
     pin: dict[Name, StageIndex] = Field(default_factory=dict)
     opaque: dict[Name, Label] = Field(default_factory=dict)
+    asked: ProfileOptions | None = None
     _wire_dtype: str = PrivateAttr("fp32")
 
     def check(self) -> None:
@@ -130,6 +132,19 @@ class Profile(Artifact):
             for name in group:
                 if name not in known:
                     raise FieldError(field, f"{name!r} is no node")
+
+    @property
+    def made_with(self) -> ProfileOptions:
+        """The options that it was made with; of an earlier pdtool's, those that its other fields tell."""
+        settings = () if self.model is None else tuple(f"{k}={v!r}" for k, v in self.model.settings.items())
+        return self.asked or ProfileOptions(
+            model_settings=settings,
+            batch_size=self.batch_size,
+            device=self.device.name if self.device.kind == "estimated" else "cpu" if self.threads else "cuda",
+            threads=self.threads,
+            precision=self.precision if self.precision in ("bf16", "fp16") else None,
+            compiled=self.compiled,
+        )
 
     @property
     def threads(self) -> int | None:

@@ -10,7 +10,7 @@ runs/NAME/run.json         what was asked for, and how it ended (RunState)
          /.lock            held by the process that trains
          /.workers/        what each worker is doing, while it trains
          /.token           by which machines see that they share the folder
-         /stages/          of an emulation, the stage files of one of its plans
+         /stages/          its own copy of the stage files
          /emulation.json   of an emulation, what was measured of all its plans, whose runs are folders beside it
 """
 
@@ -202,7 +202,7 @@ class RunDir:
         state_file, plan_file, metrics_file, report_file, trace_file, emulation_file, failure_file, token_file: see
             above.
         workers: folder of what each worker is doing.
-        stages: folder of the stage files that an emulation writes.
+        stages: folder of its stage files.
         checkpoints_folder: that of all checkpoints, complete or not.
     """
 
@@ -233,7 +233,7 @@ class RunDir:
         files = (self._lock_file, self.token_file, self.state_file, self.plan_file, self.metrics_file)
         for path in (*files, self.report_file, self.trace_file, self.emulation_file, self.failure_file):
             check_no_link(path)
-        for path in (self.checkpoints_folder, self.workers):
+        for path in (self.checkpoints_folder, self.workers, self.stages):
             check_no_link(path, is_folder=True)
 
     @contextmanager

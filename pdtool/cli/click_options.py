@@ -14,7 +14,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from pdtool.options.declaration import Option, declared
+from pdtool.options.declaration import Option, Options, declared
 from pdtool.options.run_options import RunOptions
 from pdtool.options.values import Choice, Count, Factor, Flag, OptionValue, Text, Texts
 
@@ -132,10 +132,6 @@ def makes_artifact(param: click.Parameter) -> bool:
     return isinstance(param, CommandOption) and param.declared is not None and param.declared.artifact != ""
 
 
-def asked_for(context: click.Context) -> dict[str, Any]:
-    """Return the options that were given, and that change the artifact that the command writes."""
-    return {
-        param.name: context.params[param.name]
-        for param in context.command.params
-        if makes_artifact(param) and param.name and is_asked_for(context, param.name)
-    }
+def asked_in(context: click.Context, options: type[Options]) -> Options:
+    """Return the options of a dataclass as a command was asked for them."""
+    return options(**{name: context.params[name] for name in declared(options)})

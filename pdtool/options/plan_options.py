@@ -26,7 +26,7 @@ _cluster = partial(option, section="Cluster", artifact="plan")
 _plan = partial(option, section="Plan", artifact="plan")
 
 
-@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ProfileOptions:
     """How a model is profiled."""
 

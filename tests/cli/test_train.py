@@ -6,15 +6,21 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from click.testing import CliRunner
 from conftest import NET
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
+from pdtool.artifacts.run_dir import RunDir
 from pdtool.cli.commands.app import main
 from pdtool.host import usable_cores
 
@@ -37,56 +43,151 @@ def told(result):
 
 
 FRESH = {"profile": "reusing", "partition": "reusing"}
+OF_ROAD = (*TRAIN, "--batch-size", "8", "--threads", "1", "--straight", "--bandwidth", "1GB/s")
 
 # --- train ------------------------------------------------------------------------------------------------------------
 
 
 def test_train_goes_the_whole_road_and_the_second_time_only_runs(folder, request):
     folder.write("model.py", NET)
-    made = folder.pdtool(*TRAIN, "--batch-size", "8", "--straight", "--steps", "2", "--epochs", "1")
+    options = ("--batch-size", "8", "--straight")
+    made = folder.pdtool(*TRAIN, *options, "--steps", "2", "--epochs", "1")
     assert Profile.load(PROFILE).threads == max(1, len(usable_cores()) // 2), "two workers will share the cores"
     assert told(made) == {"profile": "making", "partition": "making"}
     assert "proved: outputs, gradients and buffers equal the model's" in made.stderr
     assert Report.load("runs/model-2/report.json").epochs == 1
     files = {path: path.read_bytes() for path in (PROFILE, PLAN, Path("plans/model-2/bundle.yaml"))}
     request.getfixturevalue("runs")
-    assert told(folder.pdtool(*TRAIN, "--steps", "2")) == {**FRESH, "codegen": "reusing"}
+    assert told(folder.pdtool(*TRAIN, *options, "--steps", "2")) == {**FRESH, "codegen": "reusing"}
     assert {path: path.read_bytes() for path in files} == files
 
 
-def test_what_the_four_commands_made_is_used_again_whatever_they_were_told(road, runs):
+def test_what_the_four_commands_made_is_used_again_by_the_same_options(road, runs):
     road.pdtool("codegen")
-    assert told(road.pdtool(*TRAIN, "--epochs", "3")) == {**FRESH, "codegen": "reusing"}
+    assert told(road.pdtool(*OF_ROAD, "--epochs", "3")) == {**FRESH, "codegen": "reusing"}
     assert runs[0]["plan"] == str(PLAN)
     assert runs[0]["epochs"] == 3
-    assert Profile.load(PROFILE).batch_size == 8, "not the default of --batch-size"
 
 
 @pytest.mark.parametrize(
-    ("options", "stale"),
+    ("options", "words"),
     [
-        (["--bandwidth", "1GB/s", "--straight", "--batch-size", "8"], {}),
-        (["--batch-size", "4"], {"profile": "making", "partition": "making"}),
-        (["--set", "width=6"], {"profile": "making", "partition": "making"}),
-        (["--precision", "bf16"], {"profile": "making", "partition": "making"}),
-        (["--bandwidth", "2GB/s"], {"partition": "making"}),
-        (["--strategy", "data-parallel"], {"partition": "making"}),
-        (["--replicas", "2"], {"partition": "making"}),
-        (["--memory", "1GB"], {"partition": "making"}),
-        (["--schedule", "1f1b-flush"], {"partition": "making"}),
+        (["--batch-size", "4"], "profiles/model.json is kept: it was made with --batch-size 8, not 4"),
+        (["--set", "width=6"], "it is of model.py:model, not of model.py:model --set width=6"),
+        (["--precision", "bf16"], "it was made with --precision left out, not bf16"),
+        (["--bandwidth", "2GB/s"], "plans/model-2.yaml is kept: it was made with --bandwidth 8 Gbit/s, not 16 Gbit/s"),
+        (["--latency", "1ms"], "it was made with --latency 0 s, not 1 ms"),
+        (["--memory", "none"], "it was made with --memory"),
+        (["--schedule", "1f1b-flush"], "it was made with --schedule 1f1b, not 1f1b-flush"),
+        (["--simplest", "0%"], "it was made with --simplest 0.03, not 0.0"),
+        (["--wire-dtype", "bf16"], "it was made with --wire-dtype fp32, not bf16"),
     ],
-    ids=lambda value: " ".join(value),
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_an_option_makes_stale_what_was_made_with_another_value(road, runs, options, stale):
-    assert told(road.pdtool(*TRAIN, *options)) == FRESH | stale
-    assert told(road.pdtool(*TRAIN, *options)) == {**FRESH}, "now it is as asked for"
+def test_what_was_made_with_other_options_is_kept_and_not_used(road, runs, options, words):
+    before = {path: path.read_bytes() for path in (PROFILE, PLAN)}
+    made = road.pdtool(*OF_ROAD, *options)
+    assert words in made.stderr
+    assert told(road.pdtool(*OF_ROAD, *options)) == FRESH, "there is one with these options now"
+    assert runs[0]["plan"] == runs[1]["plan"] != str(PLAN)
+    assert {path: path.read_bytes() for path in before} == before
+    road.pdtool(*OF_ROAD)
+    assert runs[2]["plan"] == str(PLAN)
+
+
+OPTIONS = (
+    ("--batch-size", "4"),
+    ("--batch-size", "64"),
+    ("--set", "width=6"),
+    ("--set", "lr=0.5"),
+    ("--precision", "bf16"),
+    ("--straight",),
+    ("--strategy", "data-parallel"),
+    ("--replicas", "2"),
+    ("--schedule", "1f1b-flush"),
+    ("--microbatches", "2", "--schedule", "gpipe"),
+    ("--global-batch-size", "128"),
+    ("--bandwidth", "1MB/s"),
+    ("--latency", "1ms"),
+    ("--memory", "1GB"),
+    ("--wire-dtype", "bf16"),
+    ("--simplest", "0%"),
+)
+
+
+@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sets(st.sampled_from(OPTIONS), max_size=2).map(sorted), min_size=2, max_size=5))
+def test_what_train_does_follows_from_its_options_alone(folder, tmp_path_factory, monkeypatch, commands):
+    """Law: after any other commands in its folder, a command trains what it trains in a fresh one, or fails alike.
+
+    The profile is estimated, so that it is the same each time.
+    """
+
+    def trained(options):
+        plans = []
+        monkeypatch.setattr(main.commands["run"], "callback", lambda plan, **_: plans.append(Plan.load(plan)))
+        words = [word for option in options for word in option]
+        result = CliRunner().invoke(main, [*TRAIN, "--device", "v100", *words])
+        return result.exit_code, [plan.model_copy(update={"profile": "", "digests": {}}) for plan in plans]
+
+    def in_a_folder(sequence):
+        with chdir(tmp_path_factory.mktemp("project")):
+            Path("model.py").write_text(NET.replace("named_parameters)", "named_parameters, lr=0.1)", 1))
+            return [trained(options) for options in sequence]
+
+    assert in_a_folder(commands) == [in_a_folder([options])[0] for options in commands]
+
+
+def test_a_run_after_others_has_the_losses_of_a_fresh_one(folder, tmp_path_factory):
+    folder.write("model.py", NET)
+    losses = {}
+    for name in ("after others", "fresh"):
+        with chdir(tmp_path_factory.mktemp("project")):
+            Path("model.py").write_text(NET)
+            if name == "after others":
+                folder.pdtool(*TRAIN, "--straight", "--batch-size", "16", "--steps", "1", "--set", "width=6")
+            folder.pdtool(*TRAIN, "--straight", "--batch-size", "8", "--steps", "2", "-o", "runs/last")
+            losses[name] = [line.loss for line in RunDir(Path("runs/last")).lines()]
+    assert losses["after others"] == losses["fresh"]
+
+
+def test_a_sweep_side_by_side_trains_what_it_trains_in_a_row(folder):
+    """Law: commands that are started at once in one folder each train what was asked of them."""
+    folder.write("model.py", NET)
+    widths = (5, 6, 7, 8)
+    command = [
+        sys.executable,
+        "-m",
+        "pdtool",
+        *TRAIN,
+        "--straight",
+        "--batch-size",
+        "8",
+        "--steps",
+        "1",
+        "--epochs",
+        "1",
+    ]
+    started = {
+        width: subprocess.Popen(
+            [*command, "--set", f"width={width}", "-o", f"runs/{width}"], stderr=subprocess.PIPE, text=True
+        )
+        for width in widths
+    }
+    for width, process in started.items():
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+        assert Plan.load(f"runs/{width}/plan.yaml").model.settings == {"width": width}
+        folder.pdtool("export", f"runs/{width}", "-o", f"{width}.pt")
+        assert torch.load(f"{width}.pt")["first.weight"].shape == (width, 4)
+        assert RunDir(Path(f"runs/{width}")).stages.is_dir(), "its own stage files"
 
 
 def test_another_operator_makes_a_new_profile_and_another_learning_rate_does_not(road, runs):
     road.write("model.py", NET.replace("lr=0.1", "lr=0.2"))
-    assert told(road.pdtool(*TRAIN)) == FRESH
+    assert told(road.pdtool(*OF_ROAD)) == FRESH
     road.write("model.py", NET.replace("nn.ReLU()", "nn.Tanh()"))
-    result = road.pdtool(*TRAIN)
+    result = road.pdtool(*OF_ROAD)
     assert told(result) == {"profile": "making", "partition": "making"}
     assert "operator relu is ReLU in the profile and Tanh in the model" in result.stderr
     assert Plan.load(PLAN).digests[str(PROFILE)] == Profile.load(PROFILE).content_sha256
@@ -95,17 +196,19 @@ def test_another_operator_makes_a_new_profile_and_another_learning_rate_does_not
 def test_an_edited_plan_is_used_and_never_replaced(road, runs):
     edited = PLAN.read_text().replace("in_flight: 2", "in_flight: 1")
     road.write(str(PLAN), edited)
-    result = road.pdtool(*TRAIN)
+    result = road.pdtool(*OF_ROAD)
     assert told(result) == FRESH
     assert "edited by hand" in result.stderr
-    stderr = road.pdtool(*TRAIN, "--bandwidth", "7GB/s", code=3).stderr
+    road.pdtool(*OF_ROAD, "--bandwidth", "7GB/s")
+    assert runs[1]["plan"] != str(PLAN), "it was made with other options"
+    road.write("model.py", NET.replace("nn.ReLU()", "nn.Tanh()"))
+    stderr = road.pdtool(*OF_ROAD, code=3).stderr
     assert "was edited by hand, and would be replaced" in stderr
-    assert "another --bandwidth than 7GB/s" in stderr
     assert PLAN.read_text() == edited
     road.write(str(PLAN), edited.replace("in_flight", "in_fligth"))
-    road.pdtool(*TRAIN, code=3)
+    road.pdtool(*OF_ROAD, code=3)
     assert "in_fligth" in PLAN.read_text(), "a plan that cannot be read may have been edited"
-    assert len(runs) == 1
+    assert len(runs) == 2
 
 
 def test_a_slip_is_found_before_anything_is_measured(folder, runs):
@@ -233,10 +336,12 @@ def test_what_is_written_is_packaged(folder):
 def test_profile_if_stale_leaves_what_is_fresh(folder):
     """As the rules of make call it: another learning rate changes no profile, so that no plan becomes stale."""
     folder.write("model.py", NET)
-    folder.pdtool("profile", "model.py", "--threads", "1", "--if-stale")
+    folder.pdtool("profile", "model.py", "--batch-size", "4")
     written = PROFILE.stat().st_mtime_ns
     folder.write("model.py", NET.replace("lr=0.1", "lr=0.2"))
-    assert "profile: reusing profiles/model.json" in folder.pdtool("profile", "model.py", "--if-stale").stderr
+    same = ("profile", "model.py", "--batch-size", "4", "--if-stale")
+    assert "profile: reusing profiles/model.json" in folder.pdtool(*same).stderr
     assert PROFILE.stat().st_mtime_ns == written
-    folder.pdtool("profile", "model.py", "--batch-size", "4", "--if-stale")
+    made = folder.pdtool("profile", "model.py", "--if-stale").stderr
+    assert "profile: making profiles/model.json: it was made with --batch-size 4, not 32" in made
     assert PROFILE.stat().st_mtime_ns != written

@@ -47,10 +47,10 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
 def partition(profile: str | None, asked: PartitionOptions, output: str | None, as_json: bool) -> None:
     """Divide PROFILE's model into stages for the fastest pipeline."""
     from pdtool.api.inputs import candidate, default_plan_path
-    from pdtool.api.planning import keep_edits, planned_for
+    from pdtool.api.planning import PlanRequest, keep_edits
     from pdtool.cli.artifact_views import plan_view
 
-    plan = planned_for(candidate("profile", profile), asked)
+    plan = PlanRequest.read(candidate("profile", profile), asked).plan()
     path = output or default_plan_path(plan)
     keep_edits(path)
     write_artifact(plan, path, as_json=as_json, view=plan_view(plan))
@@ -64,13 +64,10 @@ def partition(profile: str | None, asked: PartitionOptions, output: str | None, 
 @options.output("File to write; - is stdout.  [default: profiles/NAME.json]")
 @options.options_of(ProfileOptions)
 @options.flag(
-    "--if-stale", help="Leave the file as it is where it is a profile of the same operators, with the options given."
+    "--if-stale", help="Leave the file as it is where it is a profile of the same operators, with the same options."
 )
 @options.as_json
-@click.pass_context
-def profile(
-    ctx: click.Context, /, model: str, output: str | None, asked: ProfileOptions, as_json: bool, if_stale: bool
-) -> None:
+def profile(model: str, output: str | None, asked: ProfileOptions, as_json: bool, if_stale: bool) -> None:
     """Measure what each operator of MODEL costs, or estimate it.
 
     On this machine it is measured; for another device, which need not be here, it is estimated.
@@ -81,9 +78,9 @@ def profile(
     from pdtool.cli.artifact_views import measured_view
 
     if if_stale:
-        from pdtool.api.staleness import is_fresh
+        from pdtool.api.reuse import is_fresh
 
-        if is_fresh(model, output, asked.model_settings, options.asked_for(ctx)):
+        if is_fresh(model, output, asked):
             return
     result, target = profiled(model, output, asked)
     write_artifact(result, target, as_json=as_json, view=measured_view(result))

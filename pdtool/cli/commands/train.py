@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from pdtool.cli.click_options import CommandOption, asked_for, is_asked_for, makes_artifact
+from pdtool.cli.click_options import CommandOption, asked_in, is_asked_for, makes_artifact
 from pdtool.cli.command_line import command
 from pdtool.cli.commands.steps import partition, profile, run
 from pdtool.cli.terminal import note
 from pdtool.errors import StaleError, UsageError
+from pdtool.options.plan_options import PartitionOptions, ProfileOptions
 
 if TYPE_CHECKING:
     from pdtool.artifacts.artifact import ModelRef
@@ -51,7 +53,8 @@ def train(ctx: click.Context, /, model: str, **_: Any) -> None:
     """Train MODEL: profile, partition, codegen and run, as needed.
 
     Writes the files of these commands, profiles/NAME.json, plans/NAME-TOPOLOGY.yaml, plans/NAME-TOPOLOGY/ and a new
-    folder in runs/. What is there, and belongs to the model as it is and to the options that are given, is used again.
+    folder in runs/. What is there is used again where it was made of the model as it is, with the same options; what
+    was made with others is kept, and the new file gets another name.
 
     Each command also takes the options that pdtool.toml has for it.
     """
@@ -62,17 +65,18 @@ def train(ctx: click.Context, /, model: str, **_: Any) -> None:
     ref = parse_ref(model, profiling.params["model_settings"])
     source = find_source(ref.source)
     name = file_name(model_name(source, ref.function))
-    profile_path = f"profiles/{name}.json"
-    partitioning = _step(ctx, partition, profile_path)
+    partitioning = _step(ctx, partition, "profiles/")
     topology = _topology(**partitioning.params)
-    plan_path = f"plans/{name}-{topology}.yaml"
-    running = _step(ctx, run, plan_path)  # all are read before the first is run: a slip is not found minutes later
+    running = _step(ctx, run, "plans/")  # all are read before the first is run: a slip is not found minutes later
     if not is_local(source):
         running.params["model"] = ref.source
-    profiling.params["output"], partitioning.params["output"] = profile_path, plan_path
-    _profile(profiling, ref, profile_path, math.prod(map(int, topology.split("x"))))
-    _partition(partitioning, profile_path, plan_path)
-    _tell_of_stage_files(plan_path)
+    from pdtool.api.reuse import one_at_a_time
+
+    with one_at_a_time(Path("profiles")):
+        profile_path = _profile(profiling, ref, f"profiles/{name}.json", math.prod(map(int, topology.split("x"))))
+        plan_path = _partition(partitioning, profile_path, f"plans/{name}-{topology}.yaml")
+        _tell_of_stage_files(plan_path)
+    running.params["plan"] = plan_path
     _invoke(running)
 
 
@@ -105,53 +109,70 @@ def _topology(*, topology: str | None, cluster: str | None, **_: Any) -> str:
     return ClusterFile.load(cluster).cluster().topology
 
 
-def _profile(context: click.Context, ref: ModelRef, path: str, workers: int) -> None:
-    """Profile the model, unless the profile in `path` is what that would give.
+def _profile(context: click.Context, ref: ModelRef, path: str, workers: int) -> str:
+    """Return the path of the model's profile, which is made unless it is there.
 
     Args:
+        path: where it stands, unless that is a profile with other options.
         workers: that will share the cores of this machine: without `--threads` each has as many as it will have then.
     """
-    from pdtool.api.staleness import why_not_reused
+    from pdtool.api.reuse import other_profile, own_path, why_not_reused
+    from pdtool.artifacts.profile import Profile
     from pdtool.frontend.compute_mode import default_device
     from pdtool.host import usable_cores
 
-    given = asked_for(context)
-    if given.get("device", "auto") == "auto":
-        context.params["device"] = given["device"] = default_device()
-    why = why_not_reused(path, ref, given)
-    if not why:
-        return
-    note(f"profile: making {path}: {why}")
-    if context.params["device"] == "cpu" and context.params["threads"] is None:
-        context.params["threads"] = max(1, len(usable_cores()) // workers)
-        note(f"taking --threads {context.params['threads']}: {workers} worker(s) share the cores of this machine")
-    _invoke(context)
+    params = context.params
+    if params["device"] == "auto":
+        params["device"] = default_device()
+    fills_threads = params["device"] == "cpu" and params["threads"] is None
+    if fills_threads:
+        params["threads"] = max(1, len(usable_cores()) // workers)
+    asked = asked_in(context, ProfileOptions)
+    path, why_other = own_path(path, Profile, partial(other_profile, ref=ref, asked=asked), ref.model_dump(), asked)
+    why = why_not_reused(path, ref, asked)
+    if why:
+        note(f"profile: making {path}: {why_other or why}")
+        if fills_threads:
+            note(f"taking --threads {params['threads']}: {workers} worker(s) share the cores of this machine")
+        params["output"] = path
+        _invoke(context)
+    return path
 
 
-def _partition(context: click.Context, profile_path: str, path: str) -> None:
-    """Partition the profile, unless the plan in `path` is what that would give.
+def _partition(context: click.Context, profile_path: str, path: str) -> str:
+    """Return the path of the plan of a profile, which is made unless it is there.
+
+    Args:
+        path: where it stands, unless that is a plan with other options.
 
     Raises:
-        StaleError: someone edited the plan, and it is not what is asked for any more.
+        StaleError: someone edited the plan, and its profile has changed.
         ArtifactError: it cannot be read; someone may have edited it.
     """
-    from pdtool.api.staleness import why_plan_is_stale
+    from pdtool.api.console import muted
+    from pdtool.api.planning import PlanRequest
+    from pdtool.api.reuse import other_plan, own_path, why_plan_is_stale
     from pdtool.artifacts.plan import Plan
-    from pdtool.artifacts.profile import Profile
 
-    if not Path(path).exists():
-        note(f"partition: making {path}: it is not there")
-        return _invoke(context)
-    plan = Plan.load(path)
-    why = why_plan_is_stale(plan, Profile.load(profile_path), profile_path, asked_for(context))
-    if not why:
+    asked = asked_in(context, PartitionOptions)
+    with muted():  # `partition` says the same, if it is run
+        request = PlanRequest.read(profile_path, asked)
+    path, why_other = own_path(path, Plan, partial(other_plan, request=request), profile_path, asked)
+    why = "it is not there"
+    if Path(path).exists():
+        plan = Plan.load(path)
+        why = why_plan_is_stale(plan, request)
         edited = ", edited by hand" if plan.edited else ""
-        return note(f"partition: reusing {path} ({plan.config}, schedule {plan.schedule}{edited})")
-    if plan.edited:
-        remedy = "partition to another file with -o, and move your edits there; or remove this one"
-        raise StaleError(path, f"was edited by hand, and would be replaced, for {why}", remedy)
-    note(f"partition: making {path}: {why}")
-    return _invoke(context)
+        if not why:
+            note(f"partition: reusing {path} ({plan.config}, schedule {plan.schedule}{edited})")
+            return path
+        if edited:
+            remedy = "partition to another file with -o, and move your edits there; or remove this one"
+            raise StaleError(path, f"was edited by hand, and would be replaced, for {why}", remedy)
+    note(f"partition: making {path}: {why_other or why}")
+    context.params |= {"profile": profile_path, "output": path}
+    _invoke(context)
+    return path
 
 
 def _tell_of_stage_files(plan_path: str) -> None:

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from pdtool.artifacts.bundle import Bundle
@@ -76,29 +77,30 @@ def launch(
             end_with_parent()
             _forget_threads_of_torchrun()
         os.environ.update(environment)
-        with _in_folder(config, epochs_done, is_first=os.environ["RANK"] == "0"):
+        with _in_folder(config, epochs_done, is_first=os.environ["RANK"] == "0") as config:
             on_start()
             path = RunDir(config.out).metrics_file
             with following_metrics(path, on_metrics, after=epochs_done, poll_s=_POLL_IN_WORKER_S):
                 return run_worker(config.with_absolute_paths())
     check_may_start_processes()
     local = local_assignments(config)
-    with _in_folder(config, epochs_done, is_first=config.machines.node_rank == 0):
+    with _in_folder(config, epochs_done, is_first=config.machines.node_rank == 0) as config:
         on_start()
         return _launch_workers(config, local, epochs_done, on_metrics, notify)
 
 
 @contextmanager
-def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterator[None]:
-    """Hold the run's folder, and record in it that the run goes on, and at the end how it ended.
+def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterator[RunConfig]:
+    """Hold the run's folder, keep in it what is trained, and record that the run goes on, and at the end how it ended.
 
-    That is a matter of the first machine. An older report is put aside first.
+    That is a matter of the first machine. An older report is put aside first. Yields the configuration of a run of the
+    stage files in this folder, which nobody else writes.
 
     Args:
         epochs_done: those of the run that it resumes.
     """
     if not is_first:
-        yield
+        yield config
         return
     plan, run_dir = config.plan, RunDir(config.out)
     with run_dir.held():
@@ -110,7 +112,8 @@ def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterat
             state.save(run_dir.state_file)
         try:
             plan.save(run_dir.plan_file)
-            yield
+            config.bundle.copy_files(config.bundle_dir, run_dir.stages)
+            yield replace(config, bundle_dir=run_dir.stages)
         except KeyboardInterrupt:  # whoever was stopped has said so
             raise
         except BaseException as error:

@@ -1,0 +1,185 @@
+"""What `train` and `profile --if-stale` use again: an artifact that was made with the same options, of the same things.
+
+What a command does follows from its options and pdtool.toml, never from what was asked for before. An artifact that was
+made with other options is kept, and the new one has a name of its own: the digest of its options, so that these find it
+again. While one `train` profiles and partitions, others in the same folder wait (`one_at_a_time`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from pdtool.api.console import note, status
+from pdtool.api.inputs import file_name, was_made_from
+from pdtool.api.planning import NO_LIMIT, PlanRequest
+from pdtool.api.staleness import why_model_differs
+from pdtool.artifacts.artifact import Artifact, ModelRef
+from pdtool.artifacts.cluster import Cluster
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.profile import Profile
+from pdtool.errors import ArtifactError, PdtoolError
+from pdtool.frontend import compute_mode
+from pdtool.frontend.user_code import find_source, model_name, parse_ref
+from pdtool.options.declaration import declared
+from pdtool.options.plan_options import PartitionOptions, ProfileOptions
+from pdtool.units import format_bits_rate, format_seconds
+
+_DIGEST_LENGTH = 8
+_POLL_S = 0.2
+_MAX_WAIT_S = 3600.0  # for another pdtool that profiles: a large model takes minutes
+
+
+def own_path(path: str, kind: type[Artifact], is_other: Callable[[Any], str], *made_from: Any) -> tuple[str, str]:
+    """Return where an artifact that is made with some options stands, and why it does not stand in `path`.
+
+    Args:
+        is_other: says of an artifact with which other options it was made; "" for the same ones.
+        made_from: the options, and what else the artifact is made from.
+    """
+    try:
+        why = is_other(kind.load(path)) if Path(path).exists() else ""
+    except ArtifactError:  # nobody can use it
+        why = ""
+    if not why:
+        return path, ""
+    content = [vars(each) if is_dataclass(each) else each for each in made_from]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+    return str(Path(path).with_stem(f"{Path(path).stem}-{digest[:_DIGEST_LENGTH]}")), f"{path} is kept: {why}"
+
+
+def why_not_reused(path: str, ref: ModelRef, asked: ProfileOptions) -> str:
+    """Say why the profile in a file is not the one that is asked for; "" when it is, which is noted.
+
+    Raises:
+        ModelError: the model cannot be traced.
+    """
+    if not Path(path).exists():
+        return "it is not there"
+    try:
+        known = Profile.load(path)
+    except ArtifactError:
+        return "what is there cannot be read"
+    with status("comparing the model with its profile"):
+        why = other_profile(known, ref, asked) or why_model_differs(known, path)
+    if not why:
+        settings = "".join(f", {key}={value}" for key, value in ref.settings.items())
+        of = f"minibatch of {known.batch_size}{settings}, {known.device.kind} for {known.device.name}"
+        note(f"profile: reusing {path} ({of})")
+    return why
+
+
+def is_fresh(model: str, output: str | None, asked: ProfileOptions) -> bool:
+    """Return whether the file that `profile` would write is there and is what it would measure, and say which.
+
+    Args:
+        model: as the command takes it.
+        output: file to write; None: profiles/NAME.json.
+    """
+    ref = parse_ref(model, asked.model_settings)
+    target = output or f"profiles/{file_name(model_name(find_source(ref.source), ref.function))}.json"
+    why = why_not_reused(target, ref, asked)
+    if why:
+        note(f"profile: making {target}: {why}")
+    return not why
+
+
+def other_profile(profile: Profile, ref: ModelRef, asked: ProfileOptions) -> str:
+    """Say with which other options, or of which other model, a profile was made; "" for the same."""
+    if profile.model is None or profile.model != ref:
+        return f"it is of {profile.model or 'no model'}, not of {ref}"
+    had = profile.made_with
+    known_same = {"model_settings": True, "device": _is_device(profile, had.device, asked.device)}
+    known_same["threads"] = asked.threads in (had.threads, profile.threads)
+    for name, option in declared(ProfileOptions).items():
+        before, now = getattr(had, name), getattr(asked, name)
+        if not known_same.get(name, before == now):
+            return f"it was made with {option.flag} {_text(before)}, not {_text(now)}"
+    return ""
+
+
+def _is_device(profile: Profile, had: str, asked: str) -> bool:
+    """Whether a profile is of the device asked for: of the same name, or of the one here that `auto` stands for."""
+    if profile.device.kind == "estimated" or had == asked:
+        return had == asked
+    measured = "cpu" if profile.is_measured_on_cpu else "cuda"
+    return measured == (compute_mode.default_device() if asked == "auto" else asked)
+
+
+def why_plan_is_stale(plan: Plan, request: PlanRequest) -> str:
+    """Say why a plan is not the one that is asked for, or not of the profile as it is; "" when it is."""
+    if plan.profile == request.path and not was_made_from(plan, request.profile):
+        return f"it was made from another profile than {request.path} as it is"
+    return other_plan(plan, request)
+
+
+def other_plan(plan: Plan, request: PlanRequest) -> str:
+    """Say with which other options, or from which other profile, a plan was made; "" for the same."""
+    if plan.profile != request.path:
+        return f"it was made from {plan.profile}, not {request.path}"
+    if plan.asked is None:
+        return "it does not record the options that it was made with"
+    asked, clusters = request.options.asked, (plan.cluster, request.cluster)
+    figures = {
+        "topology": (plan.cluster.topology, request.cluster.topology),
+        "bandwidth": tuple(_each(c, "bandwidth_bytes_per_s", format_bits_rate) for c in clusters),
+        "latency": tuple(_each(c, "latency_s", format_seconds) for c in clusters),
+        "memory": tuple(NO_LIMIT if c.memory_bytes is None else c.memory_bytes for c in clusters),
+        "wire_dtype": (plan.wire_dtype, request.profile.wire_dtype),
+    }
+    figures |= {field.name: (getattr(plan.asked, field.name), getattr(asked, field.name)) for field in fields(asked)}
+    for name, (before, now) in figures.items():
+        if before != now:
+            return f"it was made with {declared(PartitionOptions)[name].flag} {_text(before)}, not {_text(now)}"
+    return "" if plan.cluster == request.cluster else "it was made for another cluster"
+
+
+def _each(cluster: Cluster, name: str, in_words: Callable[[float], str]) -> str:
+    return ",".join(in_words(getattr(level, name)) for level in cluster.levels)
+
+
+def _text(value: Any) -> str:
+    return "left out" if value is None else "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Hold a folder while artifacts are made in it: two that were measured at once would both be too slow.
+
+    Raises:
+        PdtoolError: another pdtool has held it for an hour.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor, since = os.open(folder, os.O_RDONLY), 0.0
+    try:
+        while not _is_locked(descriptor):
+            if not since:
+                note(f"waiting for another pdtool, which makes files in {folder}/")
+                since = time.monotonic()
+            if time.monotonic() - since > _MAX_WAIT_S:
+                raise PdtoolError(
+                    f"another pdtool has held {folder}/ for an hour", "end it, or train in another folder"
+                )
+            time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Take the lock of a folder; True, too, where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
