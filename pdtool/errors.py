@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 # Control characters (C0 but tab and line feed, DEL, C1), line separators, marks that reverse the direction of writing,
 # halves of characters, and what is no character and so not allowed in XML.
+_MAX_TEXT = 2000  # characters of somebody else's error
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
 )
@@ -160,6 +161,8 @@ def describe_error(error: BaseException) -> str:
         text = str(error)
     except Exception:
         text = "its text cannot be read"
+    if len(text) > _MAX_TEXT:
+        text = f"{text[:_MAX_TEXT]}... ({len(text)} characters)"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

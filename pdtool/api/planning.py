@@ -209,8 +209,9 @@ def _cluster(asked: PartitionOptions) -> Cluster:
     """Read the cluster from its file, or make it of the figures given; raises UsageError for both and for neither."""
     file, topology, bandwidth, latency = asked.cluster, asked.topology, asked.bandwidth, asked.latency
     if file:
-        if figures := topology or bandwidth or latency:
-            raise UsageError(f"--cluster {file} together with {figures!r}", "give the file or the figures, not both")
+        for name, figures in (("--topology", topology), ("--bandwidth", bandwidth), ("--latency", latency)):
+            if figures:
+                raise UsageError(f"--cluster {file} with {name} {figures}", "give the file or the figures, not both")
         return ClusterFile.load(file, may_be_pipe=True).cluster()
     if topology is None:
         raise UsageError("no cluster is given", "give --topology 4x4, or --cluster cluster.yaml from `pdtool probe`")

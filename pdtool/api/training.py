@@ -125,6 +125,7 @@ def trained(inputs: Inputs, plan: Plan, asked: RunOptions) -> tuple[RunConfig, R
     Args:
         plan: the plan of `inputs`, with the schedule that was asked for.
     """
+    check_run(asked, plan.cluster.workers)
     config = replace(_config(inputs, _bundle(inputs, trust=asked.trust), asked), plan=plan)
     config = _with_loader_workers(config, inputs.profile.loading_s, asked.loader_workers)
     return config, _launched(config, inputs.profile, asked.log_every)
@@ -191,9 +192,7 @@ def _config(inputs: Inputs, bundle: Bundle, asked: RunOptions) -> RunConfig:
 
     stages = inputs.plan.stage_nodes(inputs.profile)
     check = partial(check_stage_files, inputs.plan, stages, bundle, inputs.folder)
-    if asked.output == "-":
-        raise UsageError("-o -: a run writes a folder, which is not for stdout", "name a folder")
-    out, resume = _folders(inputs, asked.output, asked.resume, asked.nnodes)
+    out, resume = _folders(inputs, asked.output, asked.resume)
     config = RunConfig(
         plan=inputs.plan,
         bundle=bundle,
@@ -209,6 +208,32 @@ def _config(inputs: Inputs, bundle: Bundle, asked: RunOptions) -> RunConfig:
     return replace(config, resume=resume, threads=asked.threads or inputs.profile.threads)
 
 
+def check_run(asked: RunOptions, workers: int) -> None:
+    """Check what can be said of a run before its stage files, and its plan, are there.
+
+    Args:
+        workers: of the cluster.
+
+    Raises:
+        UsageError: it has no folder, or another run's, or nothing to resume; or a machine has no share of the workers.
+    """
+    asked.machines.node_workers(workers)
+    output, resume = asked.output, asked.resume
+    if output == "-":
+        raise UsageError("-o -: a run writes a folder, which is not for stdout", "name a folder")
+    if resume == SAME_FOLDER:
+        if output is None:
+            raise UsageError("--resume names no run", "give its folder: --resume runs/NAME, or -o runs/NAME --resume")
+        resume = Path(output)
+    if resume is not None:
+        RunDir(resume).latest_checkpoint()
+    is_one_by_one = asked.nnodes > 1 or is_worker(os.environ)
+    if output is None and is_one_by_one and (resume is None or not RunDir(resume).checkpoints_folder.is_dir()):
+        raise UsageError("workers started one by one need one folder for the run", "name it with -o")
+    if output and RunDir(Path(output)).checkpoints() and (resume is None or resume.resolve() != Path(output).resolve()):
+        raise UsageError(f"{output} holds a run already", "go on with it by --resume, or name another folder with -o")
+
+
 def _with_loader_workers(config: RunConfig, loading_s: float | None, asked: int | None) -> RunConfig:
     """Let the run have as many loader workers as are asked for, else as the profile's loading time needs; say so."""
     from pdtool.runtime.loading.minibatch_source import LoadingCost, at_most_the_cores
@@ -220,20 +245,13 @@ def _with_loader_workers(config: RunConfig, loading_s: float | None, asked: int 
     return replace(config, loader_workers=workers)
 
 
-def _folders(inputs: Inputs, output: str | None, resume: Path | None, nnodes: int) -> tuple[Path, Path | None]:
+def _folders(inputs: Inputs, output: str | None, resume: Path | None) -> tuple[Path, Path | None]:
     """Return the run's folder and the one to resume from; with one of them given, the other is the same."""
     if resume == SAME_FOLDER:
-        if output is None:
-            raise UsageError("--resume names no run", "give its folder: --resume runs/NAME, or -o runs/NAME --resume")
-        resume = Path(output)
+        resume = Path(str(output))
     if output is None and (resume is None or not RunDir(resume).checkpoints_folder.is_dir()):
-        if nnodes > 1 or is_worker(os.environ):
-            raise UsageError("workers started one by one need one folder for the run", "name it with -o")
         output = str(new_folder(Path("runs") / inputs.folder.name))
-    out = Path(output or str(resume))
-    if RunDir(out).checkpoints() and (resume is None or resume.resolve() != out.resolve()):
-        raise UsageError(f"{out} holds a run already", "go on with it by --resume, or name another folder with -o")
-    return out, resume
+    return Path(output or str(resume)), resume
 
 
 def new_folder(path: Path) -> Path:

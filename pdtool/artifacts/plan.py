@@ -152,7 +152,7 @@ class Certificate(FrozenModel):
 
     def sentence(self) -> str:
         """Say why no plan beats the bound; empty if an earlier pdtool did not say it."""
-        if self.workers is None:
+        if self.workers is None or self.cuts is None:
             return self.proof
         on = "1 worker" if self.workers == 1 else f"{self.workers} workers"
         with_replicas = f" with replicas {'-'.join(map(str, self.replicas))}" if self.replicas else ""
@@ -307,9 +307,11 @@ class Plan(YamlArtifact):
 
     def _check_predicted(self) -> None:
         """Figures of another number of stages are those of a plan before an edit."""
-        for name in ("compute_s", "allreduce_s", "memory_bytes") if self.predicted and not self.edited else ():
-            if len(getattr(self.predicted, name)) != len(self.stages):
-                what = f"{len(getattr(self.predicted, name))} of them for {len(self.stages)} stages"
+        stages = len(self.stages)
+        counts = {"compute_s": stages, "allreduce_s": stages, "memory_bytes": stages, "transfer_s": stages - 1}
+        for name, count in counts.items() if self.predicted and not self.edited else ():
+            if len(getattr(self.predicted, name)) != count:
+                what = f"{len(getattr(self.predicted, name))} of them for {stages} stages"
                 raise FieldError(f"predicted.{name}", what)
 
     def _check_workers(self) -> None:

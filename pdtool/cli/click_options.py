@@ -127,6 +127,20 @@ def is_asked_for(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) not in (None, ParameterSource.DEFAULT)
 
 
+def prefer_typed(context: click.Context) -> None:
+    """Let an option of the command line go before those of pdtool.toml that exclude it."""
+    options = {param.name: param for param in context.command.params if isinstance(param, CommandOption)}
+    for name, param in options.items():
+        for other in param.declared.excludes if param.declared else ():
+            for typed, from_file in ((name, other), (other, name)):
+                if (
+                    context.get_parameter_source(typed or "") is ParameterSource.COMMANDLINE
+                    and context.get_parameter_source(from_file or "") is ParameterSource.DEFAULT_MAP
+                ):
+                    context.params[from_file or ""] = options[from_file].get_default(click.Context(context.command))
+                    context.set_parameter_source(from_file or "", ParameterSource.DEFAULT)
+
+
 def makes_artifact(param: click.Parameter) -> bool:
     """Return whether an option changes the artifact that its command writes."""
     return isinstance(param, CommandOption) and param.declared is not None and param.declared.artifact != ""

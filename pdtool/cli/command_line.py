@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from pdtool.api.console import Listener, OnEvent, OnProgress, OnStep, install
-from pdtool.cli.click_options import CommandOption
+from pdtool.cli.click_options import CommandOption, prefer_typed
 from pdtool.cli.terminal import Verbosity, note, progress, status
 from pdtool.options.declaration import SECTIONS
 
@@ -29,6 +29,11 @@ _FLAGS = {
 
 class SectionedCommand(click.Command):
     """A command whose help lists many options by what they are about; an option in no section stands at the top."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        prefer_typed(ctx)
+        return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         params = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]

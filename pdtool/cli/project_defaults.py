@@ -57,11 +57,12 @@ class ProjectDefaults:
         tables = {name: _table(path, name, values, commands) for name, values in content.items()}
         return cls(path, tables)
 
-    def sentence(self, command: click.Command) -> str:
-        """Say which options of a command the file gives; "" for none."""
+    def sentence(self, command: click.Command, error: str) -> str:
+        """Say which options of a command, of those that an error names, the file gives; "" for none."""
         long_names = {param.name: param.opts[-1].removeprefix("--") for param in command.params}
         table = self.tables.get(command.name or "", {})
-        options = ", ".join(f"{long_names[name]} = {value!r}" for name, value in table.items())
+        named = {long_names[name]: value for name, value in table.items() if long_names[name] in error}
+        options = ", ".join(f"{name} = {value!r}" for name, value in named.items())
         return f"{self.path} gives {command.name} these options: {options}" if options else ""
 
 

@@ -35,6 +35,7 @@ class Option:
         same: whether all machines of a run must agree on it.
         artifact: the kind of artifact that it changes; one that was made with another value is stale.
         of_plan: whether it stands in place of what the plan says.
+        excludes: names of options that make no sense beside it; typed, it goes before those of pdtool.toml.
     """
 
     usage: str
@@ -46,6 +47,7 @@ class Option:
     same: bool = False
     artifact: Literal["", "profile", "plan"] = ""
     of_plan: bool = False
+    excludes: tuple[str, ...] = ()
 
     @property
     def flags(self) -> list[str]:

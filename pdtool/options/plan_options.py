@@ -53,7 +53,7 @@ class ProfileOptions:
         "were cast to fp32, bf16 or fp16; tf32: with products of fp32 in TF32.",
     )
     compiled: bool = _computing(
-        "--compile",
+        "--compile/--no-compile",
         Flag(default=False),
         "Measure what `run --compile` runs. What torch.compile fuses is timed in segments; operators get shares.",
         keyword="compile",
@@ -75,7 +75,10 @@ class PartitionOptions:
         "Workers: sizes of the nested levels, the outermost first; 4x4 is 4 servers of 4 devices.",
     )
     cluster: str | None = _cluster(
-        "--cluster FILE", Text(), "The same and all bandwidths, as `pdtool probe` writes them."
+        "--cluster FILE",
+        Text(),
+        "The same and all bandwidths, as `pdtool probe` writes them.",
+        excludes=("topology", "bandwidth", "latency"),
     )
     bandwidth: str | None = _cluster(
         "--bandwidth RATE,...",
@@ -91,13 +94,16 @@ class PartitionOptions:
         "--replicas R-R-R",
         Text(values.replicas, unset="whatever is fastest"),
         "Workers of each stage, as 15-1: find where to cut the model into exactly these stages.",
+        excludes=("strategy", "straight"),
     )
     strategy: str = _plan(
         "--strategy",
         Choice(tuple(STRATEGIES), default="auto"),
         "The fastest plan of any kind (auto), or the best of one kind, to compare it with.",
     )
-    straight: bool = _plan("--straight", Flag(default=False), "The same as --strategy straight.")
+    straight: bool = _plan(
+        "--straight/--no-straight", Flag(default=False), "The same as --strategy straight.", excludes=("strategy",)
+    )
     schedule: str | None = _plan(
         "--schedule",
         Choice((*SCHEDULES, "auto"), unset="1f1b, or what --strategy has"),
@@ -113,6 +119,7 @@ class PartitionOptions:
         Count(unset="what --microbatches makes"),
         "Samples in one update: the same as --microbatches, times the profiled minibatch; with 1f1b-flush unless "
         "another flushing --schedule is given.",
+        excludes=("microbatches",),
     )
     wire_dtype: str = _plan(
         "--wire-dtype",

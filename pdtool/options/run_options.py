@@ -105,7 +105,11 @@ class WorkerOptions:
         "CPU threads of each worker.",
     )
     compiled: bool = _computing(
-        "--compile", Flag(default=False), "Put each stage through torch.compile.", keyword="compile", same=True
+        "--compile/--no-compile",
+        Flag(default=False),
+        "Put each stage through torch.compile.",
+        keyword="compile",
+        same=True,
     )
     trust: bool = _computing(
         "--trust",
@@ -173,6 +177,7 @@ class RunOptions(WorkerOptions, LaunchOptions):
         "--update-every N",
         Count(1, MAX_MINIBATCHES, unset=PLANNED),
         "Minibatches in one update of every stage, without a flush.",
+        excludes=("microbatches",),
     )
     wire_dtype: str | None = again(
         PartitionOptions,

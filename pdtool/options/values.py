@@ -138,8 +138,8 @@ def path(name: str, text: str) -> str:
 
 
 def timeout(name: str, text: str) -> float:
-    """Read `60s` as seconds, which leave the time to answer."""
-    seconds = parse_seconds(text)
+    """Read `60s`, or a mere `60`, as seconds, which leave the time to answer."""
+    seconds = parse_seconds(f"{text}s" if re.fullmatch(r"[0-9.]+", text) else text)
     if seconds < _MIN_TIMEOUT_S:
         raise UsageError(f"{name} {text} leaves no time to answer", f"give {_MIN_TIMEOUT_S:g}s or more, as 60s")
     return seconds

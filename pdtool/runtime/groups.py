@@ -276,7 +276,7 @@ def check_agreement(config: RunConfig, group: object) -> None:
     if differences:
         raise UsageError(
             f"the workers were not asked for the same: {'; '.join(differences)}",
-            "start all with the same command, on the same files",
+            "start all with the same command, on the same files: copy profiles/ and plans/ from machine 0",
         )
 
 

@@ -37,6 +37,7 @@ _SECTIONS: dict[str, tuple[click.Command, ...]] = {
     "Clusters and devices": (probe, devices, import_),
     "Projects and shells": (init, makefile, schema, completion, help_),
 }
+_STEPS = ("profile", "partition", "run")
 _EPILOG = """\b
 Exit codes:
   0  done                        4  no feasible plan
@@ -88,7 +89,7 @@ class CommandGroup(click.Group):
                 note(traceback.format_exc())
             note(f"error: {error}")
             if isinstance(error, UsageError):
-                _note_defaults(ctx, self.commands.get(ctx.invoked_subcommand or ""))
+                _note_defaults(ctx, ctx.invoked_subcommand or "", str(error))
             ctx.exit(error.exit_code)
         except SystemExit as end:  # of the user's code: pdtool's own ends are click's
             note(f"error: {_place(end)}: sys.exit({end.code!r}) was called; raise an error in model.py instead")
@@ -125,11 +126,12 @@ def _place(error: BaseException) -> str:
     return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
-def _note_defaults(ctx: click.Context, command: click.Command | None) -> None:
-    """Name the options that a project's defaults gave to a command whose command line was refused."""
+def _note_defaults(ctx: click.Context, command: str, error: str) -> None:
+    """Name the options, of those in an error, that a project's defaults gave to a command, or to a step of `train`."""
     defaults = ctx.find_object(ProjectDefaults)
-    if defaults and command and (sentence := defaults.sentence(command)):
-        note(sentence)
+    for name in (command, *(_STEPS if command == "train" else ())):
+        if defaults and name in main.commands and (sentence := defaults.sentence(main.commands[name], error)):
+            note(sentence)
 
 
 @contextmanager
@@ -141,7 +143,7 @@ def _usage_errors_as_ours(ctx: click.Context) -> Iterator[None]:
         raise
     except click.UsageError as error:
         note(f"error: {_usage_error(error)}")
-        _note_defaults(ctx, error.ctx.command if error.ctx else None)
+        _note_defaults(ctx, (error.ctx and error.ctx.info_name) or "", error.format_message())
         ctx.exit(error.exit_code)
     except click.ClickException as error:
         vars(error)["message"] = printable(error.message)  # final to the type checker

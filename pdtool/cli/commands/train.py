@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from pdtool.cli.click_options import CommandOption, asked_in, is_asked_for, makes_artifact
+from pdtool.cli.click_options import CommandOption, asked_in, is_asked_for, makes_artifact, prefer_typed
 from pdtool.cli.command_line import command
 from pdtool.cli.commands.steps import partition, profile, run
 from pdtool.cli.terminal import note
 from pdtool.errors import StaleError, UsageError
+from pdtool.options.declaration import declared
 from pdtool.options.plan_options import PartitionOptions, ProfileOptions
+from pdtool.options.run_options import RunOptions
 
 if TYPE_CHECKING:
     from pdtool.artifacts.artifact import ModelRef
@@ -34,12 +36,17 @@ def _is_handed_on(step: click.Command, param: click.Parameter) -> bool:
 
 
 def _shared_options() -> Iterable[click.Parameter]:
-    """Return the very options of the commands, each of the first that has it: values are read and refused alike."""
+    """Return the very options of the commands: values are read and refused alike.
+
+    Each is that of the first command that has it, or of a later one that takes any text: `profile` takes more devices.
+    """
     named: dict[str | None, click.Parameter] = {}
     for step in (partition, run, profile):
         for param in step.params:
             if _is_handed_on(step, param):
-                named.setdefault(param.name, param)
+                known = named.setdefault(param.name, param)
+                if isinstance(known.type, click.Choice) and not isinstance(param.type, click.Choice):
+                    named[param.name] = param
     return named.values()
 
 
@@ -59,6 +66,8 @@ def train(ctx: click.Context, /, model: str, **_: Any) -> None:
     Each command also takes the options that pdtool.toml has for it.
     """
     from pdtool.api.inputs import file_name
+    from pdtool.api.reuse import one_at_a_time
+    from pdtool.api.training import check_run
     from pdtool.frontend.user_code import find_source, is_local, model_name, parse_ref
 
     profiling = _step(ctx, profile, model)
@@ -68,12 +77,12 @@ def train(ctx: click.Context, /, model: str, **_: Any) -> None:
     partitioning = _step(ctx, partition, "profiles/")
     topology = _topology(**partitioning.params)
     running = _step(ctx, run, "plans/")  # all are read before the first is run: a slip is not found minutes later
+    workers = math.prod(map(int, topology.split("x")))
+    check_run(asked_in(running, RunOptions), workers)
     if not is_local(source):
         running.params["model"] = ref.source
-    from pdtool.api.reuse import one_at_a_time
-
     with one_at_a_time(Path("profiles")):
-        profile_path = _profile(profiling, ref, f"profiles/{name}.json", math.prod(map(int, topology.split("x"))))
+        profile_path = _profile(profiling, ref, f"profiles/{name}.json", workers // running.params["nnodes"])
         plan_path = _partition(partitioning, profile_path, f"plans/{name}-{topology}.yaml")
         _tell_of_stage_files(plan_path)
     running.params["plan"] = plan_path
@@ -84,13 +93,38 @@ train.params[1:1] = _shared_options()
 
 
 def _step(ctx: click.Context, step: click.Command, argument: str) -> click.Context:
-    """Make the context of a command, with what the project's defaults say of it and what `train` was asked for."""
+    """Make the context of a command, with what the project's defaults say of it and what `train` was asked for.
+
+    What it was asked for goes before the defaults of `run`, too, where the plan has it already. A device that `profile`
+    estimates for is none that `run` can compute on.
+    """
     context = step.make_context(step.name, [argument], parent=ctx.parent)
-    for name in (param.name or "" for param in step.params if _is_handed_on(step, param)):
-        if name in context.params and is_asked_for(ctx, name):
-            context.params[name] = ctx.params[name]
-            context.set_parameter_source(name, ParameterSource.COMMANDLINE)
+    for param in step.params:
+        name = param.name or ""
+        if is_asked_for(ctx, name) and _is_handed_on(step, param):
+            value = ctx.params[name]
+            if not isinstance(param.type, click.Choice) or value in param.type.choices:
+                of_file = context.params[name] if param.multiple else ()
+                context.params[name] = (*of_file, *value) if param.multiple else value
+                context.set_parameter_source(name, ParameterSource.COMMANDLINE)
+    prefer_typed(context)
+    if step is run:
+        _forget_what_the_plan_has(context, ctx)
     return context
+
+
+def _forget_what_the_plan_has(running: click.Context, ctx: click.Context) -> None:
+    """Let the plan decide what `train` was asked for, whatever the defaults of `run` say of it."""
+    named = {setting.partition("=")[0] for setting in ctx.params["model_settings"]}
+    kept = [each for each in running.params["model_settings"] if each.partition("=")[0] not in named]
+    running.params["model_settings"] = tuple(kept)
+    in_plan = [name for name in running.params if name in _OF_PLAN - {"model", "model_settings"} and _is_of_plan(name)]
+    if any(is_asked_for(ctx, name) for name in in_plan):
+        running.params |= dict.fromkeys(in_plan)
+
+
+def _is_of_plan(name: str) -> bool:
+    return name in declared(RunOptions) and declared(RunOptions)[name].of_plan
 
 
 def _invoke(context: click.Context) -> None:
