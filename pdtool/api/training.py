@@ -7,6 +7,7 @@ said before its workers start.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -268,11 +269,21 @@ def _launched(config: RunConfig, profile: Profile, log_every: int | None) -> Rep
 
     if not is_first_worker(os.environ):
         return launch(config, notify=note)
+    before = _plan_resumed(config)  # the launch puts its own in place of it
     with training_progress(config.out, config.epochs, log_every) as on_metrics:
-        return launch(config, on_metrics, note, partial(_note_start, config, profile))
+        return launch(config, on_metrics, note, partial(_note_start, config, profile, before))
 
 
-def _note_start(config: RunConfig, profile: Profile) -> None:
+def _plan_resumed(config: RunConfig) -> Plan | None:
+    """Return the plan of the run that is resumed; None where it cannot be read."""
+    if config.resume:
+        with suppress(ArtifactError, UsageError):
+            folder = RunDir(config.resume).latest_checkpoint().path.parent.parent
+            return Plan.load(RunDir(folder).plan_file)
+    return None
+
+
+def _note_start(config: RunConfig, profile: Profile, before: Plan | None) -> None:
     """Say what begins, and what is unusual about it."""
     plan = config.plan
     if config.target and config.target.interpretation:
@@ -281,6 +292,8 @@ def _note_start(config: RunConfig, profile: Profile) -> None:
     here = f"; this is machine {node_rank} of {count}, from 0" if count > 1 else ""
     note(f"training on {plan.workers} worker(s) ({plan.config}), schedule {plan.schedule}, into {config.out}/{here}")
     _note_resumption(config)
+    if before:
+        _note_other_updates(before, plan)
     _note_crowding(config)
     _note_another_seed(config)
     _warn_about_predictions(config, profile)
@@ -291,6 +304,26 @@ def _note_resumption(config: RunConfig) -> None:
     if config.resume:
         done = RunDir(config.resume).latest_checkpoint().manifest().epoch
         note(f"going on after epoch {done} of {config.resume}, with {config.epochs - done} epoch(s) to train")
+
+
+def _note_other_updates(before: Plan, plan: Plan) -> None:
+    """Say it when a resumed run averages another number of samples in an update than the one that it goes on from."""
+    earlier, now = (each.predicted and each.predicted.samples_per_update for each in (before, plan))
+    if not earlier or not now or earlier == now:
+        return
+    minibatches, rest = divmod(earlier, plan.batch_size)
+    if not rest and plan.kind.flushes:
+        remedy = f"give --microbatches {minibatches}"
+    elif not rest and minibatches >= max(stage.replicas for stage in plan.stages):
+        remedy = f"give --update-every {minibatches}"
+    else:
+        remedy = f"partition with --global-batch-size {earlier}"
+        if rest:
+            remedy = f"profile with a --batch-size that divides {earlier}, and {remedy}"
+    note(
+        f"warning: an update averages {now} samples, and averaged {earlier} until now, while the learning rate stays; "
+        f"for {earlier} as before, {remedy}"
+    )
 
 
 def _note_crowding(config: RunConfig) -> None:

@@ -31,10 +31,12 @@ from pdtool.schedule import (
 
 if TYPE_CHECKING:
     ScheduleName = str
+    AskedScheduleName = str
     StrategyName = str
     WeightPolicyName = str
 else:
     ScheduleName = Literal[tuple(SCHEDULES)]
+    AskedScheduleName = Literal[(*SCHEDULES, "auto")]
     StrategyName = Literal[tuple(STRATEGIES)]
     WeightPolicyName = Literal[tuple(WEIGHT_POLICIES)]
 
@@ -209,14 +211,14 @@ class PlanOptions:
 
     strategy: StrategyName = "auto"
     straight: bool = False
-    schedule: Label = "1f1b"
+    schedule: AskedScheduleName = "1f1b"
     microbatches: Count = 1
     workers: Count | None = None
-    replicas: tuple[Count, ...] | None = None
+    replicas: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
     chunks: Count = 2
     recompute: bool = True
     cost_model: CostModelName = "ours"
-    simplest: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.03
+    simplest: Annotated[float, Field(ge=0, lt=1)] = 0.03
     max_cuts: Count = 1200
 
 

@@ -66,6 +66,22 @@ def test_another_seed_and_other_steps_on_resuming_are_told(road):
     assert "2 × 2, 1 × 3" in (road.path / "report.html").read_text(encoding="utf-8")
 
 
+def test_other_samples_per_update_on_resuming_are_told_and_the_remedy_gives_the_old_ones(road):
+    road.pdtool("run", "--steps", "6", "-o", "runs/x")
+    assert "an update averages" not in road.pdtool("run", "--steps", "6", "--resume", "runs/x", "--epochs", "2").stderr
+    road.pdtool("partition", "profiles/model.json", "--topology", "2", "--strategy", "data-parallel", "-o", "dp.yaml")
+    resumed = ["run", "dp.yaml", "--steps", "6", "--resume", "runs/x", "-o", "runs/y", "--epochs", "3"]
+    told = road.pdtool(*resumed).stderr
+    assert "warning: an update averages 16 samples, and averaged 8 until now, while the learning rate stays; " in told
+    assert "for 8 as before, partition with --global-batch-size 8" in told
+    road.pdtool("run", "plans/model-2.yaml", "--steps", "6", "--update-every", "2", "-o", "runs/z")
+    resumed = ["run", "plans/model-2.yaml", "--steps", "6", "--resume", "runs/z", "--epochs", "2"]
+    assert "averages 8 samples, and averaged 16 until now" in (told := road.pdtool(*resumed, "-o", "runs/w").stderr)
+    assert "for 16 as before, give --update-every 2" in told
+    told = road.pdtool(*resumed, "--update-every", "2").stderr
+    assert "an update averages" not in told
+
+
 def test_a_run_that_computes_otherwise_than_was_profiled_is_told(road):
     warning = "warning: the plan is for {}, the run computes in {}: its predictions do not hold; profile with"
     run = ["run", "--steps", "1"]
