@@ -21,7 +21,7 @@ from pdtool.artifacts.run_dir import Checkpoint, CheckpointManifest, RunDir, Run
 from pdtool.cli.table import Lines, Table
 from pdtool.cli.terminal import above, console, is_progress_shown, note
 from pdtool.errors import ArtifactError
-from pdtool.reports.figures import slowest_stage_sentence
+from pdtool.reports.diagnosis import slowness
 from pdtool.reports.sentences import scaling_phrase
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
@@ -208,8 +208,7 @@ def report_view(report: Report) -> Lines:
     yield from _loading_limit(report)
     yield _prediction_table(report)
     yield f"per minibatch: {_compared(report)}"
-    if reason := slowest_stage_sentence(report):
-        yield reason
+    yield from slowness(report)
     if not report.measured.is_steady:
         yield _NOT_STEADY.format(minibatches=report.minibatches)
     if report.includes_compilation:

@@ -1,4 +1,4 @@
-"""The data of the page's figures: bars, timelines and curves, and why a run was slower than planned.
+"""The data of the page's figures: bars, timelines and curves.
 
 Bars show what a stage takes in time and in memory, and how fast plans are beside each other. Timelines show a plan on
 the simulator's clock, and the last epoch of a run. Curves show the metrics of runs over updates.
@@ -13,7 +13,7 @@ from statistics import fmean
 
 from pdtool.artifacts.chrome_trace import WorkerTrace
 from pdtool.artifacts.metrics import MetricsLine, UpdateLine, ValidationLine
-from pdtool.artifacts.report import Emulation, Report, StageReport
+from pdtool.artifacts.report import Emulation, StageReport
 from pdtool.planner.choice.comparison import THIS_PLAN, ComparedPlan, Simulation, StageShares
 from pdtool.planner.simulator.result import SimulationResult
 from pdtool.reports.chart import Curve, curve_chart
@@ -26,8 +26,6 @@ _MAX_DRAWN_MINIBATCHES = 96
 _MAX_POINTS, _MAX_THIN_POINTS = 160, 500  # of a curve
 _MAX_VALUE = 1e30  # what is larger, or not finite, is not drawn
 _MAX_METRICS = 4  # charts of metrics besides the loss
-_NOTABLE = 0.05  # of the time per minibatch: smaller differences are not explained
-_MUCH_SLOWER = 1.25  # times what was profiled: a stage that computes longer than that is named
 Values = Iterable[tuple[int, float | None]]  # by the number of the update
 
 
@@ -225,79 +223,3 @@ def _thinned(points: list[tuple[float, float]], most: int) -> list[tuple[float, 
     size = math.ceil(len(points) / most)
     parts = [points[i : i + size] for i in range(0, len(points), size)]
     return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
-
-
-@dataclass(frozen=True)
-class ExtraTime:
-    """One part of what the busiest stage needs more per minibatch than predicted, in seconds, and its likely cause."""
-
-    what: str
-    more_s: float
-    cause: str
-
-
-def differences(report: Report, predicted: Sequence[StageShares], predicted_s: float) -> list[ExtraTime]:
-    """Divide the difference between measured and predicted time per minibatch, at the stage that computes longest.
-
-    The parts add up to the whole difference; the largest comes first.
-    """
-    if not report.stages or len(predicted) != len(report.stages):
-        return []
-    number = busiest_stage(report)
-    stage, share = report.stages[number], predicted[number]
-    waiting_s = stage.wait_s - (share.communicating + share.idle) * predicted_s
-    profiled_s = share.computing * predicted_s
-    parts = [
-        ExtraTime("computing", stage.busy_s - profiled_s, _computing_cause(report, number, profiled_s)),
-        ExtraTime("waiting for other stages", waiting_s, "another stage, or the link to it, is slower"),
-        ExtraTime("averaging gradients", stage.allreduce_s, "waits for replicas, which prediction counts as waiting"),
-        ExtraTime("loading", stage.data_s, "prediction leaves loading out; --loader-workers load in the background"),
-        ExtraTime("between actions", stage.rest_s, "Python, and the system giving the core to others"),
-    ]
-    notable = [part for part in parts if abs(part.more_s) >= _NOTABLE * max(predicted_s, 1e-12) * 0.2]
-    return sorted(notable, key=lambda part: -abs(part.more_s))
-
-
-def _computing_cause(report: Report, number: int, profiled_s: float) -> str:
-    stage = report.stages[number]
-    if report.is_crowded:
-        return f"{report.local_workers} workers share {report.cores} cores, of which the profile had one to itself"
-    if slow := _slow_stage_sentence(report, number, profiled_s):
-        return slow
-    sending = f"; handing over messages is {format_seconds(stage.send_s)} of it" if stage.send_s else ""
-    return f"operators are slower than in the profile: other threads, memory bandwidth, temperature{sending}"
-
-
-def busiest_stage(report: Report) -> int:
-    """Return the stage that computes and loads longest."""
-    return max(range(len(report.stages)), key=lambda s: report.stages[s].busy_s + report.stages[s].data_s)
-
-
-def slowest_stage_sentence(report: Report) -> str | None:
-    """Return `stage 0 computes 31 ms for 9.9 ms profiled: ...`, of the stage that computes longest.
-
-    None where it computes about as long as was profiled, and where another reason is known: workers that share cores,
-    or torch.compile at work.
-    """
-    if not report.predicted or not report.stages or report.is_crowded or report.includes_compilation:
-        return None
-    number = max(range(len(report.stages)), key=lambda s: report.stages[s].busy_s)
-    profiled_s = sum(report.predicted.compute_s[number :: len(report.stages)])  # of all its chunks
-    return _slow_stage_sentence(report, number, profiled_s)
-
-
-def _slow_stage_sentence(report: Report, number: int, profiled_s: float) -> str | None:
-    """Say how much longer a stage computes than was profiled, and what to look for; None if it is about as long."""
-    busy_s = report.stages[number].busy_s
-    if not 0 < profiled_s * _MUCH_SLOWER < busy_s:
-        return None
-    times = f"{format_seconds(busy_s)} for {format_seconds(profiled_s)} profiled"
-    what = f"stage {number} computes {times}"
-    if report.cores is None:
-        why = "was the GPU busy with something else, or is it another one than was profiled?"
-    else:
-        why = (
-            "were the cores busy with something else, or had workers fewer threads than the profile "
-            "(--threads, OMP_NUM_THREADS)?"
-        )
-    return f"{what}: {why}" + (" One epoch alone includes warming up" if report.epochs == 1 else "")

@@ -26,9 +26,9 @@ from pdtool.artifacts.run_dir import RunPhase, RunRecord
 from pdtool.errors import PdtoolError, printable
 from pdtool.planner.choice.comparison import Simulation, simulated_for_report
 from pdtool.reports.chart import gain_chart
+from pdtool.reports.diagnosis import differences
 from pdtool.reports.figures import (
     Bar,
-    differences,
     emulation_bars,
     measured_bar,
     measured_group,
@@ -360,10 +360,8 @@ def _stages(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
 def _differences(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
     columns = []
     for view in views:
-        if view.report and view.simulated:
-            simulated_s = view.simulated.result.time_per_minibatch_s
-            if parts := differences(view.report, view.simulated.stages, simulated_s):
-                columns.append((view.title, _html("differences", parts)))
+        if view.report and (parts := differences(view.report)):
+            columns.append((view.title, _html("differences", parts)))
     if columns:
         about = "At the busiest stage, per minibatch, what took longer or shorter than predicted."
         yield PageFigure("Why measured differs from predicted", about, _html("columns", columns))

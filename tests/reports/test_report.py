@@ -28,13 +28,14 @@ from pdtool.artifacts.metrics import UpdateLine, ValidationLine
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
-from pdtool.planner.choice.comparison import StageShares, simulated_for_report
+from pdtool.planner.choice.comparison import simulated_for_report
 from pdtool.planner.choice.make_plan import make_plan, under_schedule
 from pdtool.planner.placement import Placement
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob
 from pdtool.reports.chart import Curve, curve_chart, gain_chart
-from pdtool.reports.figures import differences, metric_charts, simulated_group
+from pdtool.reports.diagnosis import differences, slowness
+from pdtool.reports.figures import metric_charts, simulated_group
 from pdtool.reports.graph_drawing import MAX_BLOCKS, graph_drawing, module_blocks
 from pdtool.reports.page import FIGURES, PageFigure, pictures
 from pdtool.reports.picture import FONT_SIZE, AxisScale, Picture, text_width, time_labels
@@ -428,29 +429,51 @@ def test_names_are_no_syntax_of_html(road):
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
-def test_differences_add_up_to_all_that_was_not_predicted():
+def reported(compute_s=1.2e-3, simulated_s=2e-3, **changes):
+    """The report of a run of two stages that were predicted to compute as long."""
     report = samples.report()
-    shares = StageShares(computing=0.6, communicating=0.1, idle=0.3, memory_bytes=1)
-    parts = differences(report, [shares, shares], 2e-3)
+    figures = {"compute_s": (compute_s, compute_s), "simulated_s": simulated_s}
+    return report.model_copy(update={"predicted": report.predicted.model_copy(update=figures), **changes})
+
+
+def test_differences_add_up_to_all_that_was_not_predicted():
+    report = reported()
+    parts = differences(report)
     assert sum(part.more_s for part in parts) == pytest.approx(report.stages[0].time_s - 2e-3, rel=0.05)
     assert parts[0].what == "computing"
     assert parts[0].more_s == pytest.approx(3e-3 - 1.2e-3)
 
 
 def test_crowded_workers_are_the_reason():
-    report = samples.report().model_copy(update={"cores": 2, "local_workers": 3})
-    shares = StageShares(computing=0.6, communicating=0.1, idle=0.3, memory_bytes=1)
-    assert "3 workers share 2 cores" in differences(report, [shares, shares], 2e-3)[0].cause
+    report = reported(cores=2, local_workers=3)
+    assert "3 workers share 2 cores" in differences(report)[0].cause
+    assert not list(slowness(report))
 
 
 def test_a_stage_that_computes_longer_than_was_profiled_is_named():
     """On the page as in the terminal, with both figures."""
-    report = samples.report().model_copy(update={"cores": 4, "local_workers": 3})
-    shares = StageShares(computing=0.3, communicating=0.1, idle=0.6, memory_bytes=1)
-    cause = differences(report, [shares, shares], 3e-3)[0].cause
-    assert cause.startswith("stage 0 computes 3 ms for 900 µs profiled: were the cores busy with something else, or ")
-    quick = differences(report, [shares, shares], 9e-3)[0].cause
-    assert "profiled" not in quick
+    report = reported(cores=4, local_workers=3)
+    cause = "stage 0 computes 3 ms for 1.2 ms profiled: were the cores busy with something else, or "
+    assert differences(report)[0].cause.startswith(cause)
+    said = list(slowness(report))
+    assert said[0] == "a minibatch took 3 ms more than predicted:"
+    assert said[1].startswith(f"  1.8 ms (60%) computing: {cause}")
+    quick = differences(reported(2.9e-3, cores=4, local_workers=3))
+    assert not any("profiled" in part.cause for part in quick)
+
+
+def test_a_slow_link_is_named_as_the_cause_where_no_stage_computes_all_the_time():
+    """As two machines over 100 Mbit/s, planned for 1 Gbit/s: 94 of 111 ms are the link's."""
+    report = reported(15.9e-3, 15.9e-3, cores=4, local_workers=1)
+    stage = report.stages[0].model_copy(update={"busy_s": 33e-3, "wait_s": 94e-3, "allreduce_s": 0.0, "rest_s": 0.0})
+    first, last = (stage.model_copy(update={"sent_bytes": size}) for size in (1_500_000, 1_400_000))
+    slow = report.model_copy(update={"stages": tuple(s.model_copy(update={"replicas": 1}) for s in (first, last))})
+    assert [part.what for part in differences(slow)] == ["waiting for other stages", "computing"]
+    said = list(slowness(slow))
+    assert said[1].startswith("  94 ms (85%) waiting for other stages: no stage computes all the time, so messages")
+    assert "1.5 MB a minibatch each way between stages 0 and 1 went at 94.5 Mbit/s" in said[1]
+    assert "`pdtool probe`" in said[1]
+    assert said[2].startswith("  17.1 ms (15%) computing: stage 0 computes 33 ms for 15.9 ms profiled")
 
 
 def test_gains_in_words():

@@ -1,0 +1,116 @@
+"""Why a run was slower than predicted: the parts of the difference, and the likely cause of each.
+
+The report page lists them, and the terminal says the largest ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pdtool.artifacts.report import Report
+from pdtool.units import format_bits_rate, format_bytes, format_seconds
+
+_NOTABLE = 0.01  # of the predicted time per minibatch: smaller parts are not explained
+_MUCH_SLOWER = 1.25  # times what was profiled: a stage that computes longer than that is named
+_BUSY = 0.7  # of the time per minibatch: where no stage computes as long, messages set the pace
+_SLOWER = 1.1  # times what was predicted: what the terminal explains
+_LARGE_SHARE = 0.1  # of the whole difference, which the terminal names
+
+
+@dataclass(frozen=True)
+class ExtraTime:
+    """One part of what the busiest stage needs more per minibatch than predicted, in seconds, and its likely cause."""
+
+    what: str
+    more_s: float
+    cause: str
+
+
+def differences(report: Report) -> list[ExtraTime]:
+    """Divide the difference between measured and predicted time per minibatch, at the stage that computes longest.
+
+    The parts add up to the whole difference; the largest comes first. There are none without a prediction.
+    """
+    predicted, stages = report.predicted, report.stages
+    if not predicted or not stages:
+        return []
+    number = busiest_stage(report)
+    stage, predicted_s = stages[number], _predicted_s(report)
+    profiled_s = sum(predicted.compute_s[number :: len(stages)])  # of all its chunks
+    parts = [
+        ExtraTime("computing", stage.busy_s - profiled_s, _computing_cause(report, number, profiled_s)),
+        ExtraTime("waiting for other stages", stage.wait_s - (predicted_s - profiled_s), _waiting_cause(report)),
+        ExtraTime("averaging gradients", stage.allreduce_s, "waits for replicas, which prediction counts as waiting"),
+        ExtraTime("loading", stage.data_s, "prediction leaves loading out; --loader-workers load in the background"),
+        ExtraTime("between actions", stage.rest_s, "Python, and the system giving the core to others"),
+    ]
+    notable = [part for part in parts if abs(part.more_s) >= _NOTABLE * max(predicted_s, 1e-12)]
+    return sorted(notable, key=lambda part: -abs(part.more_s))
+
+
+def slowness(report: Report) -> Iterator[str]:
+    """Say which parts of the difference are large, and why; nothing where a run is about as fast as predicted.
+
+    Nothing, too, where another reason is known: workers that share cores, or torch.compile at work.
+    """
+    parts = differences(report)
+    if not parts or report.is_crowded or report.includes_compilation:
+        return
+    measured_s, predicted_s = report.stages[busiest_stage(report)].time_s, _predicted_s(report)
+    if measured_s < _SLOWER * predicted_s:
+        return
+    more_s = measured_s - predicted_s
+    yield f"a minibatch took {format_seconds(more_s)} more than predicted:"
+    for part in parts:
+        if part.more_s >= _LARGE_SHARE * more_s:
+            yield f"  {format_seconds(part.more_s)} ({part.more_s / more_s:.0%}) {part.what}: {part.cause}"
+
+
+def busiest_stage(report: Report) -> int:
+    """Return the stage that computes and loads longest."""
+    return max(range(len(report.stages)), key=lambda s: report.stages[s].busy_s + report.stages[s].data_s)
+
+
+def _predicted_s(report: Report) -> float:
+    assert report.predicted
+    simulated_s = report.predicted.simulated_s
+    return report.predicted.bottleneck_s if simulated_s is None else simulated_s
+
+
+def _waiting_cause(report: Report) -> str:
+    """Name the link that all stages wait for, or say that another stage is slower."""
+    measured_s = max(stage.time_s for stage in report.stages)
+    if len(report.stages) < 2 or any(s.time_s - s.wait_s > _BUSY * measured_s for s in report.stages):
+        return "another stage, or the link to it, is slower"
+    seen = ""
+    if all(stage.replicas == 1 for stage in report.stages):  # no gradients that replicas average are among the bytes
+        over = [0]
+        for stage in report.stages[:-1]:  # it sends back as many bytes as came to it, and the rest on
+            over.append(max(0, stage.sent_bytes - over[-1]))
+        border = max(range(1, len(over)), key=over.__getitem__)
+        size, rate = format_bytes(over[border]), format_bits_rate(over[border] / measured_s)
+        seen = f"; {size} a minibatch each way between stages {border - 1} and {border} went at {rate}"
+    return (
+        f"no stage computes all the time, so messages set the pace{seen}. Measure what the links carry with "
+        "`pdtool probe`, and plan with that: `pdtool partition --cluster cluster.yaml`"
+    )
+
+
+def _computing_cause(report: Report, number: int, profiled_s: float) -> str:
+    """Say how much longer a stage computes than was profiled, and what to look for."""
+    stage = report.stages[number]
+    if report.is_crowded:
+        return f"{report.local_workers} workers share {report.cores} cores, of which the profile had one to itself"
+    if not 0 < profiled_s * _MUCH_SLOWER < stage.busy_s:
+        sending = f"; handing over messages is {format_seconds(stage.send_s)} of it" if stage.send_s else ""
+        return f"operators are slower than in the profile: other threads, memory bandwidth, temperature{sending}"
+    if report.cores is None:
+        why = "was the GPU busy with something else, or is it another one than was profiled?"
+    else:
+        why = (
+            "were the cores busy with something else, or had workers fewer threads than the profile "
+            "(--threads, OMP_NUM_THREADS)?"
+        )
+    what = f"stage {number} computes {format_seconds(stage.busy_s)} for {format_seconds(profiled_s)} profiled"
+    return f"{what}: {why}" + (" One epoch alone includes warming up" if report.epochs == 1 else "")
