@@ -33,7 +33,7 @@ from typing import Any
 from pdtool.errors import PdtoolError, printable
 from pdtool.machines import Machines
 
-GLOO_VARIABLE, TOKEN_VARIABLE = "GLOO_SOCKET_IFNAME", "PDTOOL_TOKEN"
+GLOO_VARIABLE, NCCL_VARIABLE, TOKEN_VARIABLE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PDTOOL_TOKEN"
 Notify = Callable[[str], None]  # called with a line for the user
 _NOTICE_S = 3.0  # of waiting, before a line says for whom
 _CONNECT_S = 5.0
@@ -65,11 +65,15 @@ def gather_machines(machines: Machines, timeout_s: float, notify: Notify | None 
         host=socket.gethostname(),
         pid=os.getpid(),
         gloo_address=gloo_address() if machines.count > 1 else "",  # it may ask a name server
+        has_own_choice=bool(os.environ.get(GLOO_VARIABLE)),
     )
     if machines.count == 1:
         return [own]
     meeting = (_MeetingServer if machines.node_rank == 0 else _MeetingClient)(own, machines)
-    return asyncio.run(meeting.gather(timeout_s, notify or (lambda line: None)))
+    notify = notify or (lambda line: None)
+    facts = asyncio.run(meeting.gather(timeout_s, notify))
+    _take_interface(facts[own.node_rank], any(machine.is_remote for machine in facts), notify)
+    return facts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +86,7 @@ class MachineFacts:
         gloo_address: where gloo expects the workers of other machines; "" when unknown.
         interface: network interface towards machine 0 (machine 0's towards another); "" when unknown.
         is_remote: whether it is another host than machine 0.
+        has_own_choice: whether the user has set GLOO_SOCKET_IFNAME there.
     """
 
     node_rank: int
@@ -91,9 +96,15 @@ class MachineFacts:
     gloo_address: str
     interface: str = ""
     is_remote: bool = False
+    has_own_choice: bool = False
 
     def __str__(self) -> str:
         return f"machine {self.node_rank} ({self.host})"
+
+    @property
+    def taken_interface(self) -> str:
+        """The interface that its workers take; "" where the user has named one, or it is unknown."""
+        return "" if self.has_own_choice else self.interface
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> MachineFacts:
@@ -107,8 +118,8 @@ class MachineFacts:
             raise ValueError("a rank is none of the machines'")
         if not all(isinstance(text, str) and text.isprintable() and len(text) <= _MAX_CHARACTERS for text in texts):
             raise ValueError("a name is no text")
-        if type(machine.is_remote) is not bool:
-            raise ValueError("is_remote is neither true nor false")
+        if not all(type(flag) is bool for flag in (machine.is_remote, machine.has_own_choice)):
+            raise ValueError("a flag is neither true nor false")
         if machine.gloo_address:
             ipaddress.ip_address(machine.gloo_address.partition("%")[0])
         return machine
@@ -119,14 +130,22 @@ def check_reachable(machines: Sequence[MachineFacts]) -> None:
 
     Where the host name stands for 127.0.0.1 in /etc/hosts, as Debian has it, gloo would listen there.
     """
-    affected = [machine for machine in machines if is_loopback(machine.gloo_address)]
+    affected = [machine for machine in machines if is_loopback(machine.gloo_address) and not machine.taken_interface]
     if affected and any(machine.is_remote for machine in machines):
         where = ", ".join(f"{machine.gloo_address} on {machine}" for machine in affected)
-        settings = ", ".join(f"{GLOO_VARIABLE}={machine.interface or 'INTERFACE'} on {machine}" for machine in affected)
+        settings = ", ".join(f"{GLOO_VARIABLE}=INTERFACE on {machine}" for machine in affected)
         raise PdtoolError(
             f"gloo would listen at the address of the host name, {where}: no other machine reaches that",
             f"set {settings}",
         )
+
+
+def _take_interface(own: MachineFacts, is_remote: bool, notify: Notify) -> None:
+    """Let workers on several hosts talk over the interface that reaches the meeting, unless the user has named one."""
+    if is_remote and own.taken_interface:
+        os.environ[GLOO_VARIABLE] = own.taken_interface
+        os.environ.setdefault(NCCL_VARIABLE, own.taken_interface)
+        notify(f"workers talk over {own.taken_interface}, by which the machines met; {GLOO_VARIABLE} names another")
 
 
 class _Meeting:

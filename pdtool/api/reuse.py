@@ -108,7 +108,7 @@ def other_profile(profile: Profile, ref: ModelRef, asked: ProfileOptions) -> str
 
 def _is_device(profile: Profile, had: str, asked: str) -> bool:
     """Whether a profile is of the device asked for: of the same name, or of the one here that `auto` stands for."""
-    if profile.device.kind == "estimated" or had == asked:
+    if profile.device.kind == "estimated":
         return had == asked
     measured = "cpu" if profile.is_measured_on_cpu else "cuda"
     return measured == (compute_mode.default_device() if asked == "auto" else asked)

@@ -21,7 +21,8 @@ class RunConfig(WorkerOptions):
     """What a run is asked to do: the options of which each worker is told, for one plan in one folder.
 
     Attributes:
-        bundle_dir: the folder of bundle.yaml and the stage files.
+        bundle_dir: the folder of bundle.yaml and the stage files, as users know it.
+        stage_files: the folder of the run's own copy of them; None: they are read from `bundle_dir`.
         trusted: whether the model was named on the command line, so that it may lie outside the current folder.
         out: the folder of the run, for checkpoints, metrics.jsonl, trace.json and report.json.
         threads: CPU threads of each worker; None divides the cores of a machine among its workers.
@@ -46,6 +47,7 @@ class RunConfig(WorkerOptions):
     machines: Machines = field(default_factory=Machines)
     check_stage_files: Callable[[Any], None] | None = None
     bucket_bytes: int = 25_000_000
+    stage_files: Path | None = None
 
     @property
     def delay_compensation(self) -> DelayCompensation | None:
@@ -59,8 +61,9 @@ class RunConfig(WorkerOptions):
 
     def with_absolute_paths(self) -> RunConfig:
         """Return the same with paths that hold when the current folder changes."""
-        resume = self.resume.absolute() if self.resume else None
-        return replace(self, bundle_dir=self.bundle_dir.absolute(), out=self.out.absolute(), resume=resume)
+        stage_files, resume = (path and path.absolute() for path in (self.stage_files, self.resume))
+        bundle_dir, out = self.bundle_dir.absolute(), self.out.absolute()
+        return replace(self, bundle_dir=bundle_dir, stage_files=stage_files, out=out, resume=resume)
 
 
 @dataclass(frozen=True)

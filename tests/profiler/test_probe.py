@@ -172,7 +172,7 @@ def test_a_machine_that_does_not_come_is_named(rank):
             "--timeout 1e-324s leaves no time to answer; give 0.001s or more",
         ),
         (["--topology", "2", "--timeout", "1e18s"], "time '1e18s' is too large; give one from 0.001ns to 30 days"),
-        (["--topology", "2", "--timeout", "5"], "time '5' is not a number with a unit"),
+        (["--topology", "2", "--timeout", "5x"], "time '5x' is not a number with a unit"),
         (["--topology", "2", "--name", "my/lab"], "name 'my/lab' holds a quote, a slash"),
         (["--topology", "3", "--nnodes", "2"], "machine 0 of 2 cannot have its share of the 3 workers"),
         (["--topology", "2", "--nnodes", "2", "--node-rank", "2"], "machine 2 of 2 cannot have its share"),

@@ -106,10 +106,11 @@ def test_without_a_device_profile_measures_where_run_trains(road, monkeypatch):
         raise UsageError(f"would be measured on {device}")
 
     monkeypatch.setattr("pdtool.profiler.measure.measure", measure)
-    assert "reusing" in road.pdtool("profile", "model.py", "--if-stale", "--device", "auto").stderr
+    same = ["--if-stale", "--batch-size", "8"]
+    assert "reusing" in road.pdtool("profile", "model.py", *same, "--device", "auto").stderr
     assert "on cpu" in road.pdtool("profile", "model.py", code=2).stderr
     monkeypatch.setattr("pdtool.frontend.compute_mode.default_device", lambda: "cuda")
-    for arguments in ([], ["--device", "auto"], ["--device", "auto", "--if-stale"]):
+    for arguments in ([], ["--device", "auto"], ["--device", "auto", *same]):
         assert "on cuda" in road.pdtool("profile", "model.py", *arguments, code=2).stderr
 
 
@@ -303,12 +304,12 @@ def test_resume_needs_a_folder(road):
 
 def test_workers_started_one_by_one_need_a_bundle_and_a_folder(road, monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    assert "run `pdtool codegen` before torchrun" in road.pdtool("run", code=3).stderr
+    assert "run `pdtool codegen` before torchrun" in road.pdtool("run", "-o", "runs/x", code=3).stderr
     road.pdtool("codegen")
     assert "need one folder for the run; name it with -o" in road.pdtool("run", code=2).stderr
 
 
-@pytest.mark.parametrize("options", [["--timeout", "5"], ["--target", "accuracy"], ["--nnodes", "2", "-o", "x"]])
+@pytest.mark.parametrize("options", [["--timeout", "5x"], ["--target", "accuracy"], ["--nnodes", "2", "-o", "x"]])
 def test_impossible_options_of_run_exit_with_2(road, options):
     assert road.pdtool("run", *options, code=2).stderr.count("error: ") == 1
 

@@ -16,10 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from pdtool.rendezvous import MachineFacts
+from pdtool.errors import PdtoolError
+from pdtool.rendezvous import MachineFacts, check_reachable
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
+import os
 import sys
 import pdtool.rendezvous
 from pdtool.errors import PdtoolError
@@ -32,6 +34,8 @@ try:
     machines = Machines(int(count), int(rank), endpoint)
     for machine in gather_machines(machines, float(timeout), lambda line: print(line, file=sys.stderr)):
         print(machine.node_rank, machine.pid)
+    if interface := os.environ["GLOO_SOCKET_IFNAME"]:
+        print(interface, file=sys.stderr)
 except PdtoolError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
@@ -339,15 +343,22 @@ def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
-def test_a_host_name_that_means_this_machine_only_names_the_interface_to_take(two_hosts: tuple[str, str]) -> None:
+@pytest.mark.parametrize("named", ["", "eth7"])
+def test_workers_take_the_interface_by_which_the_machines_met(two_hosts: tuple[str, str], named: str) -> None:
     """Debian's /etc/hosts has `127.0.1.1 hostname`, and gloo listens at the address of the host name."""
-    started = [machine(2, rank, "10.77.0.1:29500", netns=name) for rank, name in enumerate(two_hosts)]
-    for errors in refusals(*started):
-        assert "gloo would listen at the address of the host name, 127.0." in errors
-        for rank in (0, 1):
-            assert re.search(rf"GLOO_SOCKET_IFNAME=eth7 on machine {rank} ", errors)
-    started = [machine(2, rank, "10.77.0.1:29500", netns=name, interface="eth7") for rank, name in enumerate(two_hosts)]
-    assert [code for code, _, _ in outcomes(*started)] == [0, 0]
+    started = [machine(2, rank, "10.77.0.1:29500", netns=name, interface=named) for rank, name in enumerate(two_hosts)]
+    for code, _, errors in outcomes(*started):
+        assert code == 0
+        assert ("workers talk over eth7, by which the machines met" in errors) == (not named)
+        assert errors.splitlines()[-1] == "eth7"
+
+
+def test_a_host_name_that_means_this_machine_only_is_refused_where_the_interface_is_unknown() -> None:
+    facts = [MachineFacts(**{**FACTS, "node_rank": r, "gloo_address": "127.0.1.1", "is_remote": r > 0}) for r in (0, 1)]
+    with pytest.raises(
+        PdtoolError, match=r"host name, 127\.0\.1\.1 on .*set GLOO_SOCKET_IFNAME=INTERFACE on"
+    ):
+        check_reachable(facts)
 
 
 def test_a_machine_without_a_route(two_hosts: tuple[str, str]) -> None:

@@ -79,7 +79,8 @@ def test_train_has_the_options_of_its_steps():
     assert names <= params.keys()
     of_step = {name: {param.name: param for param in main.commands[name].params} for name in ("partition", "run")}
     assert params["schedule"] is of_step["partition"]["schedule"], "of the plan that is made, not in place of it"
-    assert params["device"] is of_step["run"]["device"]
+    assert params["precision"] is of_step["run"]["precision"]
+    assert params["device"] is not of_step["run"]["device"], "profile takes more devices"
     assert {"if_stale", "fresh"}.isdisjoint(params)
 
 

@@ -113,7 +113,7 @@ def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterat
         try:
             plan.save(run_dir.plan_file)
             config.bundle.copy_files(config.bundle_dir, run_dir.stages)
-            yield replace(config, bundle_dir=run_dir.stages)
+            yield replace(config, stage_files=run_dir.stages)
         except KeyboardInterrupt:  # whoever was stopped has said so
             raise
         except BaseException as error:

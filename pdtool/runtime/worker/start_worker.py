@@ -120,7 +120,8 @@ def build_model(config: RunConfig, place: Place) -> StageModules:
     first: dict[int, str] = {}
     model = built.model
     first_names = {name: first.setdefault(id(tensor), name) for name, tensor in registered_state(model).items()}
-    modules = {s: load_stage_module(bundle, config.bundle_dir, s, model).to(place.device) for s in stages}
+    folder, named = config.stage_files or config.bundle_dir, config.bundle_dir
+    modules = {s: load_stage_module(bundle, folder, s, model, named).to(place.device) for s in stages}
     different = equalize_weights(modules, digests, bundle.tied, groups) if config.resume is None else []
     if place.assignment.rank == 0:
         _warn_of_model(built, config, reasons, different)

@@ -147,8 +147,13 @@ def _allocated(model: nn.Module) -> nn.Module:
     return model
 
 
-def load_stage_module(bundle: Bundle, folder: Path, stage: int, model: nn.Module) -> nn.Module:
+def load_stage_module(
+    bundle: Bundle, folder: Path, stage: int, model: nn.Module, named: Path | None = None
+) -> nn.Module:
     """Import the stage's class and give it the parameters and buffers of `model`, by name, without copying them.
+
+    Args:
+        named: the folder in which users know the files of `folder`, for errors.
 
     Raises:
         StaleError: a file is not as codegen wrote it.
@@ -156,8 +161,8 @@ def load_stage_module(bundle: Bundle, folder: Path, stage: int, model: nn.Module
     """
     bundle.check_files(folder)
     described = bundle.stages[stage]
-    path = folder / described.file
-    spec = importlib.util.spec_from_file_location(f"pdtool_stage_{stage}", path)
+    path = (named or folder) / described.file
+    spec = importlib.util.spec_from_file_location(f"pdtool_stage_{stage}", folder / described.file)
     assert spec
     assert spec.loader
     code = importlib.util.module_from_spec(spec)
