@@ -21,8 +21,8 @@ from pdtool.artifacts.run_dir import Checkpoint, CheckpointManifest, RunDir, Run
 from pdtool.cli.table import Lines, Table
 from pdtool.cli.terminal import above, console, is_progress_shown, note
 from pdtool.errors import ArtifactError
-from pdtool.reports.diagnosis import slowness
 from pdtool.reports.sentences import scaling_phrase
+from pdtool.reports.slowness import slowness_lines
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
 _NOTE_S = 10.0  # between two lines, where no number of updates is asked for
@@ -208,7 +208,7 @@ def report_view(report: Report) -> Lines:
     yield from _loading_limit(report)
     yield _prediction_table(report)
     yield f"per minibatch: {_compared(report)}"
-    yield from slowness(report)
+    yield from slowness_lines(report)
     if not report.measured.is_steady:
         yield _NOT_STEADY.format(minibatches=report.minibatches)
     if report.includes_compilation:

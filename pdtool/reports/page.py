@@ -26,7 +26,6 @@ from pdtool.artifacts.run_dir import RunPhase, RunRecord
 from pdtool.errors import PdtoolError, printable
 from pdtool.planner.choice.comparison import Simulation, simulated_for_report
 from pdtool.reports.chart import gain_chart
-from pdtool.reports.diagnosis import differences
 from pdtool.reports.figures import (
     Bar,
     emulation_bars,
@@ -41,6 +40,7 @@ from pdtool.reports.figures import (
 from pdtool.reports.graph_drawing import graph_drawing
 from pdtool.reports.picture import Picture, stage_class, stylesheet
 from pdtool.reports.sentences import device_name, emulation_sentence, plan_sentence, run_sentence, scaling_phrase
+from pdtool.reports.slowness import differences
 from pdtool.reports.timeline_drawing import TimelineGroup, timeline_drawing
 from pdtool.units import format_bits_rate, format_seconds
 

@@ -8,7 +8,7 @@ from pdtool.artifacts.plan import Plan, Predicted
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
 from pdtool.artifacts.run_dir import RunPhase, RunRecord
-from pdtool.reports.diagnosis import busiest_stage
+from pdtool.reports.slowness import busiest_stage
 from pdtool.units import format_bits_rate, format_seconds
 
 _SAME = 0.02  # speeds that differ by less are called the same

@@ -48,7 +48,7 @@ PUBLIC = {
     "planner.search": "cuts layouts search",
     "planner.simulator": "engine job result",
     "profiler": "estimate measure pipedream_import probe",
-    "reports": "chart figures graph_drawing page sentences timeline_drawing",
+    "reports": "chart figures graph_drawing page sentences slowness timeline_drawing",
     "runtime.launch": "diagnosis launcher worker_main",
     "runtime.messages": "open_channels pinned routes stage_io",
     "runtime.stage": "averaging component losses module_state optimizer pipeline_stage stage_replica tied_parameters",

@@ -34,12 +34,12 @@ from pdtool.planner.placement import Placement
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob
 from pdtool.reports.chart import Curve, curve_chart, gain_chart
-from pdtool.reports.diagnosis import differences, slowness
 from pdtool.reports.figures import metric_charts, simulated_group
 from pdtool.reports.graph_drawing import MAX_BLOCKS, graph_drawing, module_blocks
 from pdtool.reports.page import FIGURES, PageFigure, pictures
 from pdtool.reports.picture import FONT_SIZE, AxisScale, Picture, text_width, time_labels
 from pdtool.reports.sentences import gain_in_words
+from pdtool.reports.slowness import differences, slowness_lines
 from pdtool.reports.timeline_drawing import TimelineGroup, WorkerRow, timeline_drawing
 
 ROOT = Path(__file__).parents[2]
@@ -447,7 +447,7 @@ def test_differences_add_up_to_all_that_was_not_predicted():
 def test_crowded_workers_are_the_reason():
     report = reported(cores=2, local_workers=3)
     assert "3 workers share 2 cores" in differences(report)[0].cause
-    assert not list(slowness(report))
+    assert not list(slowness_lines(report))
 
 
 def test_a_stage_that_computes_longer_than_was_profiled_is_named():
@@ -455,7 +455,7 @@ def test_a_stage_that_computes_longer_than_was_profiled_is_named():
     report = reported(cores=4, local_workers=3)
     cause = "stage 0 computes 3 ms for 1.2 ms profiled: were the cores busy with something else, or "
     assert differences(report)[0].cause.startswith(cause)
-    said = list(slowness(report))
+    said = list(slowness_lines(report))
     assert said[0] == "a minibatch took 3 ms more than predicted:"
     assert said[1].startswith(f"  1.8 ms (60%) computing: {cause}")
     quick = differences(reported(2.9e-3, cores=4, local_workers=3))
@@ -469,7 +469,7 @@ def test_a_slow_link_is_named_as_the_cause_where_no_stage_computes_all_the_time(
     first, last = (stage.model_copy(update={"sent_bytes": size}) for size in (1_500_000, 1_400_000))
     slow = report.model_copy(update={"stages": tuple(s.model_copy(update={"replicas": 1}) for s in (first, last))})
     assert [part.what for part in differences(slow)] == ["waiting for other stages", "computing"]
-    said = list(slowness(slow))
+    said = list(slowness_lines(slow))
     assert said[1].startswith("  94 ms (85%) waiting for other stages: no stage computes all the time, so messages")
     assert "1.5 MB a minibatch each way between stages 0 and 1 went at 94.5 Mbit/s" in said[1]
     assert "`pdtool probe`" in said[1]

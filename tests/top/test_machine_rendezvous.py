@@ -355,9 +355,7 @@ def test_workers_take_the_interface_by_which_the_machines_met(two_hosts: tuple[s
 
 def test_a_host_name_that_means_this_machine_only_is_refused_where_the_interface_is_unknown() -> None:
     facts = [MachineFacts(**{**FACTS, "node_rank": r, "gloo_address": "127.0.1.1", "is_remote": r > 0}) for r in (0, 1)]
-    with pytest.raises(
-        PdtoolError, match=r"host name, 127\.0\.1\.1 on .*set GLOO_SOCKET_IFNAME=INTERFACE on"
-    ):
+    with pytest.raises(PdtoolError, match=r"host name, 127\.0\.1\.1 on .*set GLOO_SOCKET_IFNAME=INTERFACE on"):
         check_reachable(facts)
 
 

@@ -49,7 +49,7 @@ def differences(report: Report) -> list[ExtraTime]:
     return sorted(notable, key=lambda part: -abs(part.more_s))
 
 
-def slowness(report: Report) -> Iterator[str]:
+def slowness_lines(report: Report) -> Iterator[str]:
     """Say which parts of the difference are large, and why; nothing where a run is about as fast as predicted.
 
     Nothing, too, where another reason is known: workers that share cores, or torch.compile at work.
