@@ -108,12 +108,17 @@ def generated(inputs: Inputs, folder: Path) -> Bundle:
     from pdtool.generator.generate import generate
 
     target = folder.absolute()  # the user's module may go to another folder
+    edited = {path: path.read_bytes() for path in _edited_files(target)}
     with undoing_user_changes(), status("generating") as step:
         bundle = generate(inputs.plan, inputs.profile, inputs.model_file(), target, step)
     proof = {
         "values": "proved: outputs, gradients and buffers equal the model's, in training and evaluation",
         "shapes": "the model is too large to run here: shapes and wiring are checked, values are not",
     }
+    for path, content in edited.items():
+        kept = path.with_name(f"{path.name}~")
+        kept.write_bytes(content)
+        note(f"{folder / path.name} was edited since codegen wrote it: the edited file is kept as {folder / kept.name}")
     files = ", ".join([*(stage.file for stage in bundle.stages), Bundle.FILE])
     tied = (parameter.sentence() for parameter in bundle.tied)
     note("\n".join([f"wrote {folder}/ ({files})", *tied, proof[bundle.proof]]))
@@ -176,15 +181,18 @@ def _prove_update_again(inputs: Inputs, bundle: Bundle) -> None:
 
 def _refuse_edited_files(folder: Path) -> None:
     """Raise StaleError when a stage file was edited: what someone wrote is not overwritten unasked."""
+    if edited := _edited_files(folder):
+        remedy = "run with --trust to train it as it is, or `pdtool codegen` to write it again"
+        raise StaleError(edited[0], "was changed since codegen wrote it", remedy)
 
+
+def _edited_files(folder: Path) -> list[Path]:
+    """Return the stage files that are not as codegen wrote them."""
     try:
         bundle = Bundle.load(folder / Bundle.FILE)
     except ArtifactError:
-        return
-    edited = [path for stage in bundle.stages if (path := folder / stage.file).is_file() and not stage.is_in(path)]
-    if edited:
-        remedy = "run with --trust to train it as it is, or `pdtool codegen` to write it again"
-        raise StaleError(edited[0], "was changed since codegen wrote it", remedy)
+        return []
+    return [path for stage in bundle.stages if (path := folder / stage.file).is_file() and not stage.is_in(path)]
 
 
 def _config(inputs: Inputs, bundle: Bundle, asked: RunOptions) -> RunConfig:

@@ -142,7 +142,7 @@ class Bundle(YamlArtifact):
             path = folder / stage.file
             if not path.is_file() or not stage.is_in(path):
                 state = "was changed since codegen wrote it" if path.is_file() else "is missing"
-                raise StaleError(path, state, "run `pdtool codegen` again (it overwrites the folder)")
+                raise StaleError(path, state, "run `pdtool codegen` again (edited files are kept, as stage_0.py~)")
 
     def copy_files(self, folder: Path, target: Path) -> None:
         """Write the bundle and its stage files, which are in `folder`, into another folder, of which they are all.

@@ -162,7 +162,7 @@ def status(label: str) -> Iterator[OnStep]:
         yield lambda step: line.update(Text(printable(step)))
 
 
-def write_artifact(artifact: Artifact, path: str, *, as_json: bool, view: Lines = ()) -> None:
+def write_artifact(artifact: Artifact, path: str, *, as_json: bool, view: Lines = (), is_named: bool = False) -> None:
     """Write an artifact to `path` (`-` is stdout), then print what it shows and name the file on stderr.
 
     The file comes first: who reads what is printed, as `| head` does, may stop reading.
@@ -170,10 +170,12 @@ def write_artifact(artifact: Artifact, path: str, *, as_json: bool, view: Lines 
     Args:
         as_json: print the artifact's JSON on stdout as well.
         view: the artifact for people.
+        is_named: whether the user has named the file: with -q it is the result, and nothing is shown.
     """
     if path != "-":
         artifact.save(path)
-    show(*view)
+    if not (is_named and Verbosity.is_quiet):
+        show(*view)
     if path != "-":
         note(f"wrote {path}")
     if as_json:

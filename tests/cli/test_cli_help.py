@@ -52,6 +52,11 @@ def test_version_has_a_short_name(folder):
 # --- -q and -v --------------------------------------------------------------------------------------------------------
 
 
+def test_quiet_shows_nothing_of_what_is_written_to_a_file_that_was_named(profiled):
+    assert profiled.pdtool("-q", "partition", "--topology", "2", "-o", "named.yaml").stderr == ""
+    assert (profiled.path / "named.yaml").exists()
+
+
 @pytest.mark.parametrize("arguments", [["-q", "partition", "--topology", "2"], ["partition", "--topology", "2", "-q"]])
 def test_quiet_prints_results_and_errors_only(profiled, arguments):
     stderr = profiled.pdtool(*arguments).stderr

@@ -169,6 +169,11 @@ def test_an_edited_stage_file_is_run_with_trust_only_and_never_overwritten_unask
     stage.write_text(stage.read_text() + edited)
     errors = road.pdtool("run", "--steps", "2", code=3).stderr
     assert "stage_1.py: was changed since codegen wrote it; run with --trust to train it as it is, or" in errors
+    text = stage.read_text()
+    told = road.pdtool("codegen").stderr
+    assert "plans/model-2/stage_1.py was edited since codegen wrote it: the edited file is kept as plans/model" in told
+    assert (folder / "stage_1.py~").read_text() == text
+    stage.write_text(text)
     Bundle.load(folder / "bundle.yaml").trusting(folder).save(folder / "bundle.yaml")
     errors = road.pdtool("run", "--steps", "2", code=3).stderr
     assert "stage_1.py: is not what codegen writes here for this plan and model; run `pdtool codegen` again" in errors

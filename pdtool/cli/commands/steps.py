@@ -53,7 +53,7 @@ def partition(profile: str | None, asked: PartitionOptions, output: str | None, 
     plan = PlanRequest.read(candidate("profile", profile), asked).plan()
     path = output or default_plan_path(plan)
     keep_edits(path)
-    write_artifact(plan, path, as_json=as_json, view=plan_view(plan))
+    write_artifact(plan, path, as_json=as_json, view=plan_view(plan), is_named=output is not None)
 
 
 @command(
@@ -83,7 +83,7 @@ def profile(model: str, output: str | None, asked: ProfileOptions, as_json: bool
         if is_fresh(model, output, asked):
             return
     result, target = profiled(model, output, asked)
-    write_artifact(result, target, as_json=as_json, view=measured_view(result))
+    write_artifact(result, target, as_json=as_json, view=measured_view(result), is_named=output is not None)
 
 
 @command(
