@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import chdir
 from pathlib import Path
 
@@ -278,7 +279,7 @@ def test_a_model_outside_of_the_folder_is_named_to_run(folder, runs):
 
 def test_init_writes_a_project_that_trains_as_it_is(folder):
     result = folder.pdtool("init")
-    files = ("model.py", "pdtool.toml", "Makefile", ".github/workflows/pdtool.yml")
+    files = ("model.py", "pdtool.toml", "Makefile", ".gitignore", ".github/workflows/pdtool.yml")
     assert [f"wrote {name}" for name in files] == result.stderr.splitlines()[:-1]
     report = folder.pdtool("train", "model.py", "--target", "accuracy>=0.9", "--json").stdout
     assert Report.parse(report).target_reached
@@ -317,7 +318,13 @@ def test_the_ci_job_of_init_calls_commands_that_exist(folder):
 def make(folder, monkeypatch):
     """Run make with the rules that `pdtool makefile` names; its `pdtool` says what it is called with, and writes -o."""
     [rules] = folder.pdtool("makefile").stdout.splitlines()
-    writes = 'case $1 in profile|partition) for f; do :; done; mkdir -p "${f%/*}"; touch "$f";; esac'
+    writes = """
+    case $1 in
+      profile) for f; do :; done; mkdir -p profiles; grep -q harmless *.py || touch "$f";;
+      partition) for f; do :; done; mkdir -p plans; touch "$f";;
+      codegen) mkdir -p "${2%.yaml}"; touch "${2%.yaml}/bundle.yaml";;
+      run) while [ $# -gt 1 ]; do [ "$1" = -o ] && mkdir -p "$2" && touch "$2/report.json"; shift; done;;
+    esac"""
     program = f'#!/bin/sh\n[ "$1" = makefile ] && echo {rules} && exit\necho pdtool "$@"\n{writes}\n'
     folder.write("bin/pdtool", program).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder.path}/bin{os.pathsep}{os.environ['PATH']}")
@@ -342,8 +349,37 @@ def test_the_rules_make_a_plan_and_a_run_of_any_model(folder, make):
     assert make("plans/my-model-2x2.yaml") == []
     run = ["pdtool codegen plans/my-model-2x2.yaml", "pdtool run plans/my-model-2x2.yaml -o runs/my-model-2x2"]
     assert make("runs/my-model-2x2/report.json") == run
-    os.utime("profiles/my-model.json", (0, 0))
+    assert make("runs/my-model-2x2/report.json") == []
+    os.utime("my-model.py", (time.time() + 1,) * 2)
     assert make("runs/my-model-2x2/report.json") == commands + run, "all that follows from what is stale"
+
+
+def test_the_rules_make_again_what_was_made_with_other_options(folder, make):
+    folder.write("net.py", NET)
+    target = "runs/net-2/report.json"
+    profiling, partitioning, codegen, run = make(target)
+    assert make(target, "RUN=--epochs 3") == [f"{run} --epochs 3"]
+    assert make(target, "RUN=--epochs 3") == []
+    assert make(target, "RUN=--epochs 3", "PARTITION=--latency '1ms,2 s'") == [
+        partitioning.replace(" -o", " --latency 1ms,2 s -o"),
+        codegen,
+        f"{run} --epochs 3",
+    ]
+    assert make(target, "PROFILE=--threads 1")[0] == profiling.replace(" --if-stale", " --threads 1 --if-stale")
+    assert len(list(Path("runs").glob("net-2.*"))) >= 1, "the runs of before"
+
+
+def test_a_harmless_change_of_a_model_trains_again_once_and_leaves_the_rest(folder, make):
+    path = folder.write("net.py", NET)
+    profiling, _, _, run = make("runs/net-2/report.json")
+    path.write_text(f"{NET}# harmless")
+    os.utime(path, (time.time() + 1,) * 2)
+    assert make("runs/net-2/report.json") == [profiling, run]
+    os.utime("runs/net-2/report.json", (time.time() + 2,) * 2)
+    os.utime("profiles/.net.checked", (time.time() + 2,) * 2)
+    assert make("runs/net-2/report.json") == []
+    Path("profiles/net.json").unlink()
+    assert make("plans/net-2.yaml")[0] == profiling.replace(" --if-stale", "")
 
 
 def test_the_rules_are_included_by_a_makefile_of_the_users(folder, make):

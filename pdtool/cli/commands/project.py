@@ -20,6 +20,7 @@ _FILES = {  # in the user's folder -> the text that it begins with
     "model.py": "model.py.in",
     "pdtool.toml": "pdtool.toml.in",
     "Makefile": "Makefile.in",
+    ".gitignore": "gitignore.in",
     ".github/workflows/pdtool.yml": "workflow.yml",
 }
 RULES = Path(__file__).parent.parent / "starter" / "pdtool.mk"
@@ -64,7 +65,7 @@ def init(folder: Path, force: bool) -> None:
     """Write a model.py that trains as it is, and files around it.
 
     Into FOLDER, by default the current one: model.py with every function explained, pdtool.toml with defaults of the
-    commands, a Makefile, and a job for GitHub Actions. Files that are there are kept.
+    commands, a Makefile, a .gitignore, and a job for GitHub Actions. Files that are there are kept.
     """
     from pdtool.files import write_atomically
 
