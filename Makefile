@@ -28,6 +28,7 @@ help: ## list the targets
 venv: $(STAMP) ## create .venv with everything that the other targets need
 
 $(STAMP): setup.cfg pyproject.toml
+	@echo "making $(VENV), which takes about two minutes, and 2 GB: $(TORCH), then what pdtool and its tests need"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
