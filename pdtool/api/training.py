@@ -297,7 +297,7 @@ def _note_start(config: RunConfig, profile: Profile, before: Plan | None) -> Non
     if config.target and config.target.interpretation:
         note(config.target.interpretation)
     count, node_rank = config.machines.count, config.machines.node_rank
-    here = f"; this is machine {node_rank} of {count}, from 0" if count > 1 else ""
+    here = f"; this is machine {node_rank} of {count} (--node-rank counts from 0)" if count > 1 else ""
     note(f"training on {plan.workers} worker(s) ({plan.config}), schedule {plan.schedule}, into {config.out}/{here}")
     _note_resumption(config)
     if before:
