@@ -56,7 +56,7 @@ def codegen(plan: Plan | Path | str, *, model: Path | str | None = None, output:
 def run(
     plan: Plan | Path | str,
     *,
-    epochs: int = 1,
+    epochs: int | None = None,
     steps: int | None = None,
     target: str | None = None,
     seed: int = 0,
@@ -75,7 +75,7 @@ def run(
 
     Args:
         plan: the plan, or the path of its file.
-        epochs: in all, those of a resumed run included.
+        epochs: in all, those of a resumed run included; None: 1, or what the resumed run was asked for.
         steps: minibatches in an epoch, at most; None: the whole training set.
         target: stop when the validation reaches it, as "accuracy>=0.98".
         seed: fixes everything drawn.
@@ -212,9 +212,15 @@ def _config(inputs: Inputs, bundle: Bundle, asked: RunOptions) -> RunConfig:
         threads_given=asked.threads is not None,
         machines=asked.machines,
         check_stage_files=None if asked.trust else check,
-        **common_fields(asked, WorkerOptions),
+        **(common_fields(asked, WorkerOptions) | {"epochs": asked.epochs or _epochs_of(resume)}),
     )
     return replace(config, resume=resume, threads=asked.threads or inputs.profile.threads)
+
+
+def _epochs_of(resume: Path | None) -> int:
+    """Return the epochs that a run is to have in all unless told otherwise."""
+    state = RunDir(resume).state() if resume else None
+    return state.epochs if state else 1
 
 
 def check_run(asked: RunOptions, workers: int) -> None:

@@ -143,6 +143,9 @@ class LaunchOptions:
 class RunOptions(WorkerOptions, LaunchOptions):
     """How a plan is trained, where, and what goes before what it says."""
 
+    epochs: int | None = again(  # type: ignore[assignment]
+        WorkerOptions, "epochs", value=Count(unset="1, or what the run was asked for that --resume goes on with")
+    )
     output: str | None = option(
         "-o, --output PATH",
         Text(values.path),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -49,6 +50,11 @@ def test_profile_to_export(road):
     assert "epoch 1/" not in result.stderr
     assert result.stderr.count("going on after epoch 1 of runs/model-2, with 1 epoch(s) to train\n") == 1
     assert not (road.path / "runs/model-2.2").exists(), "a resumed run goes on in its own folder"
+    shutil.rmtree(road.path / "runs/model-2/checkpoints/epoch-2")
+    told = road.pdtool("run", "--resume", "runs/model-2").stderr
+    assert "going on after epoch 1 of runs/model-2, with 1 epoch(s) to train" in told, "what it was asked for"
+    errors = road.pdtool("run", "--resume", "runs/model-2", code=2).stderr
+    assert "has its 2 epoch(s) already; give more --epochs" in errors
 
 
 def test_another_seed_and_other_steps_on_resuming_are_told(road):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 import click
@@ -115,6 +116,8 @@ def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> No
             print_json(report)
         show(*report_view(report))
         note(f"wrote {config.out}/ (report.json, metrics.jsonl, trace.json, checkpoints/)")
+        folder = shlex.quote(str(config.out))
+        note(f"look at it: pdtool report {folder}; take its weights: pdtool export {folder}")
     if report.target_reached is False:
         what = f"target {report.target} was not reached in {report.epochs} epoch(s)"
         raise TargetMissedError(what, "give more --epochs, with --resume")

@@ -162,7 +162,7 @@ def _launch_workers(
         if config.machines.node_rank == 0:
             run_dir.update_state(end="stopped", reason=stop_name(stop_signal))
         with suppress(OSError):  # of a terminal that has hung up
-            notify(stop_message(stop_signal, config.out, config.epochs))
+            notify(stop_message(stop_signal, config.out))
         end_by_signal(stop_signal)
         raise KeyboardInterrupt
     if len(reports) < len(local):

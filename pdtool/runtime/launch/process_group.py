@@ -144,15 +144,13 @@ def stop_name(number: signal.Signals) -> str:
     return "Ctrl-C" if number == signal.SIGINT else number.name
 
 
-def stop_message(number: signal.Signals, out: Path, epochs: int) -> str:
+def stop_message(number: signal.Signals, out: Path) -> str:
     """Return a line that says what has stopped the run of a folder, and how to go on."""
     what = stop_name(number)
     done = RunDir(out).checkpoints()
     if not done:
         return f"stopped by {what} before the first checkpoint; start it again"
-    return (
-        f"stopped by {what}; go on from the last checkpoint (epoch {max(done)}) with --resume {out} --epochs {epochs}"
-    )
+    return f"stopped by {what}; go on from the last checkpoint (epoch {max(done)}) with --resume {out}"
 
 
 def end_by_signal(number: signal.Signals) -> None:
