@@ -415,7 +415,9 @@ def loopback_hint() -> str:
 
 
 def interface_with(address: str) -> str:
-    """Return the name of the interface that has an IPv4 address; "" when none is known to have it."""
+    """Return the name of the interface with an IPv4 address that others reach; "" when none is known to have it."""
+    if is_loopback(address):
+        return ""
     return next((name for name, its in interface_addresses().items() if its == address), "")
 
 

@@ -13,7 +13,7 @@ from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
 _NOTABLE = 0.01  # of the predicted time per minibatch: smaller parts are not explained
 _MUCH_SLOWER = 1.25  # times what was profiled: a stage that computes longer than that is named
-_BUSY = 0.7  # of the time per minibatch: where no stage computes as long, messages set the pace
+_BUSY = 0.7  # of its predicted share: where no stage computes as large a share of the time, messages set the pace
 _SLOWER = 1.1  # times what was predicted: what the terminal explains
 _LARGE_SHARE = 0.1  # of the whole difference, which the terminal names
 
@@ -80,8 +80,11 @@ def _predicted_s(report: Report) -> float:
 
 def _waiting_cause(report: Report) -> str:
     """Name the link that all stages wait for, or say that another stage is slower."""
-    measured_s = max(stage.time_s for stage in report.stages)
-    if len(report.stages) < 2 or any(s.time_s - s.wait_s > _BUSY * measured_s for s in report.stages):
+    assert report.predicted
+    measured_s, depth = max(stage.time_s for stage in report.stages), len(report.stages)
+    longest_s = max(sum(report.predicted.compute_s[s::depth]) for s in range(depth))  # less than all, with a flush
+    busy_s = _BUSY * min(1.0, longest_s / max(_predicted_s(report), 1e-12)) * measured_s
+    if depth < 2 or any(stage.time_s - stage.wait_s > busy_s for stage in report.stages):
         return "another stage, or the link to it, is slower"
     seen = ""
     if all(stage.replicas == 1 for stage in report.stages):  # no gradients that replicas average are among the bytes

@@ -28,7 +28,15 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
 from pdtool.artifacts.text_formats import FormatError, has_comments, read_yaml, with_values
-from pdtool.errors import ArtifactError, PdtoolError, ScheduleError, StaleError, UsageError, with_article
+from pdtool.errors import (
+    ArtifactError,
+    PdtoolError,
+    ScheduleError,
+    StaleError,
+    UsageError,
+    describe_error,
+    with_article,
+)
 from pdtool.files import write_atomically
 from pdtool.schedule import SCHEDULES
 
@@ -582,7 +590,9 @@ def test_a_schedule_that_nobody_means_is_refused_unbuilt():
         plan.check_schedule()
 
 
-@pytest.mark.parametrize(("field", "figures"), [("compute_s", [1.0]), ("allreduce_s", []), ("memory_bytes", [1, 2, 3])])
+@pytest.mark.parametrize(
+    ("field", "figures"), [("compute_s", [1.0]), ("allreduce_s", []), ("memory_bytes", [1, 2, 3]), ("transfer_s", [])]
+)
 def test_predictions_are_as_many_as_the_stages(field, figures):
     """A plan with too few was a traceback in `pdtool show`; after an edit by hand they are of another plan."""
     predicted = json.loads(samples.plan().model_dump_json())["predicted"] | {field: figures}
@@ -827,3 +837,12 @@ def test_only_a_mapping_has_values():
 )
 def test_what_is_quoted_is_no_comment(text, answer):
     assert has_comments(text) is answer
+
+
+def test_a_certificate_without_cuts_says_nothing_of_them():
+    certificate = samples.plan().why.certificate.model_copy(update={"workers": 2, "cuts": None})
+    assert "None" not in certificate.sentence()
+
+
+def test_the_text_of_somebody_elses_error_is_cut():
+    assert len(describe_error(ValueError("A" * 50_000))) < 3_000

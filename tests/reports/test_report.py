@@ -476,6 +476,17 @@ def test_a_slow_link_is_named_as_the_cause_where_no_stage_computes_all_the_time(
     assert said[2].startswith("  17.1 ms (15%) computing: stage 0 computes 33 ms for 15.9 ms profiled")
 
 
+def test_the_pauses_of_a_flush_are_not_taken_for_a_slow_link():
+    """Stages that compute half of the time as planned, and twice as long as was profiled, wait twice as long, too."""
+    stage = (
+        samples.report()
+        .stages[0]
+        .model_copy(update={"busy_s": 20e-3, "wait_s": 20e-3, "allreduce_s": 0.0, "rest_s": 0.0, "replicas": 1})
+    )
+    report = reported(10e-3, 20e-3, cores=4, local_workers=1, stages=(stage, stage))
+    assert not any("messages set the pace" in part.cause for part in differences(report))
+
+
 def test_gains_in_words():
     assert gain_in_words(2.234) == "2.23 times as fast as data parallelism"
     assert gain_in_words(1.005) == "as fast as data parallelism"

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from pdtool.errors import PdtoolError
-from pdtool.rendezvous import MachineFacts, check_reachable
+from pdtool.rendezvous import MachineFacts, check_reachable, interface_with
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -357,6 +357,10 @@ def test_a_host_name_that_means_this_machine_only_is_refused_where_the_interface
     facts = [MachineFacts(**{**FACTS, "node_rank": r, "gloo_address": "127.0.1.1", "is_remote": r > 0}) for r in (0, 1)]
     with pytest.raises(PdtoolError, match=r"host name, 127\.0\.1\.1 on .*set GLOO_SOCKET_IFNAME=INTERFACE on"):
         check_reachable(facts)
+
+
+def test_no_worker_of_several_hosts_is_told_to_talk_over_loopback() -> None:
+    assert interface_with("127.0.0.1") == ""
 
 
 def test_a_machine_without_a_route(two_hosts: tuple[str, str]) -> None:
