@@ -7,7 +7,7 @@ said before its workers start.
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pdtool.api.caller import unchanged_caller
 from pdtool.api.console import note, status, training_progress
-from pdtool.api.inputs import Inputs, Settings, assignments, bundle_of, optional_text, rescheduled, with_settings
+from pdtool.api.inputs import (
+    Inputs,
+    Settings,
+    assignments,
+    bundle_of,
+    candidate,
+    optional_text,
+    rescheduled,
+    with_settings,
+)
+from pdtool.api.resuming import as_asked, note_options, note_resumption, plan_resumed, recorded
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
@@ -25,7 +35,7 @@ from pdtool.errors import ArtifactError, StaleError, UsageError
 from pdtool.files import file_sha256
 from pdtool.host import usable_cores
 from pdtool.machines import is_first_worker, is_worker
-from pdtool.options.declaration import common_fields, read_options
+from pdtool.options.declaration import common_fields, declared, read_options
 from pdtool.options.run_options import SAME_FOLDER, RunOptions, WorkerOptions
 
 if TYPE_CHECKING:
@@ -54,15 +64,15 @@ def codegen(plan: Plan | Path | str, *, model: Path | str | None = None, output:
 
 @unchanged_caller()
 def run(
-    plan: Plan | Path | str,
+    plan: Plan | Path | str | None = None,
     *,
     epochs: int | None = None,
     steps: int | None = None,
     target: str | None = None,
-    seed: int = 0,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    precision: Literal["fp32", "bf16"] = "fp32",
-    compile: bool = False,
+    seed: int | None = None,
+    device: Literal["auto", "cpu", "cuda"] | None = None,
+    precision: Literal["fp32", "bf16"] | None = None,
+    compile: bool | None = None,
     resume: Path | str | None = None,
     output: Path | str | None = None,
     model: Path | str | None = None,
@@ -73,10 +83,12 @@ def run(
 
     Stage files that are missing are written first. `report.target_reached` says whether the target was reached.
 
+    An argument that is None is what the resumed run was asked for, else the default of `pdtool run --help`.
+
     Args:
-        plan: the plan, or the path of its file.
-        epochs: in all, those of a resumed run included; None: 1, or what the resumed run was asked for.
-        steps: minibatches in an epoch, at most; None: the whole training set.
+        plan: the plan, or the path of its file; None: that of the resumed run, or the only one in plans/.
+        epochs: in all, those of a resumed run included.
+        steps: minibatches in an epoch, at most.
         target: stop when the validation reaches it, as "accuracy>=0.98".
         seed: fixes everything drawn.
         device: to train on; "auto" is cuda where there is one.
@@ -97,9 +109,10 @@ def run(
     given: dict[str, Any] = {"epochs": epochs, "steps": steps, "target": target, "seed": seed, "device": device}
     given |= {"precision": precision, "compile": compile, "resume": optional_text(resume)}
     given |= {"output": optional_text(output), "model": optional_text(model), "settings": assignments(settings)}
-    asked = read_options("run", RunOptions, given | options)
-    inputs = with_settings(Inputs.load(plan, asked.model), asked.model_settings)
-    return trained(inputs, rescheduled(inputs, asked), asked)[1]
+    given |= options
+    asked = read_options("run", RunOptions, given)
+    named = {name for name, option in declared(RunOptions).items() if given.get(option.keyword or name) is not None}
+    return trained(*to_train(plan, asked, named))[1]
 
 
 def generated(inputs: Inputs, folder: Path) -> Bundle:
@@ -123,6 +136,28 @@ def generated(inputs: Inputs, folder: Path) -> Bundle:
     tied = (parameter.sentence() for parameter in bundle.tied)
     note("\n".join([f"wrote {folder}/ ({files})", *tied, proof[bundle.proof]]))
     return bundle
+
+
+def to_train(
+    plan: Plan | Path | str | None, asked: RunOptions, given: Collection[str]
+) -> tuple[Inputs, Plan, RunOptions]:
+    """Return what a run starts from, its plan with the schedule that is asked for, and its options.
+
+    Args:
+        plan: None: that of the resumed run, or the only one in plans/.
+        given: names of the options that stand on the command line, or in the call.
+    """
+    from pdtool.frontend.user_code import check_trainable, find_source
+
+    before, path = asked, None if plan is None or isinstance(plan, Plan) else str(plan)
+    own, asked = as_asked(path, asked, given)
+    if is_first_worker(os.environ):
+        note_options(before, asked)
+    chosen = plan if isinstance(plan, Plan) else candidate("plan", own)
+    inputs = Inputs.load(chosen, asked.model)
+    check_trainable(find_source(inputs.model.source), inputs.model.function)
+    inputs = with_settings(inputs, asked.model_settings)
+    return inputs, rescheduled(inputs, asked), asked
 
 
 def trained(inputs: Inputs, plan: Plan, asked: RunOptions) -> tuple[RunConfig, Report]:
@@ -212,15 +247,11 @@ def _config(inputs: Inputs, bundle: Bundle, asked: RunOptions) -> RunConfig:
         threads_given=asked.threads is not None,
         machines=asked.machines,
         check_stage_files=None if asked.trust else check,
-        **(common_fields(asked, WorkerOptions) | {"epochs": asked.epochs or _epochs_of(resume)}),
+        plan_path=inputs.path,
+        asked=recorded(asked),
+        **common_fields(asked, WorkerOptions),
     )
     return replace(config, resume=resume, threads=asked.threads or inputs.profile.threads)
-
-
-def _epochs_of(resume: Path | None) -> int:
-    """Return the epochs that a run is to have in all unless told otherwise."""
-    state = RunDir(resume).state() if resume else None
-    return state.epochs if state else 1
 
 
 def check_run(asked: RunOptions, workers: int) -> None:
@@ -283,18 +314,9 @@ def _launched(config: RunConfig, profile: Profile, log_every: int | None) -> Rep
 
     if not is_first_worker(os.environ):
         return launch(config, notify=note)
-    before = _plan_resumed(config)  # the launch puts its own in place of it
+    before = plan_resumed(config)  # the launch puts its own in place of it
     with training_progress(config.out, config.epochs, log_every) as on_metrics:
         return launch(config, on_metrics, note, partial(_note_start, config, profile, before))
-
-
-def _plan_resumed(config: RunConfig) -> Plan | None:
-    """Return the plan of the run that is resumed; None where it cannot be read."""
-    if config.resume:
-        with suppress(ArtifactError, UsageError):
-            folder = RunDir(config.resume).latest_checkpoint().path.parent.parent
-            return Plan.load(RunDir(folder).plan_file)
-    return None
 
 
 def _note_start(config: RunConfig, profile: Profile, before: Plan | None) -> None:
@@ -305,39 +327,9 @@ def _note_start(config: RunConfig, profile: Profile, before: Plan | None) -> Non
     count, node_rank = config.machines.count, config.machines.node_rank
     here = f"; this is machine {node_rank} of {count} (--node-rank counts from 0)" if count > 1 else ""
     note(f"training on {plan.workers} worker(s) ({plan.config}), schedule {plan.schedule}, into {config.out}/{here}")
-    _note_resumption(config)
-    if before:
-        _note_other_updates(before, plan)
+    note_resumption(config, before)
     _note_crowding(config)
-    _note_another_seed(config)
     _warn_about_predictions(config, profile)
-
-
-def _note_resumption(config: RunConfig) -> None:
-    """Say after which epoch a resumed run goes on, and how many are left."""
-    if config.resume:
-        done = RunDir(config.resume).latest_checkpoint().manifest().epoch
-        note(f"going on after epoch {done} of {config.resume}, with {config.epochs - done} epoch(s) to train")
-
-
-def _note_other_updates(before: Plan, plan: Plan) -> None:
-    """Say it when a resumed run averages another number of samples in an update than the one that it goes on from."""
-    earlier, now = (each.predicted and each.predicted.samples_per_update for each in (before, plan))
-    if not earlier or not now or earlier == now:
-        return
-    minibatches, rest = divmod(earlier, plan.batch_size)
-    if not rest and plan.kind.flushes:
-        remedy = f"give --microbatches {minibatches}"
-    elif not rest and minibatches >= max(stage.replicas for stage in plan.stages):
-        remedy = f"give --update-every {minibatches}"
-    else:
-        remedy = f"partition with --global-batch-size {earlier}"
-        if rest:
-            remedy = f"profile with a --batch-size that divides {earlier}, and {remedy}"
-    note(
-        f"warning: an update averages {now} samples, and averaged {earlier} until now, while the learning rate stays; "
-        f"for {earlier} as before, {remedy}"
-    )
 
 
 def _note_crowding(config: RunConfig) -> None:
@@ -359,17 +351,6 @@ def _note_crowding(config: RunConfig) -> None:
             f"{workers} worker(s) with {config.threads} threads each, as in the profile, share the {cores} cores of "
             f"this machine; profile with --threads {fair_share}, or set OMP_NUM_THREADS"
         )
-
-
-def _note_another_seed(config: RunConfig) -> None:
-    """Say it when a resumed run draws other random numbers than the one that it goes on from."""
-    if config.resume:
-        seed = RunDir(config.resume).latest_checkpoint().manifest().seed
-        if seed != config.seed:
-            note(
-                f"{config.resume} was trained with --seed {seed}, and goes on with --seed {config.seed}: the order of "
-                f"the samples and dropout are not those that --seed {seed} would give"
-            )
 
 
 def _warn_about_predictions(config: RunConfig, profile: Profile) -> None:

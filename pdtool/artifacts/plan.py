@@ -43,6 +43,7 @@ else:
 MAX_IN_FLIGHT = 10_000  # a schedule is a list: a typing error must not fill the memory
 _MAX_MINIBATCHES_TIMES_STAGES = 250_000  # data parallelism on MAX_WORKERS has 200,001
 # The fields that the predictions do not depend on: names, and the predictions themselves.
+ONE_WORKER = "one worker"  # the rival that everybody has
 _NOT_PREDICTED_FROM = {"format", "tool_version", "sha256", "name", "model", "profile", "asked", "predicted", "why"}
 _EARLIER_CERTIFICATE = {"lower_bound_s": "bound_s", "gap": "gap", "proof": "proof"}  # fields of Why, once
 CostModelName = Literal["ours", "pipedream", "pipedream-free"]
@@ -111,6 +112,19 @@ class Rival(FrozenModel):
     bottleneck_s: Figure
     samples_per_update: FigureCount | None = None
     why: Label
+
+
+class FasterPlan(FrozenModel):
+    """A plan that is a little faster than the chosen one, and was passed over, for that one is simpler.
+
+    Attributes:
+        begins: the first operator of each stage but the first.
+        simulated_s: its seconds per minibatch.
+    """
+
+    config: Label
+    begins: tuple[Label, ...]
+    simulated_s: Figure
 
 
 class MergedOperators(FrozenModel):
@@ -187,6 +201,12 @@ class Why(FrozenModel):
     bottleneck: Label
     certificate: Certificate | None = None
     rivals: tuple[Rival, ...] = ()
+    faster: FasterPlan | None = None
+
+    @property
+    def one_worker_s(self) -> float | None:
+        """Seconds per minibatch of one worker alone; None where it was no rival, as when the model does not fit."""
+        return next((rival.bottleneck_s for rival in self.rivals if rival.plan == ONE_WORKER), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,6 +82,7 @@ class Report(Artifact):
         settings: that the functions of model.py were given.
         cores: of the first machine that its workers may use; None where GPUs computed.
         local_workers: that shared them.
+        loader_workers: of each replica of the first stage; None: an older report does not say.
         includes_compilation: whether torch.compile compiled the stages within the time that was measured.
     """
 
@@ -105,6 +106,7 @@ class Report(Artifact):
     stages: tuple[StageReport, ...]
     cores: Count | None = None
     local_workers: Count | None = None
+    loader_workers: Number | None = None
     includes_compilation: bool = False
 
     @property

@@ -20,6 +20,7 @@ import errno
 import fcntl
 import os
 import re
+import shlex
 import socket
 import struct
 from collections.abc import Iterator
@@ -94,8 +95,12 @@ class RunState(Artifact):
 
     Attributes:
         plan: name of the plan.
+        plan_path: of its file; "" where an earlier pdtool trained it, which did not say.
         epochs: that the run is to have in all.
-        epochs_done: that it had when it began, of the run that it resumes.
+        epochs_done: those whose checkpoint is complete.
+        resumed_after: epochs that it had when it began, of the run that it resumes.
+        asked: its options, by the names of RunOptions, as the command line takes them. An earlier pdtool did not
+            record them.
         updates, samples: of an epoch; None until the workers have opened the training set.
         end: how it ended; None while it goes on, and where nobody could say (a power cut).
         reason: why it stopped or failed.
@@ -103,16 +108,26 @@ class RunState(Artifact):
 
     KIND: ClassVar[str] = "run"
     MAKER: ClassVar[str] = "pdtool run"
+    VERSION: ClassVar[int] = 2
 
     plan: Label
+    plan_path: str = ""
     config: Label
     schedule: Label
     epochs: Number
     epochs_done: Number = 0
+    resumed_after: Number = 0
+    asked: dict[Label, str | int | float | bool | tuple[str, ...]] = Field(default_factory=dict)
     updates: Count | None = None
     samples: Count | None = None
     end: Literal["done", "stopped", "failed"] | None = None
     reason: Annotated[str, StringConstraints(max_length=10_000)] = ""
+
+    @classmethod
+    def upgraded(cls, content: dict[str, Any], version: int) -> dict[str, Any]:
+        if version == 1 and "epochs_done" in content:  # it meant those of the run before
+            return content | {"resumed_after": content["epochs_done"]}
+        return content
 
 
 class RunPhase(StrEnum):
@@ -281,6 +296,10 @@ class RunDir:
         with suppress(*UNWRITABLE):
             if state := self.state():
                 state.model_copy(update=changes).save(self.state_file)
+
+    def resume_command(self) -> str:
+        """Return the command that goes on with the run, or begins it again where it has no checkpoint yet."""
+        return f"pdtool run -o {shlex.quote(str(self.path))} --resume"
 
     def report(self) -> Report | None:
         """Return the report; None where the run has none yet; raises ArtifactError when it is damaged."""

@@ -11,7 +11,7 @@ from pdtool import schedule
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.cluster import ClusterFile
 from pdtool.artifacts.device import Devices
-from pdtool.artifacts.plan import Certificate, Plan, Predicted, Why
+from pdtool.artifacts.plan import Certificate, FasterPlan, Plan, Predicted, Why
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.cli.table import Lines, Table, abbreviated
 from pdtool.errors import UsageError
@@ -85,7 +85,18 @@ def plan_view(plan: Plan) -> Lines:
     if plan.why and not plan.edited:
         yield f"bottleneck: {plan.why.bottleneck}"
         yield from _certificate(plan.why.certificate)
+        yield from _passed_over(plan.why.faster, predicted)
         yield from _rejected(plan.why)
+
+
+def _passed_over(faster: FasterPlan | None, predicted: Predicted | None) -> Lines:
+    if faster and predicted and predicted.simulated_s:
+        less = 1 - faster.simulated_s / predicted.simulated_s
+        begins = f", whose stages begin at {', '.join(faster.begins)}" if faster.begins else ""
+        yield (
+            f"passed over: {faster.config}{begins}; it takes {format_seconds(faster.simulated_s)}, {less:.1%} less, "
+            "but has more stages, or borders in the middle of modules (--simplest 0 takes it)"
+        )
 
 
 def _certificate(certificate: Certificate | None) -> Lines:
@@ -131,7 +142,10 @@ def _speed(plan: Plan, predicted: Predicted) -> Lines:
     """
     is_data_parallel = len(plan.stages) == 1 and plan.workers == plan.cluster.workers
     throughput = f" ({predicted.throughput_samples_per_s:.4g} samples/s)"
-    gain = f", {predicted.gain_over_data_parallel:.3g} × data parallelism ({plan.cluster.workers})"
+    gain = f", {predicted.gain_over_data_parallel:.3g} times as fast as data parallelism"
+    own_s, one_worker_s = predicted.simulated_s or predicted.bottleneck_s, plan.why and plan.why.one_worker_s
+    if one_worker_s and own_s:
+        gain += f", {one_worker_s / own_s:.3g} times as fast as one worker"
     if is_data_parallel:
         gain = ", this is data parallelism"
     elif not schedule.STRATEGIES[plan.strategy].is_for_speed:
@@ -217,7 +231,7 @@ def profile_table(profile: Profile, *, largest: int | None = None) -> Table:
     if profile.compiled:
         title += f"\ntimes are shares of those of {len(profile.segments)} compiled segment(s)"
     if profile.step_s:
-        title += f"\nwhole step {format_seconds(profile.step_s)}, coverage {profile.coverage:.2f}"
+        title += f"\nwhole step {format_seconds(profile.step_s)}, coverage {profile.coverage:.2f} (0.9 to 1.1 is good)"
     if profile.loading_s is not None:
         title += f"\nloading {format_seconds(profile.loading_s)} a minibatch"
     columns = ("operator", "kind", "forward", "backward", "update", "parameters", "output")
@@ -272,7 +286,7 @@ def _coverage_warnings(result: Profile) -> Iterator[str]:
     if result.device.kind == "measured" and is_long_enough and not 0.9 <= result.coverage <= 1.1:
         why = "in segments torch.compile can fuse less than in the whole model; or " if result.compiled else ""
         yield (
-            f"warning: the operators' times add up to {result.coverage:.2f} of a whole step (0.9 to 1.1 is usual); "
+            f"warning: the operators' times add up to {result.coverage:.2f} of a whole step (0.9 to 1.1 is good); "
             f"{why}is something else running on this machine?"
         )
 

@@ -127,6 +127,11 @@ def is_asked_for(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) not in (None, ParameterSource.DEFAULT)
 
 
+def typed(context: click.Context) -> set[str]:
+    """Return the names of the options that stand on the command line."""
+    return {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+
+
 def prefer_typed(context: click.Context) -> None:
     """Let an option of the command line go before those of pdtool.toml that exclude it."""
     options = {param.name: param for param in context.command.params if isinstance(param, CommandOption)}

@@ -6,7 +6,6 @@ bar, elsewhere as lines every so often. A report says where each stage's time we
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from pdtool.artifacts.metrics import MetricsLine, UpdateLine, ValidationLine, la
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
 from pdtool.artifacts.run_dir import Checkpoint, CheckpointManifest, RunDir, RunState
 from pdtool.cli.table import Lines, Table
-from pdtool.cli.terminal import above, console, is_progress_shown, note
+from pdtool.cli.terminal import above, console, doing, is_progress_shown, note
 from pdtool.errors import ArtifactError
 from pdtool.reports.sentences import scaling_phrase
 from pdtool.reports.slowness import slowness_lines
@@ -29,7 +28,6 @@ _NOTE_S = 10.0  # between two lines, where no number of updates is asked for
 _BAR_S = 0.1  # between two changes of the bar
 _RATE_S = 10.0  # over which a rate is taken
 _DIGITS = 12  # of a digest that are shown
-_MUCH_LOADING = 0.1  # of the first stage's time
 _COMPILED = "one epoch: the time that torch.compile took is part of these figures; train two or more to leave it out"
 _NOT_STEADY = "epochs of {minibatches} minibatches have no steady state: filling and draining are measured, too"
 
@@ -45,7 +43,8 @@ def training_progress(out: Path, epochs: int, log_every: int | None = None) -> I
     """
     training = _Training(out, epochs)
     if not is_progress_shown():
-        yield _Notes(training, log_every)
+        with doing("training"):
+            yield _Notes(training, log_every)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -205,7 +204,6 @@ def report_view(report: Report) -> Lines:
         "waits: until what other stages send has arrived; averaging: waits for "
         "gradients of other workers; data: loading, or waits for loader workers; rest: between actions"
     )
-    yield from _loading_limit(report)
     yield _prediction_table(report)
     yield f"per minibatch: {_compared(report)}"
     yield from slowness_lines(report)
@@ -237,19 +235,6 @@ def _time_table(report: Report) -> Table:
         "where the time went, and how long a minibatch took:"
     )
     return Table(columns, rows, title=title, drop=("sending", "rest", "update", "backward", "forward", "replicas"))
-
-
-def _loading_limit(report: Report) -> Iterator[str]:
-    """Say that loading slows a run: the first stage would not be as slow as the slowest without it."""
-    if not report.stages:
-        return
-    first, *others = report.stages
-    share = first.data_s / (first.time_s or 1.0)
-    if share >= _MUCH_LOADING and first.busy_s + first.data_s > max((other.busy_s for other in others), default=0.0):
-        yield (
-            f"loading slows this run: stage 0 spends {share:.0%} of its time on data; more --loader-workers load in "
-            "the background, as long as there are cores for them"
-        )
 
 
 def _prediction_table(report: Report) -> Table:
@@ -361,7 +346,7 @@ def run_view(state: RunState, folder: Path | None) -> Iterator[str]:
     Args:
         folder: of the run; None where only its state is known.
     """
-    resumed = f", resumed after epoch {state.epochs_done}" if state.epochs_done else ""
+    resumed = f", resumed after epoch {state.resumed_after}" if state.resumed_after else ""
     yield f"{state.plan}: {state.config}, schedule {state.schedule}, {state.epochs} epoch(s) in all{resumed}"
     if folder is None:
         yield _end(state, is_running=False)
@@ -374,14 +359,14 @@ def run_view(state: RunState, folder: Path | None) -> Iterator[str]:
     checkpoints = run_dir.checkpoints()
     yield _last_checkpoint(checkpoints)
     if not goes_on and state.end != "done":
-        yield f"{'go on' if checkpoints else 'start it again'} with {_command(state, folder, bool(checkpoints))}"
+        yield f"{'go on' if checkpoints else 'start it again'} with `{run_dir.resume_command()}`"
 
 
 def resumed_line(folder: Path) -> Iterator[str]:
     """Say of a finished run that it had gone on from another, which its report does not tell."""
     state = RunDir(folder).state()
-    if state and state.end == "done" and state.epochs_done:
-        yield f"resumed after epoch {state.epochs_done}: what was measured is of the epochs since"
+    if state and state.end == "done" and state.resumed_after:
+        yield f"resumed after epoch {state.resumed_after}: what was measured is of the epochs since"
 
 
 def _end(state: RunState, *, is_running: bool) -> str:
@@ -413,9 +398,3 @@ def _last_checkpoint(checkpoints: dict[int, Checkpoint]) -> str:
     except ArtifactError as error:
         return f"last checkpoint: epoch {epoch}, which is damaged ({error.what})"
     return f"last checkpoint: epoch {epoch}, {validated(manifest.metrics)}"
-
-
-def _command(state: RunState, folder: Path, resumes: bool) -> str:
-    plan = f"plans/{state.plan}.yaml"
-    named = plan if os.path.isfile(plan) else "PLAN"
-    return f"`pdtool run {named} -o {folder}{' --resume' if resumes else ''} --epochs {state.epochs}`"

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -27,16 +28,19 @@ if TYPE_CHECKING:
 
 _NEVER_QUIET = ("error: ", "warning: ", "interrupted")
 _LAST_STANDARD = 2  # number of stderr
+_TICK_S = 2.5  # twice that without a line, and one says what takes so long
 _bars: list[Console] = []  # which show a bar now
+_doing: list[str] = []  # what is done now, the innermost last
 _COLUMNS = 80  # of a table where no terminal and no COLUMNS says how wide it is
 _BEGIN_CHARACTERS = 7  # of drawings, graphs and traces, which tell these from other files
 
 
 class Verbosity:
-    """What the command line asked for; one command runs in a process."""
+    """What the command line asked for, and how much was said; one command runs in a process."""
 
     is_quiet = False
     is_verbose = False
+    notes = 0
 
     @classmethod
     def reset(cls) -> None:
@@ -64,6 +68,7 @@ def note(text: str) -> None:
     """
     if Verbosity.is_quiet and not text.startswith(_NEVER_QUIET):
         return
+    Verbosity.notes += 1
     text = printable(text)
     with suppress(OSError):
         if _bars:
@@ -80,6 +85,38 @@ def _at_words(text: str) -> str:
         columns = _COLUMNS
     fill = partial(textwrap.fill, width=columns, break_long_words=False, break_on_hyphens=False)
     return "\n".join(line if len(line) <= columns else fill(line) for line in text.split("\n"))
+
+
+@contextmanager
+def telling_what_takes_long(command: Callable[[], str]) -> Iterator[None]:
+    """Print what is done now when nothing was printed for about five seconds, then after 10, 20, 40 and so on.
+
+    For logs, where no bar shows it.
+
+    Args:
+        command: says the name of what is done, unless a `status` or `progress` does.
+    """
+    if sys.stderr.isatty():
+        yield
+        return
+    ended = threading.Event()
+
+    def tell() -> None:
+        silent, known = 0, Verbosity.notes
+        while not ended.wait(_TICK_S):
+            silent = silent + 1 if Verbosity.notes == known else 0
+            if silent > 1 and silent & (silent - 1) == 0:
+                what = _doing[-1] if _doing else command()
+                note(f"{what}: still running, {silent * _TICK_S:.0f} s after the last line")
+            known = Verbosity.notes
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextmanager
@@ -139,7 +176,8 @@ def is_progress_shown() -> bool:
 def progress(label: str) -> Iterator[OnProgress]:
     """Show a progress bar while a part works; show nothing with -q, and when stderr is no terminal."""
     if not is_progress_shown():
-        yield lambda done, total: None
+        with doing(label):
+            yield lambda done, total: None
         return
     from rich.markup import escape
     from rich.progress import Progress
@@ -150,10 +188,21 @@ def progress(label: str) -> Iterator[OnProgress]:
 
 
 @contextmanager
+def doing(label: str) -> Iterator[OnStep]:
+    """Keep what is done now for `telling_what_takes_long`."""
+    _doing.append(label)
+    try:
+        yield lambda step: _doing.__setitem__(-1, step)
+    finally:
+        _doing.pop()
+
+
+@contextmanager
 def status(label: str) -> Iterator[OnStep]:
     """Show the step that a part is at on one line; show nothing with -q, and when stderr is no terminal."""
     if not is_progress_shown():
-        yield lambda step: None
+        with doing(label) as tell:
+            yield tell
         return
     from rich.text import Text
 

@@ -43,6 +43,7 @@ from pdtool.frontend.user_code import (
     gives_samples_together,
     import_source,
     is_stream,
+    missing_function,
     model_name,
     stacked,
 )
@@ -94,8 +95,8 @@ class UserFile:
         """Return a function of the file; raises ModelError, which lists those that there are."""
         if not self.has(name):
             functions = (value for value in vars(self.module).values() if inspect.isfunction(value))
-            defined = ", ".join(f.__name__ for f in functions if f.__module__ == self.module.__name__)
-            raise ModelError(f"{self.path.name} has no function {name}()", f"it defines: {defined or 'no functions'}")
+            defined = [f.__name__ for f in functions if f.__module__ == self.module.__name__]
+            raise missing_function(self.path, name, defined)
         return getattr(self.module, name)  # type: ignore[no-any-return]
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -10,10 +10,12 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import chdir, contextmanager
 from pathlib import Path
+from symtable import symtable
 from traceback import walk_tb
 from types import FrameType, ModuleType
 from typing import Any
@@ -28,6 +30,10 @@ from pdtool.errors import FieldError, ModelError, UsageError, describe_error
 from pdtool.frontend.user_modules import begin_import, module_name, undoing_imports
 
 _ZOO = Path(__file__).parent.parent / "zoo"
+_BINDS_UNSEEN = re.compile(
+    r"import\s*\*|\b(global|globals|exec|eval|setattr|vars|__dict__)\b"
+)  # names, where no reader sees
+_TRAINED_WITH = ("dataset", "loss", "optimizer")
 
 
 def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
@@ -233,6 +239,43 @@ def _description(sample: Any) -> str:
         f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if hasattr(leaf, "shape") else type(leaf).__name__
         for leaf in tree_leaves(sample)
     )
+
+
+def check_trainable(path: Path, model: str) -> None:
+    """Check that a file has the functions that training needs, as far as reading it tells; nothing is imported.
+
+    Args:
+        model: name of the function that builds the model.
+
+    Raises:
+        ModelError: it does not have one of them.
+    """
+    try:
+        text = path.read_text()
+        bound = {symbol.get_name() for symbol in symtable(text, str(path), "exec").get_symbols()}
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # importing it will say more
+        return
+    if _BINDS_UNSEEN.search(text):
+        return
+    for name in (model, *_TRAINED_WITH):
+        if name not in bound:
+            defined = [each.name for each in ast.parse(text).body if isinstance(each, ast.FunctionDef)]
+            raise missing_function(path, name, defined)
+
+
+def missing_function(path: Path, name: str, defined: Sequence[str]) -> ModelError:
+    """Return the error of a file that lacks a function.
+
+    Args:
+        defined: names of the functions that it has.
+    """
+    remedy = f"it defines: {', '.join(defined) or 'no functions'}"
+    if not {"model", *_TRAINED_WITH} & {*defined}:  # a script
+        remedy += (
+            "; pdtool calls functions of this file, and does not run it: `pdtool init example` writes "
+            "example/model.py, which shows them (docs/model-file.md)"
+        )
+    return ModelError(f"{path.name} has no function {name}()", remedy)
 
 
 def error_at(path: Path, error: BaseException, what: str) -> ModelError:

@@ -55,8 +55,8 @@ class WorkerOptions:
     resume: Path | None = _training(  # noqa: RUF009
         "--resume [RUN_DIR]",
         Text(lambda name, text: Path(text) if text else None, without=str(SAME_FOLDER)),
-        "Go on from the last checkpoint of RUN_DIR, which any plan of the model may have made.  "
-        "[without RUN_DIR: the folder of -o]",
+        "Go on from the last checkpoint of RUN_DIR, with its plan and its options where no others are given; any other "
+        "plan of the model will do.  [without RUN_DIR: the folder of -o]",
         in_file=False,
     )
     correction: str | None = _training(
@@ -143,9 +143,6 @@ class LaunchOptions:
 class RunOptions(WorkerOptions, LaunchOptions):
     """How a plan is trained, where, and what goes before what it says."""
 
-    epochs: int | None = again(  # type: ignore[assignment]
-        WorkerOptions, "epochs", value=Count(unset="1, or what the run was asked for that --resume goes on with")
-    )
     output: str | None = option(
         "-o, --output PATH",
         Text(values.path),

@@ -6,7 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdtool.errors import UsageError, suggestion
 
@@ -63,6 +63,21 @@ class Target:
         if self.metric in (*_LOWER_IS_BETTER, *_HIGHER_IS_BETTER):
             return text
         return f"{text}; write {self.metric}<={self.value:g} if less is better"
+
+    def doubt(self, metrics: Mapping[str, float]) -> str:
+        """Ask whether a share was meant, of a target above 1 for a metric that is from 0 to 1; "" otherwise.
+
+        Args:
+            metrics: before training.
+        """
+        now = metrics.get(self.metric, math.nan)
+        if not (self.effective_relation.startswith(">") and self.value > 1 and 0 <= now <= 1):
+            return ""
+        share = replace(self, value=self.value / 100)
+        return (
+            f"target {self}: {self.metric} is {now:.4f} before training; if it is a share, which is 1 at most, the "
+            f"target is never reached: give --target '{share}'"
+        )
 
     def is_reached(self, metrics: Mapping[str, float], undefined: Collection[str] = ()) -> bool:
         """Whether the metrics of a validation reach the target.

@@ -15,6 +15,7 @@ _NOTABLE = 0.01  # of the predicted time per minibatch: smaller parts are not ex
 _MUCH_SLOWER = 1.25  # times what was profiled: a stage that computes longer than that is named
 _BUSY = 0.7  # of its predicted share: where no stage computes as large a share of the time, messages set the pace
 _SLOWER = 1.1  # times what was predicted: what the terminal explains
+_MUCH_LOADING = 0.1  # of the first stage's time: then it is said that loading slows a run
 _LARGE_SHARE = 0.1  # of the whole difference, which the terminal names
 
 
@@ -42,7 +43,7 @@ def differences(report: Report) -> list[ExtraTime]:
         ExtraTime("computing", stage.busy_s - profiled_s, _computing_cause(report, number, profiled_s)),
         ExtraTime("waiting for other stages", stage.wait_s - (predicted_s - profiled_s), _waiting_cause(report)),
         ExtraTime("averaging gradients", stage.allreduce_s, "waits for replicas, which prediction counts as waiting"),
-        ExtraTime("loading", stage.data_s, "prediction leaves loading out; --loader-workers load in the background"),
+        ExtraTime("loading", stage.data_s, f"prediction leaves loading out; {_loading_remedy(report)}"),
         ExtraTime("between actions", stage.rest_s, "Python, and the system giving the core to others"),
     ]
     notable = [part for part in parts if abs(part.more_s) >= _NOTABLE * max(predicted_s, 1e-12)]
@@ -50,21 +51,42 @@ def differences(report: Report) -> list[ExtraTime]:
 
 
 def slowness_lines(report: Report) -> Iterator[str]:
-    """Say which parts of the difference are large, and why; nothing where a run is about as fast as predicted.
+    """Say which parts of the difference are large, and why; where a run is about as fast as predicted, only that
+    loading slows it.
 
-    Nothing, too, where another reason is known: workers that share cores, or torch.compile at work.
+    The difference is not explained, too, where its reason is known: workers that share cores, or torch.compile at work.
     """
     parts = differences(report)
-    if not parts or report.is_crowded or report.includes_compilation:
+    slow_s = _SLOWER * _predicted_s(report) if parts else 0.0
+    measured_s = report.stages[busiest_stage(report)].time_s if parts else 0.0
+    if not parts or report.is_crowded or report.includes_compilation or measured_s < slow_s:
+        yield from _loading_limit(report)
         return
-    measured_s, predicted_s = report.stages[busiest_stage(report)].time_s, _predicted_s(report)
-    if measured_s < _SLOWER * predicted_s:
-        return
-    more_s = measured_s - predicted_s
+    more_s = measured_s - _predicted_s(report)
     yield f"a minibatch took {format_seconds(more_s)} more than predicted:"
     for part in parts:
         if part.more_s >= _LARGE_SHARE * more_s:
             yield f"  {format_seconds(part.more_s)} ({part.more_s / more_s:.0%}) {part.what}: {part.cause}"
+
+
+def _loading_limit(report: Report) -> Iterator[str]:
+    """Say that loading slows a run: the first stage would not be as slow as the slowest without it."""
+    if not report.stages:
+        return
+    first, *others = report.stages
+    share = first.data_s / (first.time_s or 1.0)
+    if share >= _MUCH_LOADING and first.busy_s + first.data_s > max((other.busy_s for other in others), default=0.0):
+        yield f"loading slows this run: stage 0 spends {share:.0%} of its time on data; {_loading_remedy(report)}"
+
+
+def _loading_remedy(report: Report) -> str:
+    """Say what makes loading faster: one loader worker more, if there is a core for it."""
+    used, replicas = report.loader_workers or 0, report.stages[0].replicas
+    loaded = f"{used} loader worker(s) loaded for each replica" if used else "no loader worker loaded ahead"
+    taken = (report.local_workers or 0) + used * replicas
+    if report.cores is None or taken + replicas <= report.cores:
+        return f"{loaded}: give --loader-workers {used + 1}"
+    return f"{loaded}, and the {report.cores} core(s) are taken: make samples cheaper to load, or train where more are"
 
 
 def busiest_stage(report: Report) -> int:

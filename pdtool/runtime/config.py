@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ class RunConfig(WorkerOptions):
         check_stage_files: called on each machine with the traced model before a stage file is imported; raises
             StaleError when they are not what codegen writes. The caller gives it, since the runtime does not import the
             generator. None: they are trusted as they are.
+        plan_path: of the plan's file, which run.json records.
+        asked: the options of the run, as run.json records them.
         bucket_bytes: of gradients that replicas average in one message; the same on all machines.
     """
 
@@ -48,6 +50,8 @@ class RunConfig(WorkerOptions):
     check_stage_files: Callable[[Any], None] | None = None
     bucket_bytes: int = 25_000_000
     stage_files: Path | None = None
+    plan_path: str = ""
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def delay_compensation(self) -> DelayCompensation | None:

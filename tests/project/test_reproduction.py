@@ -70,21 +70,22 @@ def test_time_to_accuracy_says_whether_the_goal_is_held_and_how_it_went_on_the_w
 
     for ratio, said in ((3.5, "3.5): the goal of 3 is held"), (2.5, "2.5): the goal of 3 is not held")):
         runs = [
-            figures | {"seed": seed, "pipeline": way(10.0, 0.94), "ddp": way(seconds, 0.96)}
+            figures | {"seed": seed, "pipeline": way(10.0, 0.94), "ddp": way(seconds, 0.96), "alone": way(12.0, 0.96)}
             for seed, seconds in ((0, 50.0), (1, 10 * ratio))
         ]
         page = "\n".join(time_to_accuracy.page(runs))
         assert said in page
+        assert "One worker alone takes 1.2 times as long as the pipeline, which has two (worst 1.2)" in page
         assert "digits to 97.5% of those" in page
-        assert f"| 90% | 5.0 | {ratio:.1f} |" in page  # both after their first epoch
-        assert f"| 95% | 2.5 | {ratio / 2:.1f} |" in page  # the pipeline after its second
+        assert f"| 90% | 5.0, 1.2 | {ratio:.1f}, 1.2 |" in page  # both after their first epoch
+        assert f"| 95% | 2.5, 0.6 | {ratio / 2:.1f}, 0.6 |" in page  # the pipeline after its second
     assert "Lower accuracies" not in "\n".join(time_to_accuracy.page([run | {"target": 0.5} for run in runs]))
 
 
 def test_a_picture_drawn_again_is_the_same_file(tmp_path):
     pytest.importorskip("matplotlib")
     curve = [(1.0, 0.9), (2.0, 0.98)]
-    figures = [{"target": 0.97, "pipeline": {"curve": curve}, "ddp": {"curve": curve}}]
+    figures = [{"target": 0.97, "pipeline": {"curve": curve}, "ddp": {"curve": curve}, "alone": {"curve": curve}}]
     path, texts = tmp_path / "picture.svg", set()
     for _ in range(2):
         reproduce.save(time_to_accuracy.plot(figures), path)

@@ -28,7 +28,7 @@ from pdtool.cli.commands.simulate import simulate
 from pdtool.cli.commands.steps import codegen, partition, profile, run
 from pdtool.cli.commands.train import train
 from pdtool.cli.project_defaults import ProjectDefaults
-from pdtool.cli.terminal import Verbosity, note, open_closed_streams
+from pdtool.cli.terminal import Verbosity, note, open_closed_streams, telling_what_takes_long
 from pdtool.errors import PdtoolError, UsageError, describe_error, printable, suggestion
 
 _SECTIONS: dict[str, tuple[click.Command, ...]] = {
@@ -82,7 +82,7 @@ class CommandGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with _usage_errors_as_ours(ctx):
+            with _usage_errors_as_ours(ctx), telling_what_takes_long(lambda: ctx.invoked_subcommand or ""):
                 return super().invoke(ctx)
         except PdtoolError as error:
             if Verbosity.is_verbose:

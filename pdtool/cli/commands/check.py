@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -57,6 +58,8 @@ def check(plan: str | None, fresh: bool, update: bool, as_json: bool) -> None:
     _check_claims(path, plan_there, profile, as_json)
     if update:
         _update(path, plan_there, profile)
+    elif plan_there.model or profile.model:
+        note(f"the model was not looked at; `pdtool check {shlex.quote(path)} --fresh` compares it with the plan")
 
 
 def _read(path: str, is_to_be_updated: bool) -> tuple[Plan, Profile]:

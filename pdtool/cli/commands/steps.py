@@ -89,7 +89,7 @@ def profile(model: str, output: str | None, asked: ProfileOptions, as_json: bool
 
 @command(
     epilog="\b\nExamples:\n  pdtool run plans/digits-3.yaml --epochs 10 --target accuracy=0.98\n"
-    "  pdtool run plans/digits-3.yaml -o runs/digits --epochs 20 --resume"
+    "  pdtool run -o runs/digits --resume"
 )
 @click.argument("plan", required=False)
 @options.options_of(RunOptions)
@@ -97,13 +97,11 @@ def profile(model: str, output: str | None, asked: ProfileOptions, as_json: bool
 @options.as_json
 def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> None:
     """Train PLAN's stages, each on its workers."""
-    from pdtool.api.inputs import Inputs, candidate, rescheduled, with_settings
-    from pdtool.api.training import trained
+    from pdtool.api.training import to_train, trained
     from pdtool.cli.artifact_views import worker_table
     from pdtool.cli.run_view import report_view
 
-    inputs = with_settings(Inputs.load(candidate("plan", plan), asked.model), asked.model_settings)
-    chosen = rescheduled(inputs, asked)
+    inputs, chosen, asked = to_train(plan, asked, options.typed(click.get_current_context()))
     if asked.compiled and chosen.kind.splits_backward:
         name = chosen.schedule
         note(f"a compiled stage computes all its gradients at once: {name} has nothing to put off, take 1f1b-flush")
@@ -119,5 +117,8 @@ def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> No
         folder = shlex.quote(str(config.out))
         note(f"look at it: pdtool report {folder}; take its weights: pdtool export {folder}")
     if report.target_reached is False:
+        from pdtool.artifacts.run_dir import RunDir
+
         what = f"target {report.target} was not reached in {report.epochs} epoch(s)"
-        raise TargetMissedError(what, "give more --epochs, with --resume")
+        command = f"{RunDir(config.out).resume_command()} --epochs {2 * config.epochs}"
+        raise TargetMissedError(what, f"train for more: `{command}`")

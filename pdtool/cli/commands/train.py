@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from pdtool.cli.click_options import CommandOption, asked_in, is_asked_for, makes_artifact, prefer_typed
+from pdtool.cli.click_options import CommandOption, asked_in, is_asked_for, makes_artifact, prefer_typed, typed
 from pdtool.cli.command_line import command
 from pdtool.cli.commands.steps import partition, profile, run
 from pdtool.cli.terminal import note
@@ -66,19 +66,22 @@ def train(ctx: click.Context, /, model: str, **_: Any) -> None:
     Each command also takes the options that pdtool.toml has for it.
     """
     from pdtool.api.inputs import file_name
+    from pdtool.api.resuming import as_asked
     from pdtool.api.reuse import one_at_a_time
     from pdtool.api.training import check_run
-    from pdtool.frontend.user_code import find_source, is_local, model_name, parse_ref
+    from pdtool.frontend.user_code import check_trainable, find_source, is_local, model_name, parse_ref
 
     profiling = _step(ctx, profile, model)
     ref = parse_ref(model, profiling.params["model_settings"])
     source = find_source(ref.source)
+    check_trainable(source, ref.function)
     name = file_name(model_name(source, ref.function))
     partitioning = _step(ctx, partition, "profiles/")
     topology = _topology(**partitioning.params)
     running = _step(ctx, run, "plans/")  # all are read before the first is run: a slip is not found minutes later
     workers = math.prod(map(int, topology.split("x")))
-    check_run(asked_in(running, RunOptions), workers)
+    _own_plan, run_asked = as_asked(None, asked_in(running, RunOptions), typed(running))
+    check_run(run_asked, workers)
     if not is_local(source):
         running.params["model"] = ref.source
     with one_at_a_time(Path("profiles")):

@@ -16,10 +16,11 @@ from statistics import fmean
 from typing import Any
 
 from pdtool.artifacts.cluster import Cluster
-from pdtool.artifacts.plan import Certificate, Plan, Predicted, Why
+from pdtool.artifacts.plan import Certificate, FasterPlan, Plan, Predicted, Why
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.planner.choice.infeasible import explain_infeasible
+from pdtool.planner.choice.selection import Selected
 from pdtool.planner.choice.strategies import PLANNERS
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, Evaluator, PlanCost, samples_per_update
@@ -33,6 +34,7 @@ from pdtool.schedule import SCHEDULES, STRATEGIES, ExecutionConfig
 from pdtool.units import format_seconds
 
 MICROBATCHES_PER_STAGE = 4  # in one update of GPipe: its paper's advice (NeurIPS'19, section 2.3)
+_MIN_GAIN = 0.0005  # of the time per minibatch: a smaller one rounds to 0.0%
 _LOG = logging.getLogger(__name__)
 
 
@@ -71,9 +73,21 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
         bottleneck=chosen.cost.bottleneck,
         certificate=_certificate(search, candidates[0], chosen) if planner.strategy.is_searched else None,
         rivals=tuple(planner.rejected(search, chosen, named, candidates)),
+        faster=_passed_over(selected),
     )
     figures = _predicted(plan, search.evaluator, chosen.cost, chosen.time_per_minibatch_s, selected.simulated_s)
     return plan.model_copy(update={"asked": options.asked, "why": why, "predicted": figures})
+
+
+def _passed_over(selected: Selected) -> FasterPlan | None:
+    """Return the plan that is faster than the chosen one, which has fewer stages or divides fewer modules."""
+    if selected.fastest is None or selected.simulated_s is None:
+        return None
+    candidate, time_s = selected.fastest
+    if selected.simulated_s < time_s * (1 + _MIN_GAIN):
+        return None
+    later = [nodes[0] for nodes in candidate.placement.stages[1:]]
+    return FasterPlan(config=candidate.placement.config, begins=tuple(later), simulated_s=time_s)
 
 
 def gap_to_bound(time_s: float, bound_s: float) -> float:

@@ -42,11 +42,14 @@ class Selected:
         simulated_s: its simulated seconds per minibatch; None: it was not simulated, because it is too large, because
             PipeDream's formulas are asked for, or because no plan of the shortlist can be simulated.
         limit_s: seconds per minibatch that were allowed; simulated, or by the formulas where it was not simulated.
+        fastest: the fastest plan that was simulated, with its seconds per minibatch; it has more stages, or borders in
+            the middle of modules, where it is not the chosen one.
     """
 
     candidate: Candidate
     simulated_s: float | None
     limit_s: float
+    fastest: tuple[Candidate, float] | None = None
 
 
 def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[Candidate]) -> Selected:
@@ -142,7 +145,9 @@ class _Selection:
         chosen = min(near, key=lambda plan: (plan.stages, plan.time_s))
         if is_too_large(chosen.candidate.placement):  # whoever checks or changes it has the formulas only
             return Selected(chosen.candidate, None, chosen.candidate.time_per_minibatch_s * (1 + self.margin))
-        return Selected(chosen.candidate, chosen.time_s, self.fastest_s * (1 + self.margin))
+        fastest = min(near, key=lambda plan: plan.time_s)
+        limit_s = self.fastest_s * (1 + self.margin)
+        return Selected(chosen.candidate, chosen.time_s, limit_s, (fastest.candidate, fastest.time_s))
 
     @property
     def _near(self) -> list[_Simulated]:

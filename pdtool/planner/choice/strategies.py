@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pdtool.artifacts.cluster import Cluster
-from pdtool.artifacts.plan import MAX_IN_FLIGHT, Plan, Rival
+from pdtool.artifacts.plan import MAX_IN_FLIGHT, ONE_WORKER, Plan, Rival
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.options.plan_options import PartitionOptions
@@ -427,7 +427,7 @@ def baselines(search: PlanSearch, execution: ExecutionConfig) -> Iterator[Baseli
     for planner in map(PLANNERS.__getitem__, BASELINES):
         if plan := planner.baseline(search, execution, straight):
             yield planner.title(plan.placement), plan
-    yield "one worker", search.evaluator.data_parallel(1, execution)
+    yield ONE_WORKER, search.evaluator.data_parallel(1, execution)
 
 
 def _straight_pipeline(search: PlanSearch, execution: ExecutionConfig) -> Candidate | None:

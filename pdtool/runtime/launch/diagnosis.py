@@ -210,7 +210,7 @@ class WorkersLeft:
 def _how_to_go_on(config: RunConfig, *, is_needed: bool) -> list[str]:
     """The remedy of a run whose worker has died; [] where it would only say to start again and `is_needed` is not."""
     if RunDir(config.out).checkpoints():
-        return ["go on from the last checkpoint with --resume"]
+        return [f"go on from the last checkpoint with `{RunDir(config.out).resume_command()}`"]
     return ["start it again"] if is_needed else []
 
 

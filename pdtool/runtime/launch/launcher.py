@@ -93,8 +93,8 @@ def launch(
 def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterator[RunConfig]:
     """Hold the run's folder, keep in it what is trained, and record that the run goes on, and at the end how it ended.
 
-    That is a matter of the first machine. An older report is put aside first. Yields the configuration of a run of the
-    stage files in this folder, which nobody else writes.
+    That is a matter of the first machine. An older report is put aside first, and a new folder is removed when no
+    worker has begun. Yields the configuration of a run of the stage files in this folder, which nobody else writes.
 
     Args:
         epochs_done: those of the run that it resumes.
@@ -103,10 +103,18 @@ def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterat
         yield config
         return
     plan, run_dir = config.plan, RunDir(config.out)
+    is_new = not run_dir.path.exists()
     with run_dir.held():
         run_dir.put_report_aside(epochs_done)
         state = RunState(
-            plan=plan.name, config=plan.config, schedule=plan.schedule, epochs=config.epochs, epochs_done=epochs_done
+            plan=plan.name,
+            plan_path=config.plan_path,
+            config=plan.config,
+            schedule=plan.schedule,
+            epochs=config.epochs,
+            epochs_done=epochs_done,
+            resumed_after=epochs_done,
+            asked=dict(config.asked),
         )
         with suppress(*UNWRITABLE):
             state.save(run_dir.state_file)
@@ -120,6 +128,8 @@ def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterat
             text = str(error) if isinstance(error, PdtoolError) else describe_error(error)
             reason = text[:_MAX_REASON].encode(errors="backslashreplace").decode()  # a user's text may be no Unicode
             run_dir.update_state(end="failed", reason=reason)
+            if is_new and not (run_dir.failure_file.exists() or run_dir.metrics_file.exists()):
+                shutil.rmtree(run_dir.path, ignore_errors=True)  # no worker began: the error says all
             raise
         run_dir.update_state(end="done")
 

@@ -146,11 +146,11 @@ def stop_name(number: signal.Signals) -> str:
 
 def stop_message(number: signal.Signals, out: Path) -> str:
     """Return a line that says what has stopped the run of a folder, and how to go on."""
-    what = stop_name(number)
-    done = RunDir(out).checkpoints()
+    run_dir = RunDir(out)
+    done, command = run_dir.checkpoints(), f"`{run_dir.resume_command()}`"
     if not done:
-        return f"stopped by {what} before the first checkpoint; start it again"
-    return f"stopped by {what}; go on from the last checkpoint (epoch {max(done)}) with --resume {out}"
+        return f"stopped by {stop_name(number)} before the first checkpoint; start it again with {command}"
+    return f"stopped by {stop_name(number)}; go on from the last checkpoint (epoch {max(done)}) with {command}"
 
 
 def end_by_signal(number: signal.Signals) -> None:

@@ -341,8 +341,8 @@ class LoadingCost:
                 f", of {len(usable_cores())} cores here: more --loader-workers help where loading waits for a network"
             )
         return (
-            f"loading takes {format_seconds(self.loading_s)} a minibatch, and each replica of the first stage takes "
-            f"one every {format_seconds(self.period_s)}: {need}{used}"
+            f"by the profile, loading takes {format_seconds(self.loading_s)} a minibatch, and each replica of the "
+            f"first stage takes one every {format_seconds(self.period_s)}: {need}{used}"
         )
 
 

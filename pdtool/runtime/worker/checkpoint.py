@@ -240,6 +240,7 @@ def _publish(partial: Checkpoint, checkpoint: Checkpoint, manifest: CheckpointMa
     if folder.exists():
         shutil.rmtree(folder)  # of an earlier run in this folder that went this far
     os.replace(partial.path, folder)
+    RunDir(folder.parent.parent).update_state(epochs_done=manifest.epoch)
 
 
 def _read(path: Path, stored: StoredFile, wanted: Callable[[str], bool]) -> dict[str, Tensor]:

@@ -86,6 +86,7 @@ def assemble_report(
         stages=tuple(_stage_report([w for w in workers if w.stage == s]) for s in range(plan.pipeline_depth)),
         cores=len(frozenset().union(*(worker.cores for worker in workers[:local_workers]))) or None,
         local_workers=local_workers,
+        loader_workers=config.loader_workers,
         includes_compilation=includes_compilation,
         digests=dict(config.bundle.digests),
     )

@@ -204,7 +204,10 @@ class Worker:
         config, meter, progress = self._config, self._place.meter, self.progress
         resumed = done = len(progress.epochs)
         if config.target and not done:  # fail now, not after an epoch, if the model does not report the metric
-            config.target.is_reached(self.validate(0, config.plan.batch_size), self._undefined)
+            figures = self.validate(0, config.plan.batch_size)
+            config.target.is_reached(figures, self._undefined)
+            if self._log and (doubt := config.target.doubt(figures)):
+                sys.stderr.write(f"warning: {doubt}\n")
         meter.restart()
         meter.memory.start(replica.stage.module for replica in self.stages.values())
         while done < config.epochs and not self._is_target_reached():

@@ -1,0 +1,141 @@
+"""What `--resume` goes on with: a run's own plan and options, where no others are given; what changes is said."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pdtool.api.console import note
+from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.run_dir import Checkpoint, RunDir
+from pdtool.errors import ArtifactError, UsageError
+from pdtool.options.declaration import Option, declared
+from pdtool.options.run_options import SAME_FOLDER, RunOptions
+
+if TYPE_CHECKING:
+    from pdtool.runtime.config import RunConfig
+
+_SETTINGS = "model_settings"  # which go on by name, each of them
+
+
+def recorded(asked: RunOptions) -> dict[str, Any]:
+    """Return the options of a run as run.json records them: those that are set, as the command line takes them."""
+    values = {name: getattr(asked, name) for name in _lasting_options()}
+    kept = {name: value for name, value in values.items() if value not in (None, ())}
+    return {name: value if isinstance(value, (bool, int, float, tuple)) else str(value) for name, value in kept.items()}
+
+
+def as_asked(plan: str | None, asked: RunOptions, given: Collection[str]) -> tuple[str | None, RunOptions]:
+    """Return the plan and the options of a run, with those of the run that it resumes where none are given.
+
+    A run that has no checkpoint yet is begun again, with its options.
+
+    Args:
+        plan: the path of the plan; None: the one of the run.
+        given: names of the options that stand on the command line, or in the call.
+
+    Raises:
+        UsageError: an option that run.json records is none of today's values.
+    """
+    folder = _resumed_folder(asked)
+    state = RunDir(folder).state() if folder else None
+    if folder is None or state is None:
+        return plan, asked
+    is_own_plan = plan is None or (bool(state.plan_path) and os.path.abspath(plan) == os.path.abspath(state.plan_path))
+    options = _lasting_options()
+    of_plan = {name for name, option in options.items() if option.of_plan and name != _SETTINGS}
+    left_out = set(given) | (of_plan if not is_own_plan or of_plan & set(given) else set())
+    lasting: dict[str, Any] = {"epochs": state.epochs} | state.asked
+    known = {name: options[name].value.read(options[name].flag, lasting[name]) for name in lasting.keys() & options}
+    changes = {name: value for name, value in known.items() if name not in left_out}
+    if _SETTINGS in known:
+        named = {setting.partition("=")[0] for setting in asked.model_settings}
+        earlier = (setting for setting in known[_SETTINGS] if setting.partition("=")[0] not in named)
+        changes[_SETTINGS] = (*earlier, *asked.model_settings)
+    if not RunDir(folder).checkpoints() and asked.output in (None, str(folder)):
+        changes |= {"resume": None, "output": str(folder)}
+    own_plan = state.plan_path if os.path.isfile(state.plan_path) else None
+    return plan or own_plan, replace(asked, **changes)
+
+
+def note_options(before: RunOptions, asked: RunOptions) -> None:
+    """Say which options of the run that is resumed are taken, and when it has to begin again."""
+    if before.resume and not asked.resume:
+        note(f"{asked.output} has no checkpoint yet: its run begins again")
+    values = {name: (option, getattr(asked, name)) for name, option in _lasting_options().items()}
+    taken = [(option, value) for name, (option, value) in values.items() if value != getattr(before, name)]
+    if taken:
+        texts = " ".join(_typed(option, value) for option, value in taken)
+        note(f"as this run was asked for before: {texts}")
+
+
+def _typed(option: Option, value: Any) -> str:
+    if isinstance(value, bool):
+        return option.flag
+    return " ".join(f"{option.flag} {each}" for each in (value if isinstance(value, tuple) else (value,)))
+
+
+def _lasting_options() -> dict[str, Option]:
+    """Return the options that a run keeps when it is resumed: all but where it runs, and what only its user can say."""
+    return {name: each for name, each in declared(RunOptions).items() if each.in_file and each.section != "Machines"}
+
+
+def _resumed_folder(asked: RunOptions) -> Path | None:
+    """Return the folder of the run that is resumed; None where there is none, or none is named."""
+    folder = asked.resume
+    if folder == SAME_FOLDER:
+        folder = Path(asked.output) if asked.output else None
+    return folder.parent.parent if folder and Checkpoint(folder).is_complete else folder
+
+
+def plan_resumed(config: RunConfig) -> Plan | None:
+    """Return the plan of the run that is resumed; None where it cannot be read."""
+    if config.resume:
+        with suppress(ArtifactError, UsageError):
+            folder = RunDir(config.resume).latest_checkpoint().path.parent.parent
+            return Plan.load(RunDir(folder).plan_file)
+    return None
+
+
+def note_resumption(config: RunConfig, before: Plan | None) -> None:
+    """Say after which epoch a resumed run goes on, and what is different from then on.
+
+    Args:
+        before: the plan that it was trained with until now.
+    """
+    if not config.resume:
+        return
+    manifest = RunDir(config.resume).latest_checkpoint().manifest()
+    left = config.epochs - manifest.epoch
+    note(f"going on after epoch {manifest.epoch} of {config.resume}, with {left} epoch(s) to train")
+    if before:
+        _note_other_updates(before, config.plan)
+    if manifest.seed != config.seed:
+        note(
+            f"{config.resume} was trained with --seed {manifest.seed}, and goes on with --seed {config.seed}: the "
+            f"order of the samples and dropout are not those that --seed {manifest.seed} would give"
+        )
+
+
+def _note_other_updates(before: Plan, plan: Plan) -> None:
+    """Say it when a resumed run averages another number of samples in an update than the one that it goes on from."""
+    earlier, now = (each.predicted and each.predicted.samples_per_update for each in (before, plan))
+    if not earlier or not now or earlier == now:
+        return
+    minibatches, rest = divmod(earlier, plan.batch_size)
+    if not rest and plan.kind.flushes:
+        remedy = f"give --microbatches {minibatches}"
+    elif not rest and minibatches >= max(stage.replicas for stage in plan.stages):
+        remedy = f"give --update-every {minibatches}"
+    else:
+        remedy = f"partition with --global-batch-size {earlier}"
+        if rest:
+            remedy = f"profile with a --batch-size that divides {earlier}, and {remedy}"
+    note(
+        f"warning: an update averages {now} samples, and averaged {earlier} until now, while the learning rate stays; "
+        f"for {earlier} as before, {remedy}"
+    )

