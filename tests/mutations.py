@@ -43,7 +43,7 @@ def _valid() -> dict[str, list[Artifact]]:
         _plan((2,), schedule="interleaved", microbatches=4),
         _plan((2,), schedule="2bw"),
         _plan((4,), schedule="1f1b-flush", microbatches=4),
-        Profile.load(ROOT / "profiles" / "digits.json"),
+        Profile.load(ROOT / "profiles" / "mnist.json"),
         Devices.load(TABLE),
         *samples.ALL,
     ]

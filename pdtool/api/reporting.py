@@ -51,7 +51,7 @@ def report(*what: Path | str, output: Path | str = "report.html") -> Path:
 def check_page(names: Sequence[str], path: Path) -> None:
     """Check that so many can stand on one page, and that no other file would be overwritten; raises UsageError."""
     if not names:
-        raise UsageError("no plan or run is named", "name one, as plans/digits-3.yaml or runs/digits-3")
+        raise UsageError("no plan or run is named", "name one, as plans/mnist-2.yaml or runs/mnist-2")
     if len(names) > _MAX_SUBJECTS:
         raise UsageError(f"{len(names)} plans and runs on one page", f"name at most {_MAX_SUBJECTS}")
     if str(path) != "-":

@@ -301,7 +301,7 @@ def _folders(inputs: Inputs, output: str | None, resume: Path | None) -> tuple[P
 
 
 def new_folder(path: Path) -> Path:
-    """Return `runs/digits-3`, or the first of `runs/digits-3.2`, `.3`, ... that does not exist."""
+    """Return `runs/mnist-2`, or the first of `runs/mnist-2.2`, `.3`, ... that does not exist."""
     number, free = 1, path
     while free.exists():
         number += 1

@@ -16,6 +16,7 @@ from contextlib import chdir
 from pathlib import Path
 
 import click
+import demo
 import pytest
 from conftest import Folder
 
@@ -220,9 +221,14 @@ def shapes(shown: str) -> list[str]:
 
 
 def test_make_demo_runs_the_commands_of_the_console_block():
-    commands = [line for line in dry_make("demo") if line.startswith((".venv/bin/pdtool", "cat "))]
-    assert commands[: len(DEMO_COMMANDS)] == DEMO_COMMANDS
-    assert all("demo-vgg16" in line for line in commands[len(DEMO_COMMANDS) :]), "what demo-network runs"
+    assert dry_make("demo")[-1].endswith("tests/demo.py")
+    assert [command for command in DEMO_COMMANDS if not command.startswith("cat ")] == [s.command for s in demo.STEPS]
+
+
+def test_the_demo_shows_lines_of_its_commands_and_no_others():
+    output = "\n".join(["profile: still running, 5 s", "a", "b", "epoch 1/2: loss 3", "epoch 1/2, update 3", "wrote x"])
+    step = demo.Step("", "pdtool run", r"^epoch \d+/\d+:", first=1)
+    assert demo.story(step, output) == ["a", "epoch 1/2: loss 3"]
 
 
 def dry_make(*arguments: str) -> list[str]:
@@ -257,8 +263,8 @@ def accepted(line: str) -> None:
 def test_plans_are_made_freely_and_only_examples_as_a_pipeline():
     free = [line for line in dry_make("plans/lstm_lm-2x4.yaml") if " partition " in line]
     assert free == [".venv/bin/pdtool partition profiles/lstm_lm.json --topology 2x4 -o plans/lstm_lm-2x4.yaml"]
-    example = ".venv/bin/pdtool partition profiles/digits.json --topology 3 --straight -o plans/digits-3.yaml"
-    for target in ("plans/digits-3.yaml", "plans/digits-3/bundle.yaml", "examples"):
+    example = ".venv/bin/pdtool partition profiles/mnist.json --topology 2 --bandwidth 100Mbit/s -o plans/mnist-2.yaml"
+    for target in ("plans/mnist-2.yaml", "plans/mnist-2/bundle.yaml", "examples"):
         assert [line for line in dry_make(target) if " partition " in line] == [example]
 
 
@@ -335,12 +341,12 @@ def test_every_exit_code_is_documented():
 
 def test_checked_in_examples_are_what_this_version_makes():
     """Else: make examples."""
-    profile, plan = Profile.load(ROOT / "profiles" / "digits.json"), Plan.load(ROOT / "plans" / "digits-3.yaml")
-    bundle = Bundle.load(ROOT / "plans" / "digits-3" / "bundle.yaml")
+    profile, plan = Profile.load(ROOT / "profiles" / "mnist.json"), Plan.load(ROOT / "plans" / "mnist-2.yaml")
+    bundle = Bundle.load(ROOT / "plans" / "mnist-2" / "bundle.yaml")
     assert not plan.edited
     assert [one.words for one in check_plan(plan, profile) if one.holds is False] == []
-    assert plan.digests["profiles/digits.json"] == profile.content_sha256
-    assert bundle.digests["profiles/digits.json"] == profile.content_sha256
+    assert plan.digests["profiles/mnist.json"] == profile.content_sha256
+    assert bundle.digests["profiles/mnist.json"] == profile.content_sha256
 
 
 def test_this_version_stands_in_the_changelog():

@@ -22,6 +22,7 @@ from graphs import chain, plan_of, random_profile
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pdtool
 from pdtool.artifacts.chrome_trace import TraceEvent, chrome_trace
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.metrics import UpdateLine, ValidationLine
@@ -31,6 +32,7 @@ from pdtool.artifacts.report import Report
 from pdtool.planner.choice.comparison import simulated_for_report
 from pdtool.planner.choice.make_plan import make_plan, under_schedule
 from pdtool.planner.placement import Placement
+from pdtool.planner.search.search import SearchOptions
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob
 from pdtool.reports.chart import Curve, curve_chart, gain_chart
@@ -42,7 +44,6 @@ from pdtool.reports.sentences import gain_in_words
 from pdtool.reports.slowness import differences, slowness_lines
 from pdtool.reports.timeline_drawing import TimelineGroup, WorkerRow, timeline_drawing
 
-ROOT = Path(__file__).parents[2]
 WIDTHS = (1120, 358)
 SVG = "{http://www.w3.org/2000/svg}"
 SIZES = {"small": 10.5, "title": 13.0, "on-forward": 10.0, "on-backward": 10.0}  # of drawings.css
@@ -87,8 +88,10 @@ def assert_tidy(picture: Picture) -> None:
 
 @pytest.fixture(scope="module")
 def digits() -> tuple[Plan, Profile]:
-    """The checked-in example: three stages, with edges that skip modules."""
-    return Plan.load(ROOT / "plans" / "digits-3.yaml"), Profile.load(ROOT / "profiles" / "digits.json")
+    """The residual network of the zoo in three stages, with edges that skip modules."""
+    profile = pdtool.profile("pdtool.zoo.digits", device="v100")
+    cluster = make_cluster((3,), (1.25e9,))
+    return make_plan(profile, "profiles/digits.json", cluster, SearchOptions(straight=True)), profile
 
 
 @pytest.fixture(scope="module")

@@ -225,4 +225,4 @@ def test_what_was_not_changed_is_accepted(tmp_path):
             artifact.save(tmp_path / artifact.KIND)
             assert type(artifact).load(tmp_path / artifact.KIND) == artifact
             used(artifact)
-    assert Profile.load(mutations.ROOT / "profiles" / "digits.json")
+    assert Profile.load(mutations.ROOT / "profiles" / "mnist.json")

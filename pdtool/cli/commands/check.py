@@ -27,7 +27,7 @@ _EDITED = "# edited by hand\n"  # `pdtool partition` overwrites no plan with a c
 _MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "")}
 
 
-@command(epilog="\b\nExamples:\n  pdtool check plans/digits-3.yaml\n  pdtool check plans/digits-3.yaml --update")
+@command(epilog="\b\nExamples:\n  pdtool check plans/mnist-2.yaml\n  pdtool check plans/mnist-2.yaml --update")
 @click.argument("plan", required=False)
 @click.option("--fresh", is_flag=True, help="Say instead which of profile, plan, bundle and stage files are stale.")
 @click.option(

@@ -55,8 +55,8 @@ _ROUNDING = 1e-9  # sums taken in another order differ in the last digits
 
 
 @command(
-    epilog="\b\nExamples:\n  pdtool diff plans/digits-3.yaml plans/mine.yaml\n"
-    "  pdtool diff runs/digits-3 runs/digits-3.2 --json"
+    epilog="\b\nExamples:\n  pdtool diff plans/mnist-2.yaml plans/mine.yaml\n"
+    "  pdtool diff runs/mnist-2 runs/mnist-2.2 --json"
 )
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")

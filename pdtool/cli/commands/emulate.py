@@ -16,7 +16,7 @@ from pdtool.options.simulate_options import EmulateOptions
 
 @command(
     epilog="\b\nExamples:\n  pdtool emulate plans/vgg16-4x4.yaml\n"
-    "  pdtool emulate plans/digits-2.yaml --compute real --epochs 20 --target accuracy=0.98"
+    "  pdtool emulate plans/mnist-2.yaml --compute real --epochs 20 --target accuracy=0.97"
 )
 @click.argument("plan", required=False)
 @options.output("Folder of the emulation.  [default: a new one, runs/PLAN-emulated, runs/PLAN-emulated.2, ...]")

@@ -25,7 +25,7 @@ _WATCH_S = 2.0  # between two looks at a run
 _GRAPH_WIDTH = 1200  # pixels
 
 
-@command(epilog="\b\nExamples:\n  pdtool export runs/digits-3\n  pdtool export runs/digits-3 -o digits.pt")
+@command(epilog="\b\nExamples:\n  pdtool export runs/mnist-2\n  pdtool export runs/mnist-2 -o mnist.pt")
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @options.option(
     "-o",
@@ -45,7 +45,7 @@ def export(run_dir: Path, output: Path) -> None:
 
 @command(
     epilog="\b\nExamples:\n  pdtool report plans/vgg16-4x4.yaml -o vgg16.html\n"
-    "  pdtool report runs/digits-3 runs/digits-3.2 --watch"
+    "  pdtool report runs/mnist-2 runs/mnist-2.2 --watch"
 )
 @click.argument("what", nargs=-1, metavar="[PLAN|RUN]...")
 @options.output("The page to write, report.html if not given; - is stdout.")
@@ -106,7 +106,7 @@ def _watch(names: tuple[str, ...], path: Path, subjects: list[Subject]) -> None:
 
 
 @command(
-    epilog="\b\nExamples:\n  pdtool show runs/digits-3 --json\n  pdtool show plans/digits-3.yaml --graph -o graph.svg"
+    epilog="\b\nExamples:\n  pdtool show runs/mnist-2 --json\n  pdtool show plans/mnist-2.yaml --graph -o graph.svg"
 )
 @click.argument("file")
 @click.option("--graph", is_flag=True, help="Draw a plan's operators and stages instead.")

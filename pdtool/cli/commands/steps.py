@@ -17,9 +17,7 @@ from pdtool.options.plan_options import PartitionOptions, ProfileOptions
 from pdtool.options.run_options import RunOptions
 
 
-@command(
-    epilog="\b\nExamples:\n  pdtool codegen\n  pdtool codegen plans/digits-3.yaml -o /tmp/digits --model digits.py"
-)
+@command(epilog="\b\nExamples:\n  pdtool codegen\n  pdtool codegen plans/mnist-2.yaml -o /tmp/mnist --model mnist.py")
 @click.argument("plan", required=False)
 @options.output("Folder to write.  [default: PLAN without .yaml]")
 @options.option_of(RunOptions, "model")
@@ -88,8 +86,8 @@ def profile(model: str, output: str | None, asked: ProfileOptions, as_json: bool
 
 
 @command(
-    epilog="\b\nExamples:\n  pdtool run plans/digits-3.yaml --epochs 10 --target accuracy=0.98\n"
-    "  pdtool run -o runs/digits --resume"
+    epilog="\b\nExamples:\n  pdtool run plans/mnist-2.yaml --epochs 10 --target accuracy=0.97\n"
+    "  pdtool run -o runs/mnist --resume"
 )
 @click.argument("plan", required=False)
 @options.options_of(RunOptions)
