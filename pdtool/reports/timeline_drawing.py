@@ -73,27 +73,14 @@ def timeline_drawing(groups: Sequence[TimelineGroup], width: float, title: str =
     left, right = (52, 38) if is_narrow else (122, 52)
     length_s = max((group.end_s - group.start_s for group in groups), default=0.0) or 1.0
     scale = AxisScale(0.0, length_s, left, width - right)
-    y = _legend(picture, groups, 20 if title else 4)
+    kinds = {event.kind for group in groups for row in group.rows for event in row.events}
+    labels = ((kind, label) for kind, label in {**COMPUTING, **MESSAGES}.items() if kind in kinds)
+    y = picture.legend(labels, 20 if title else 4) + 8
     if title:
         picture.text(0, 13, fitted(title, width, 13), "title")
     for group in groups:
         y = _group(picture, group, scale, y)
     return picture
-
-
-def _legend(picture: Picture, groups: Sequence[TimelineGroup], y: float) -> float:
-    """Name the colours that occur, in as many lines as they take; return where the drawing goes on."""
-    kinds = {event.kind for group in groups for row in group.rows for event in row.events}
-    x, baseline = 0.0, y + 12
-    for kind, label in {**COMPUTING, **MESSAGES}.items():
-        if kind in kinds:
-            needed = 16 + text_width(label, 10.5)
-            if x + needed > picture.width:
-                x, baseline = 0.0, baseline + 16
-            picture.box(x, baseline - 9, 10, 10, kind, radius=2)
-            picture.text(x + 15, baseline, label, "soft small")
-            x += needed + 14
-    return baseline + 8
 
 
 def _group(picture: Picture, group: TimelineGroup, scale: AxisScale, y: float) -> float:

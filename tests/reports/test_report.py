@@ -34,7 +34,7 @@ from pdtool.planner.placement import Placement
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob
 from pdtool.reports.chart import Curve, curve_chart, gain_chart
-from pdtool.reports.figures import metric_charts, simulated_group
+from pdtool.reports.figures import metric_curves, simulated_group
 from pdtool.reports.graph_drawing import MAX_BLOCKS, graph_drawing, module_blocks
 from pdtool.reports.page import FIGURES, PageFigure, pictures
 from pdtool.reports.picture import FONT_SIZE, AxisScale, Picture, text_width, time_labels
@@ -499,15 +499,15 @@ def test_figures_that_cannot_be_drawn_are_left_out():
         UpdateLine(epoch=1, step=2, loss=1e300),
         ValidationLine(epoch=1, step=2, loss=float("inf"), metrics={"accuracy": float("-inf")}),
     ]
-    assert metric_charts([("run", lines)]) == []
-    [chart] = metric_charts([("run", [*lines, UpdateLine(epoch=1, step=3, loss=0.5)])])
-    assert all(curve.points == [(3.0, 0.5)] for curve in chart.curves)
+    assert metric_curves([("run", lines)]) == {}
+    [curves] = metric_curves([("run", [*lines, UpdateLine(epoch=1, step=3, loss=0.5)])]).values()
+    assert all(curve.points == [(3.0, 0.5)] for curve in curves)
 
 
 def test_a_long_run_is_drawn_by_few_points():
     lines = [UpdateLine(epoch=1, step=i, loss=1.0 / (i + 1)) for i in range(20_000)]
-    [chart] = metric_charts([("run", lines)])
-    assert all(len(curve.points) <= 500 for curve in chart.curves)
+    [curves] = metric_curves([("run", lines)]).values()
+    assert all(len(curve.points) <= 500 for curve in curves)
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------------
