@@ -151,12 +151,11 @@ class PretendCluster:
         The kernel would do so a while later, and until then the next worker of that address would not be alone with it.
         """
         device = _device_of(pid)
-        if device in _devices():
-            try:
-                configure("ip", [f"link del dev {device}"])
-            except PdtoolError:
-                if device in _devices():
-                    raise
+        try:
+            configure("ip", [f"link del dev {device}"])
+        except PdtoolError:
+            if device in (name for _, name in socket.if_nameindex()):
+                raise
 
     def enter(self, worker: int) -> None:
         """Set up the worker's end of its link, in its namespace, which is that of this process; raises PdtoolError."""
@@ -212,7 +211,3 @@ class PretendCluster:
 def _device_of(pid: int) -> str:
     """Name of the switch's end of a worker's link: a new one for each process."""
     return f"pid{pid}"
-
-
-def _devices() -> set[str]:
-    return {name for _, name in socket.if_nameindex()}
