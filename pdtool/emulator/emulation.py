@@ -14,14 +14,15 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
 from pdtool.artifacts.run_dir import RunDir
 from pdtool.emulator.pretend_cluster import BURST_BYTES
-from pdtool.emulator.sleeping_model import Scaling, sleeping_tensors, write_sleeping_model
-from pdtool.emulator.workers import Emulator
+from pdtool.emulator.sleeping_model import MODEL_FILE, Scaling, sleeping_tensors, write_sleeping_model
+from pdtool.emulator.workers import links_of
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.host import memory_limits
 from pdtool.options.simulate_options import MAX_FACTOR, EmulateOptions
@@ -54,8 +55,10 @@ def choose_scaling(plan: Plan, profile: Profile, scale: float | None = None, slo
     Raises:
         ArtifactError: the plan takes no time by its profile, or so little that no slowdown makes it long enough.
     """
-    _check_time(plan)
     time_s = _time_per_minibatch_s(plan)
+    if time_s * MAX_FACTOR < _SHORTEST_MINIBATCH_S:
+        what = f"{plan.config} takes {format_seconds(time_s)} per minibatch, too little to be emulated"
+        raise ArtifactError(plan.profile, what, "take a profile with times")
     load = _core_s(plan, profile) / time_s / (os.cpu_count() or 1)
     if slowdown is None:
         slowdown = max(1.0, _SHORTEST_MINIBATCH_S / time_s)
@@ -86,13 +89,6 @@ def scaling_warnings(plan: Plan, profile: Profile, scaling: Scaling) -> Iterator
     load = _core_s(plan, profile) / scaling.scale / time_s
     if load > (os.cpu_count() or 1):
         yield "what is sent and updated keeps the cores busy"
-
-
-def _check_time(plan: Plan) -> None:
-    time_s = _time_per_minibatch_s(plan)
-    if time_s * MAX_FACTOR < _SHORTEST_MINIBATCH_S:
-        what = f"{plan.config} takes {format_seconds(time_s)} per minibatch, too little to be emulated"
-        raise ArtifactError(plan.profile, what, "take a profile with times")
 
 
 def _time_per_minibatch_s(plan: Plan) -> float:
@@ -189,10 +185,10 @@ def emulate(
         _check_memory(config.plan)
     reports = {}
     for scaling, names in groupby(configs, key=lambda name: scalings[name]):
-        with Emulator(scaled_cluster(cluster, scaling)) as emulator:
+        with links_of(scaled_cluster(cluster, scaling)) as run:
             for name in names:
                 notify(name)
-                emulator.run(configs[name])
+                run(configs[name])
                 reports[name] = Report.load(RunDir(configs[name].out).report_file)
     return reports
 
@@ -215,12 +211,13 @@ def sleeping_config(plan: Plan, profile: Profile, folder: Path, scaling: Scaling
         )
         raise UsageError(what, remedy)
     minibatches = asked.minibatches or minibatches_to_steady_state(plan, profile, scaling.slowdown)
-    written = write_sleeping_model(RunDir(folder).stages, plan, profile, scaling, minibatches)
+    stages = RunDir(folder).stages
+    sleeping_plan, bundle = write_sleeping_model(stages, plan, profile, scaling, minibatches)
     return RunConfig(
-        plan=written.plan,
-        bundle=written.bundle,
-        bundle_dir=written.bundle_dir,
-        model=written.model,
+        plan=sleeping_plan,
+        bundle=bundle,
+        bundle_dir=stages,
+        model=ModelRef(source=str(stages / MODEL_FILE)),
         trusted=True,
         out=folder,
         epochs=asked.epochs_in_all,
