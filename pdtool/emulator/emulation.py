@@ -92,7 +92,7 @@ def scaling_warnings(plan: Plan, profile: Profile, scaling: Scaling) -> Iterator
 
 
 def _time_per_minibatch_s(plan: Plan) -> float:
-    return (plan.predicted.simulated_s or plan.predicted.bottleneck_s) if plan.predicted else 0.0
+    return plan.predicted.time_s if plan.predicted else 0.0
 
 
 def _shape(plan: Plan, profile: Profile) -> PipelineShape:
@@ -114,18 +114,11 @@ def _core_s(plan: Plan, profile: Profile) -> float:
 def _scale_of_long_messages(plan: Plan, profile: Profile) -> float:
     """Return the scale up to which messages between stages, and the chunks of all-reduces, are long for their links."""
     sizes = [_largest_message_bytes(plan, profile, Scaling()) / _LONG_MESSAGE_BYTES]
-    sizes += [chunk / _LONG_CHUNK_BYTES for chunk in _chunks_bytes(plan, profile)]
-    return max(1.0, min(filter(None, sizes), default=math.inf))
-
-
-def _chunks_bytes(plan: Plan, profile: Profile) -> Iterator[float]:
-    """Yield for each replicated stage the bytes that one worker sends another in a step of a bucket's all-reduce.
-
-    Gloo goes around the ring with two chunks for each worker.
-    """
     for nodes, stage in zip(plan.stage_nodes(profile), plan.stages, strict=True):
-        if stage.replicas > 1:
-            yield min(profile.parameter_bytes(nodes), RunConfig.bucket_bytes) / (2 * stage.replicas)
+        if stage.replicas > 1:  # gloo sends a bucket around the ring in two chunks for each worker
+            bucket_bytes = min(profile.parameter_bytes(nodes), RunConfig.bucket_bytes)
+            sizes.append(bucket_bytes / (2 * stage.replicas) / _LONG_CHUNK_BYTES)
+    return max(1.0, min(filter(None, sizes), default=math.inf))
 
 
 def _largest_message_bytes(plan: Plan, profile: Profile, scaling: Scaling) -> int:

@@ -94,8 +94,6 @@ def configure(tool: str, commands: Iterable[str]) -> None:
         PdtoolError: one of them failed, or they did not end.
     """
     lines = "".join(f"{command}\n" for command in commands)
-    if not lines:
-        return
     try:
         ended = subprocess.run(
             [tool, "-batch", "-"], input=lines, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from string import Template
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -27,43 +28,6 @@ _HOST_AHEAD_S = 5e-4  # what a host does between two operators costs no time whe
 _SEGMENTS = 16  # of a stage: so finely do gradients become ready during its backward
 _FLOAT_BYTES = 4
 MODEL_FILE = "model.py"  # in the folder that is written
-_MODEL = '''"""{title}."""
-
-import torch
-
-from pdtool.emulator.sleeping_model import Segment, SleepingModel, SleepingSGD, empty_samples
-
-SEGMENTS = {{
-{segments}
-}}
-
-
-def model():
-    return SleepingModel(SEGMENTS)
-
-
-def dataset(split):
-    return empty_samples({minibatches} if split == "train" else {valid})
-
-
-def loss(output, target):
-    return output.mean()
-
-
-def optimizer(named_parameters):
-    return SleepingSGD(named_parameters, SEGMENTS)
-'''
-_STAGE = '''"""{title}: stage {stage}."""
-
-from pdtool.emulator.sleeping_model import Segment, SleepingStage
-
-
-class Stage{stage}(SleepingStage):
-    SEGMENTS = {{
-{segments}
-    }}
-    SENDS = {sends!r}
-'''
 
 
 class Segment(NamedTuple):
@@ -160,7 +124,7 @@ class SleepingSegment(nn.Module):
         return computed
 
 
-class SleepingStage(nn.Module):
+class SleepingStage(nn.Sequential):
     """A stage of segments, which a generated file gives.
 
     Attributes:
@@ -178,9 +142,7 @@ class SleepingStage(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Take what other stages sent; return the tensors for other stages, or the model's output, [1, 1]."""
-        token: Tensor = _Receive.apply(*inputs)  # type: ignore[no-untyped-call]
-        for segment in self.children():
-            token = segment(token)
+        token: Tensor = super().forward(_Receive.apply(*inputs))  # type: ignore[no-untyped-call]
         if not self.SENDS:
             return token
         sent: tuple[Tensor, ...] = tuple(
@@ -190,7 +152,7 @@ class SleepingStage(nn.Module):
         return sent[0] if len(sent) == 1 else sent
 
 
-class SleepingModel(nn.Module):
+class SleepingModel(nn.Sequential):
     """All segments of a model; a shared parameter is the same tensor in each segment that has it.
 
     Args:
@@ -205,12 +167,6 @@ class SleepingModel(nn.Module):
             for shared in segment.shared:
                 module.register_parameter(shared, first.setdefault(shared, module.get_parameter(shared)))
             self.add_module(name, module)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the output, [1, 1]."""
-        for segment in self.children():
-            x = segment(x)
-        return x
 
 
 class SleepingSGD(torch.optim.Optimizer):
@@ -269,11 +225,11 @@ def write_sleeping_model(
     stages = plan.stage_nodes(profile)
     segments = _segments(profile, stages, scaling)
     title = f"Sleeps in place of {plan.name} ({plan.config}): bytes / {scaling.scale:g}, times x {scaling.slowdown:g}"
-    folder.mkdir(parents=True, exist_ok=True)
     every = {name: segment for stage in segments for name, segment in stage.items()}
     valid = max(stage.replicas for stage in plan.stages)
-    text = _MODEL.format(title=title, segments=_listed(every, 4), minibatches=minibatches, valid=valid)
-    write_atomically(folder / MODEL_FILE, text)
+    _write(
+        folder / MODEL_FILE, "sleeping_model.py.in", every, " " * 4, title=title, minibatches=minibatches, valid=valid
+    )
     tensors = list(sleeping_tensors(plan, profile, scaling))
     modules = [_write_stage(folder, title, s, stage, tensors) for s, stage in enumerate(segments)]
     bundle = Bundle(
@@ -381,7 +337,7 @@ def _write_stage(
     sent = [tensor for tensor in tensors if tensor.producer == s]
     sends = [(int(tensor.shape[1]), tensor.gradient) for tensor in sent]
     path = folder / f"stage_{s}.py"
-    write_atomically(path, _STAGE.format(title=title, stage=s, segments=_listed(segments, 8), sends=sends))
+    _write(path, "sleeping_stage.py.in", segments, " " * 8, title=title, stage=s, sends=sends)
     return StageModule(
         file=path.name,
         class_name=f"Stage{s}",
@@ -392,8 +348,11 @@ def _write_stage(
     )
 
 
-def _listed(segments: Mapping[str, Segment], indent: int) -> str:
-    return "\n".join(f"{' ' * indent}{name!r}: {segment!r}," for name, segment in segments.items())
+def _write(path: Path, template: str, segments: Mapping[str, Segment], indent: str, **values: Any) -> None:
+    """Write a file from a template that lies beside this file."""
+    text = Path(__file__).with_name(template).read_text(encoding="utf-8")
+    listed = "\n".join(f"{indent}{name!r}: {segment!r}," for name, segment in segments.items())
+    write_atomically(path, Template(text).substitute(values, segments=listed))
 
 
 def _tied(segments: Sequence[Mapping[str, Segment]]) -> Iterator[TiedParameter]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from types import FrameType
 
 from pdtool.artifacts.cluster import Cluster
 from pdtool.emulator.pretend_cluster import INTERFACE, PretendCluster, enter_own_network
@@ -105,7 +104,7 @@ def _switch_main(pipe: Connection, cluster: Cluster, emulator: int, environment:
     os.environ.clear()
     os.environ.update(environment)
     os.setpgrp()
-    signal.signal(signal.SIGTERM, _kill_group)
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))  # workers, and all that these have started
     end_with_parent(emulator, signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
@@ -126,11 +125,6 @@ def _switch_main(pipe: Connection, cluster: Cluster, emulator: int, environment:
                 pipe.send(None)
             except PdtoolError as error:
                 pipe.send(error)
-
-
-def _kill_group(number: int, frame: FrameType | None) -> None:
-    """Kill this process, the workers, and all that these have started."""
-    os.killpg(0, signal.SIGKILL)
 
 
 def _run_workers(pretend: PretendCluster, config: RunConfig) -> None:
