@@ -20,6 +20,12 @@ _MAX_SECONDS, _MIN_SECONDS = 1e9, 1e-30
 _MAX_BYTES = 10**18
 _MAX_COUNT = 10**9
 _MAX_FIGURE, _MIN_FIGURE = 1e100, 1e-100
+_WORDS = {  # by the type of a fault
+    "string_pattern_mismatch": "it holds a character that cannot stand here, or none",
+    "too_short": "at least {min_length} is needed",
+    "greater_than_equal": "it must be {ge} or more",
+    "less_than_equal": "it must be {le} or less",
+}
 _UNKNOWN_FIELD = ("extra_forbidden", "unexpected_keyword_argument")  # of a model, of a dataclass
 
 
@@ -93,19 +99,10 @@ def _path(parts: Iterable[int | str]) -> str:
 
 def _in_words(fault: Mapping[str, Any]) -> str:
     """Say what is wrong with a value, and what would be right, in the words of a plan rather than of its classes."""
-    value, limits = fault.get("input"), fault.get("ctx", {})
-    match fault["type"]:
-        case "string_type" if isinstance(value, int | float):
-            return f"a text is needed: write it in quotes, '{value}'"
-        case "string_pattern_mismatch":
-            return "it holds a character that cannot stand here, or none"
-        case "too_short":
-            return f"at least {limits['min_length']} is needed"
-        case "greater_than_equal":
-            return f"it must be {limits['ge']} or more"
-        case "less_than_equal":
-            return f"it must be {limits['le']} or less"
-    return str(fault["msg"])
+    value = fault.get("input")
+    if fault["type"] == "string_type" and isinstance(value, int | float):
+        return f"a text is needed: write it in quotes, '{value}'"
+    return _WORDS.get(fault["type"], "{msg}").format_map({**fault.get("ctx", {}), "msg": fault["msg"]})
 
 
 def _suggestion(name: str, missing: Sequence[str], known: Sequence[str]) -> str:

@@ -103,6 +103,11 @@ class Predicted(FrozenModel):
     cost: CostModelName = "ours"
     plan_sha256: Digest
 
+    @property
+    def time_s(self) -> float:
+        """The simulated time of a minibatch; if there is none, that by the formulas."""
+        return self.bottleneck_s if self.simulated_s is None else self.simulated_s
+
 
 class Rival(FrozenModel):
     """A plan that was considered and rejected; its fields are named like those of Predicted."""

@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdtool.planner.choice.comparison import SweepPoint, crossings
-from pdtool.reports.picture import SMALL, AxisScale, Picture, fitted, number_labels, stage_class, text_width
+from pdtool.reports.picture import SMALL, AxisScale, Picture, fitted, number_label, stage_class, text_width
 from pdtool.units import format_bits_rate
 
 _HEIGHT, _GAIN_HEIGHT = 230, 250  # pixels, of a chart of curves, and of the gain
 _BOTTOM, _RIGHT = 40, 14  # pixels
 _DECADES_OF_LOG = 20.0  # curves that differ by more than this factor get a logarithmic scale
-Labels = Callable[[Sequence[float]], list[str]]
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ def curve_chart(curves: Sequence[Curve], width: float, title: str, below: str) -
     picture.text(0, 14, f"{title}{', logarithmic' if is_log else ''}", "strong")
     top = picture.legend(((curve.style, curve.label) for curve in curves if curve.label), 20, is_of_lines=True) + 12
     y = AxisScale(low, high, _HEIGHT - _BOTTOM, top, is_log)
-    frame = _Frame(AxisScale(min(xs), max(xs), _y_axis(picture, y, number_labels), width - _RIGHT), y)
-    _x_axis(picture, frame, frame.x.ticks(max(2, int(width / 90))), number_labels, below)
+    frame = _Frame(AxisScale(min(xs), max(xs), _y_axis(picture, y, number_label), width - _RIGHT), y)
+    _x_axis(picture, frame, frame.x.ticks(max(2, int(width / 90))), number_label, below)
     for curve in sorted(curves, key=lambda curve: not curve.is_thin):
         _draw_curve(picture, frame, curve)
     return picture
@@ -73,13 +72,11 @@ def gain_chart(points: Sequence[SweepPoint], width: float, own: float | None = N
     low, high = min(1.0, *gains) / 1.4, max(1.0, *gains) * 1.15
     picture.text(0, 14, fitted(title or "times as fast as data parallelism", width), "strong")
     y = AxisScale(low, high, _GAIN_HEIGHT - _BOTTOM, 40 if own else 28, is_log=True)
-    left = _y_axis(picture, y, lambda ticks: [f"{tick:.3g} ×" for tick in ticks])
+    left = _y_axis(picture, y, lambda tick: f"{tick:.3g} ×")
     frame = _Frame(AxisScale(rates[0], rates[-1], left, width - _RIGHT, is_log=True), y)
     bits = AxisScale(rates[0] * 8, rates[-1] * 8, frame.x.start, frame.x.end, is_log=True)
     ticks = [tick / 8 for tick in bits.ticks(max(3, int(width / 90)))]
-    _x_axis(
-        picture, frame, ticks, lambda rates: [format_bits_rate(rate) for rate in rates], "bandwidth, outermost level"
-    )
+    _x_axis(picture, frame, ticks, format_bits_rate, "bandwidth, outermost level")
     picture.line(frame.x.start, frame.y(1), frame.x.end, frame.y(1), "even")
     area = [*frame.pixels(line), f"{frame.x.end:.1f},{frame.y(1):.1f}", f"{frame.x.start:.1f},{frame.y(1):.1f}"]
     picture.path(f"M{' L'.join(area)} Z", f"under {stage_class(0)}")
@@ -104,21 +101,23 @@ def _bandwidth_marks(picture: Picture, frame: _Frame, own: float | None, equal: 
         picture.text(centre, frame.y(1) + 16, label, "soft small", anchor="middle")
 
 
-def _y_axis(picture: Picture, y: AxisScale, labels_of: Labels) -> float:
+def _y_axis(picture: Picture, y: AxisScale, label_of: Callable[[float], str]) -> float:
     """Draw the y axis; its labels decide where x begins, which is returned."""
-    ticks = y.ticks(6)
-    labels = labels_of(ticks)
-    left = max(text_width(label, SMALL) for label in labels) + 8
-    for tick, label in zip(ticks, labels, strict=True):
+    labels = {tick: label_of(tick) for tick in y.ticks(6)}
+    left = max(text_width(label, SMALL) for label in labels.values()) + 8
+    for tick, label in labels.items():
         picture.line(left, y(tick), picture.width - _RIGHT, y(tick), "grid")
         picture.text(left - 6, y(tick) + 4, label, "soft small", anchor="end")
     return left
 
 
-def _x_axis(picture: Picture, frame: _Frame, ticks: Sequence[float], labels: Labels, name: str) -> None:
+def _x_axis(
+    picture: Picture, frame: _Frame, ticks: Sequence[float], label_of: Callable[[float], str], name: str
+) -> None:
     y, free_from = frame.y.start, 0.0
     picture.line(frame.x.start, y, frame.x.end, y, "axis")
-    for tick, label in zip(ticks, labels(ticks), strict=True):
+    for tick in ticks:
+        label = label_of(tick)
         half = text_width(label, SMALL) / 2
         centre = min(max(frame.x(tick), half), picture.width - half)
         picture.line(frame.x(tick), y, frame.x(tick), y + 4, "axis")

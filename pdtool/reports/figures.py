@@ -17,7 +17,7 @@ from pdtool.artifacts.report import Emulation, StageReport
 from pdtool.planner.choice.comparison import THIS_PLAN, ComparedPlan, Simulation, StageShares
 from pdtool.planner.simulator.result import SimulationResult
 from pdtool.reports.chart import Curve
-from pdtool.reports.timeline_drawing import TimelineGroup, WorkerRow
+from pdtool.reports.timeline_drawing import TimelineGroup
 from pdtool.schedule import SCHEDULES, PipelineShape
 from pdtool.units import format_bytes, format_seconds
 
@@ -134,7 +134,7 @@ def simulated_group(result: SimulationResult, shape: PipelineShape, schedule: st
     round_minibatches = max(*shape.update_every, shape.in_flight[0] * shape.replicas[0])
     drawn = min(2 * round_minibatches, max(_MAX_DRAWN_MINIBATCHES, 2 * shape.pipeline_depth))
     pairs = zip(result.workers, result.events, strict=True)
-    rows = [WorkerRow(usage.worker, usage.stage, events) for usage, events in pairs]
+    rows = [WorkerTrace(usage.worker, usage.stage, events) for usage, events in pairs]
     steady_s = 0.0 if SCHEDULES[schedule].flushes else filled_s(rows)
     end_s = min(result.makespan_s, steady_s + drawn * result.time_per_minibatch_s)
     return TimelineGroup(title, rows, 0.0, end_s, min(steady_s, end_s))
@@ -142,16 +142,15 @@ def simulated_group(result: SimulationResult, shape: PipelineShape, schedule: st
 
 def measured_group(workers: Sequence[WorkerTrace], schedule: str, length_s: float, title: str) -> TimelineGroup | None:
     """Return the beginning of the last epoch of a trace, `length_s` seconds of it; None where there is none."""
-    rows = [WorkerRow(rank, *worker) for rank, worker in enumerate(workers)]
-    firsts = [e.start_s for row in rows for e in row.events if e.name == "0F0"]
+    firsts = [e.start_s for worker in workers for e in worker.events if e.name == "0F0"]
     if not firsts or not length_s:
         return None
     start_s = max(firsts)
-    steady_s = start_s if SCHEDULES[schedule].flushes else filled_s(rows, start_s)
-    return TimelineGroup(title, rows, start_s, start_s + length_s, min(steady_s, start_s + length_s))
+    steady_s = start_s if SCHEDULES[schedule].flushes else filled_s(workers, start_s)
+    return TimelineGroup(title, workers, start_s, start_s + length_s, min(steady_s, start_s + length_s))
 
 
-def filled_s(rows: Sequence[WorkerRow], start_s: float = 0.0) -> float:
+def filled_s(rows: Sequence[WorkerTrace], start_s: float = 0.0) -> float:
     """Return when the pipeline is full: all workers have begun their first backward after `start_s`."""
     backwards = ((e.start_s for e in row.events if "backward" in e.kind and e.start_s >= start_s) for row in rows)
     return max((min(starts, default=start_s) for starts in backwards), default=start_s)

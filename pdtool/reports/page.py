@@ -22,7 +22,7 @@ from pdtool.artifacts.metrics import ValidationLine
 from pdtool.artifacts.plan import Plan, Why
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Emulation, Report
-from pdtool.artifacts.run_dir import RunPhase, RunRecord
+from pdtool.artifacts.run_dir import RunRecord
 from pdtool.errors import PdtoolError, printable
 from pdtool.planner.choice.comparison import Simulation, simulated_for_report
 from pdtool.reports.chart import curve_chart, gain_chart
@@ -108,7 +108,7 @@ def page(subjects: Sequence[Subject], simulations: dict[str, Simulation]) -> str
 
 def is_unfinished(subject: Subject) -> bool:
     """Whether a run goes on."""
-    return subject.run is not None and subject.run.phase is RunPhase.RUNNING
+    return subject.run is not None and subject.run.is_running
 
 
 @cache
@@ -280,7 +280,7 @@ class SubjectView:
     def _run_facts(self) -> Iterator[tuple[str, str]]:
         if not self.run:
             return
-        yield "run", str(self.run.phase)
+        yield "run", self.run.phase
         if report := self.report:
             yield "per minibatch", format_seconds(report.measured.bottleneck_s)
             yield "samples/s", f"{report.throughput_samples_per_s:,.0f}"
@@ -355,10 +355,8 @@ def _stages(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
 
 
 def _differences(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
-    columns = []
-    for view in views:
-        if view.report and (parts := differences(view.report)):
-            columns.append((view.title, _html("differences", parts)))
+    reports = [(view.title, differences(view.report)) for view in views if view.report]
+    columns = [(title, _html("differences", parts)) for title, parts in reports if parts]
     if columns:
         about = "At the busiest stage, per minibatch, what took longer or shorter than predicted."
         yield PageFigure("Why measured differs from predicted", about, _html("columns", columns))

@@ -193,6 +193,6 @@ def time_labels(ticks: Sequence[float]) -> list[str]:
     return [f"{tick / scale:g} {unit}" if tick else "0" for tick in ticks]
 
 
-def number_labels(ticks: Sequence[float]) -> list[str]:
-    """Write numbers shortly: `0.05`, `20`, `1e-05`, `20,000`."""
-    return [f"{tick:,.0f}" if 1000 <= abs(tick) < 1e7 else f"{tick:.6g}" for tick in ticks]
+def number_label(tick: float) -> str:
+    """Write a number shortly: `0.05`, `20`, `1e-05`, `20,000`."""
+    return f"{tick:,.0f}" if 1000 <= abs(tick) < 1e7 else f"{tick:.6g}"

@@ -22,7 +22,7 @@ from graphs import chain, plan_of, random_profile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdtool.artifacts.chrome_trace import TraceEvent, chrome_trace
+from pdtool.artifacts.chrome_trace import TraceEvent, WorkerTrace, chrome_trace
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.metrics import UpdateLine, ValidationLine
 from pdtool.artifacts.plan import Plan
@@ -40,7 +40,7 @@ from pdtool.reports.page import FIGURES, PageFigure, pictures
 from pdtool.reports.picture import FONT_SIZE, AxisScale, Picture, text_width, time_labels
 from pdtool.reports.sentences import gain_in_words
 from pdtool.reports.slowness import differences, slowness_lines
-from pdtool.reports.timeline_drawing import TimelineGroup, WorkerRow, timeline_drawing
+from pdtool.reports.timeline_drawing import TimelineGroup, timeline_drawing
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = (1120, 358)
@@ -158,7 +158,7 @@ def test_a_timeline_of_many_workers_shows_some_of_each_stage(width):
 
 def test_idle_time_is_counted_once_the_pipeline_is_full():
     rows = [
-        WorkerRow(w, w, [TraceEvent("compute", f"{w}F{i}", "forward", w + i, 1.0 - w / 2) for i in range(10)])
+        WorkerTrace(w, w, [TraceEvent("compute", f"{w}F{i}", "forward", w + i, 1.0 - w / 2) for i in range(10)])
         for w in (0, 1)
     ]
     group = TimelineGroup("", rows, 0.0, 9.0, 1.0)
