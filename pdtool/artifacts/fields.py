@@ -81,7 +81,9 @@ def first_fault(error: ValidationError, artifact: type[BaseModel] | None = None)
     *parents, name = first["loc"] or ("",)
     if unknown:
         missing = [str(f["loc"][-1]) for f in faults if f["type"] == "missing" and f["loc"][:-1] == first["loc"][:-1]]
-        what, meant = "is no field here", _suggestion(str(name), missing, _field_names(artifact, parents))
+        known = _field_names(artifact, parents)
+        otherwise = f"known are {', '.join(known)}" if known else ""
+        what, meant = "is no field here", suggestion(str(name), missing) or suggestion(str(name), known, otherwise)
     elif first["type"] == "missing":
         what, meant = "is missing", ""
     else:
@@ -103,12 +105,6 @@ def _in_words(fault: Mapping[str, Any]) -> str:
     if fault["type"] == "string_type" and isinstance(value, int | float):
         return f"a text is needed: write it in quotes, '{value}'"
     return _WORDS.get(fault["type"], "{msg}").format_map({**fault.get("ctx", {}), "msg": fault["msg"]})
-
-
-def _suggestion(name: str, missing: Sequence[str], known: Sequence[str]) -> str:
-    """The field that was probably meant: one that is missing rather than any other; all of them where none is near."""
-    otherwise = f"known are {', '.join(known)}" if known else ""
-    return suggestion(name, missing) or suggestion(name, known, otherwise)
 
 
 def _field_names(artifact: type[BaseModel] | None, path: Sequence[int | str]) -> list[str]:

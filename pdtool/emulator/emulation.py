@@ -198,11 +198,8 @@ def sleeping_config(plan: Plan, profile: Profile, folder: Path, scaling: Scaling
     largest = _largest_message_bytes(plan, profile, scaling)
     if 0 < largest < _SMALLEST_MESSAGE_BYTES:
         what = f"with --scale {scaling.scale:g} the largest message between stages has {largest} bytes"
-        unscaled = _largest_message_bytes(plan, profile, Scaling())
-        remedy = (
-            f"give --scale {max(1, unscaled // _SMALLEST_MESSAGE_BYTES)} or less, or leave --scale and --slowdown out"
-        )
-        raise UsageError(what, remedy)
+        most = max(1, _largest_message_bytes(plan, profile, Scaling()) // _SMALLEST_MESSAGE_BYTES)
+        raise UsageError(what, f"give --scale {most} or less, or leave --scale and --slowdown out")
     minibatches = asked.minibatches or minibatches_to_steady_state(plan, profile, scaling.slowdown)
     stages = RunDir(folder).stages
     sleeping_plan, bundle = write_sleeping_model(stages, plan, profile, scaling, minibatches)

@@ -56,19 +56,15 @@ def enter_own_network() -> None:
     user, group = os.geteuid(), os.getegid()
     if not _unshare(_CLONE_NEWNET):
         return
-    error = _unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
-    if error:
-        raise _not_allowed(os.strerror(error))
     try:
+        if error := _unshare(_CLONE_NEWUSER | _CLONE_NEWNET):
+            raise OSError(error, os.strerror(error))
         for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
             Path(f"/proc/self/{name}").write_text(text, encoding="utf-8")
     except OSError as failure:
-        raise _not_allowed(f"{failure.strerror}: {failure.filename}") from failure
-
-
-def _not_allowed(reason: str) -> PdtoolError:
-    what = f"a pretend cluster needs network namespaces, which this process may not make ({reason})"
-    return PdtoolError(what, f"start it as root, in a container with CAP_SYS_ADMIN; {INSTEAD}")
+        reason = ": ".join(filter(None, (failure.strerror, failure.filename)))
+        what = f"a pretend cluster needs network namespaces, which this process may not make ({reason})"
+        raise PdtoolError(what, f"start it as root, in a container with CAP_SYS_ADMIN; {INSTEAD}") from failure
 
 
 def _unshare(flags: int) -> int:

@@ -250,8 +250,7 @@ class SubjectView:
         if self.run and self.report:
             length_s = self._measured_length_s(self.report, predicted)
             title = f"{of}measured, as the last epoch began"
-            group = measured_group(self.run.workers, self.report.schedule, length_s, title)
-            if group:
+            if group := measured_group(self.run.workers, self.report.schedule, length_s, title):
                 yield group
 
     def _measured_length_s(self, report: Report, predicted: TimelineGroup | None) -> float:
