@@ -20,7 +20,7 @@ from reference.replay import Batch
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec, TiedParameter
 from pdtool.artifacts.cluster import Cluster, Level
-from pdtool.artifacts.metrics import MetricsLine, UpdateLine
+from pdtool.artifacts.metrics import MetricsLine, UpdateLine, read_metrics
 from pdtool.artifacts.plan import Plan, Stage
 from pdtool.artifacts.run_dir import RunDir
 from pdtool.files import file_sha256
@@ -525,7 +525,8 @@ def weights(outcomes: list[Outcome], replica: int = 0) -> dict[str, torch.Tensor
 def logged(out: Path) -> list[MetricsLine]:
     """The lines of metrics.jsonl, without what no two runs have in common: when, and how fast."""
     update, other = {"time": 0.0, "samples_per_s": None}, {"time": 0.0}
-    return [line.model_copy(update=update if isinstance(line, UpdateLine) else other) for line in RunDir(out).lines()]
+    lines = read_metrics(RunDir(out).metrics_file)
+    return [line.model_copy(update=update if isinstance(line, UpdateLine) else other) for line in lines]
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: float) -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,10 +37,11 @@ class TraceEvent(NamedTuple):
 
 
 class WorkerTrace(NamedTuple):
-    """The events of a worker; `stage` is the first of its stages."""
+    """What a worker did; `stage` is the first of its stages."""
 
+    worker: int
     stage: int
-    events: list[TraceEvent]
+    events: Sequence[TraceEvent]
 
 
 def chrome_trace(workers: Mapping[str, Iterable[TraceEvent]], host_tracks: Collection[str] = ()) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def _workers(entries: list[dict[str, Any]]) -> list[WorkerTrace]:
             start_s, length_s = float(entry["ts"]) / 1e6, float(entry["dur"]) / 1e6
             event = TraceEvent(tracks[pid, entry["tid"]], str(entry["name"]), str(entry["cat"]), start_s, length_s)
             events[pid].append(event)
-    return [WorkerTrace(_stage(own), own) for own in events.values()]
+    return [WorkerTrace(rank, _stage(own), own) for rank, own in enumerate(events.values())]
 
 
 def _stage(events: Iterable[TraceEvent]) -> int:

@@ -20,6 +20,12 @@ _MAX_SECONDS, _MIN_SECONDS = 1e9, 1e-30
 _MAX_BYTES = 10**18
 _MAX_COUNT = 10**9
 _MAX_FIGURE, _MIN_FIGURE = 1e100, 1e-100
+_WORDS = {  # by the type of a fault
+    "string_pattern_mismatch": "it holds a character that cannot stand here, or none",
+    "too_short": "at least {min_length} is needed",
+    "greater_than_equal": "it must be {ge} or more",
+    "less_than_equal": "it must be {le} or less",
+}
 _UNKNOWN_FIELD = ("extra_forbidden", "unexpected_keyword_argument")  # of a model, of a dataclass
 
 
@@ -75,7 +81,9 @@ def first_fault(error: ValidationError, artifact: type[BaseModel] | None = None)
     *parents, name = first["loc"] or ("",)
     if unknown:
         missing = [str(f["loc"][-1]) for f in faults if f["type"] == "missing" and f["loc"][:-1] == first["loc"][:-1]]
-        what, meant = "is no field here", _suggestion(str(name), missing, _field_names(artifact, parents))
+        known = _field_names(artifact, parents)
+        otherwise = f"known are {', '.join(known)}" if known else ""
+        what, meant = "is no field here", suggestion(str(name), missing) or suggestion(str(name), known, otherwise)
     elif first["type"] == "missing":
         what, meant = "is missing", ""
     else:
@@ -93,25 +101,10 @@ def _path(parts: Iterable[int | str]) -> str:
 
 def _in_words(fault: Mapping[str, Any]) -> str:
     """Say what is wrong with a value, and what would be right, in the words of a plan rather than of its classes."""
-    value, limits = fault.get("input"), fault.get("ctx", {})
-    match fault["type"]:
-        case "string_type" if isinstance(value, int | float):
-            return f"a text is needed: write it in quotes, '{value}'"
-        case "string_pattern_mismatch":
-            return "it holds a character that cannot stand here, or none"
-        case "too_short":
-            return f"at least {limits['min_length']} is needed"
-        case "greater_than_equal":
-            return f"it must be {limits['ge']} or more"
-        case "less_than_equal":
-            return f"it must be {limits['le']} or less"
-    return str(fault["msg"])
-
-
-def _suggestion(name: str, missing: Sequence[str], known: Sequence[str]) -> str:
-    """The field that was probably meant: one that is missing rather than any other; all of them where none is near."""
-    otherwise = f"known are {', '.join(known)}" if known else ""
-    return suggestion(name, missing) or suggestion(name, known, otherwise)
+    value = fault.get("input")
+    if fault["type"] == "string_type" and isinstance(value, int | float):
+        return f"a text is needed: write it in quotes, '{value}'"
+    return _WORDS.get(fault["type"], "{msg}").format_map({**fault.get("ctx", {}), "msg": fault["msg"]})
 
 
 def _field_names(artifact: type[BaseModel] | None, path: Sequence[int | str]) -> list[str]:

@@ -181,17 +181,15 @@ class GrowingFile:
 
     def new_lines(self) -> list[bytes]:
         """Return the complete lines that were appended since the last call."""
-        try:
-            if not self._path.is_file():  # a FIFO would be waited for
-                return []
-            with self._path.open("rb") as file:
-                inode = os.fstat(file.fileno()).st_ino
-                if inode != self._inode:
-                    self._inode, self._offset_bytes = inode, 0
-                file.seek(self._offset_bytes)
-                appended = file.read()
-        except OSError:
+        if not self._path.is_file():  # a FIFO would be waited for
             return []
+        appended = b""
+        with suppress(OSError), self._path.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if inode != self._inode:
+                self._inode, self._offset_bytes = inode, 0
+            file.seek(self._offset_bytes)
+            appended = file.read()
         complete = appended[: appended.rfind(b"\n") + 1]
         self._offset_bytes += len(complete)
         return complete.splitlines()

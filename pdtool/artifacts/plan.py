@@ -104,6 +104,11 @@ class Predicted(FrozenModel):
     cost: CostModelName = "ours"
     plan_sha256: Digest
 
+    @property
+    def time_s(self) -> float:
+        """The simulated time of a minibatch; if there is none, that by the formulas."""
+        return self.bottleneck_s if self.simulated_s is None else self.simulated_s
+
 
 class Rival(FrozenModel):
     """A plan that was considered and rejected; its fields are named like those of Predicted."""
@@ -329,12 +334,11 @@ class Plan(YamlArtifact):
 
     def _check_predicted(self) -> None:
         """Figures of another number of stages are those of a plan before an edit."""
-        stages = len(self.stages)
+        stages, predicted = len(self.stages), self.predicted
         counts = {"compute_s": stages, "allreduce_s": stages, "memory_bytes": stages, "transfer_s": stages - 1}
-        for name, count in counts.items() if self.predicted and not self.edited else ():
-            if len(getattr(self.predicted, name)) != count:
-                what = f"{len(getattr(self.predicted, name))} of them for {stages} stages"
-                raise FieldError(f"predicted.{name}", what)
+        for name, count in counts.items() if predicted and not self.edited else ():
+            if (given := len(getattr(predicted, name))) != count:
+                raise FieldError(f"predicted.{name}", f"{given} of them for {stages} stages")
 
     def _check_workers(self) -> None:
         workers = self.cluster.workers

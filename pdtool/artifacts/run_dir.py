@@ -26,7 +26,6 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -130,22 +129,24 @@ class RunState(Artifact):
         return content
 
 
-class RunPhase(StrEnum):
-    """Where a run stands."""
-
-    RUNNING = "running"
-    STOPPED = "stopped before its end"
-    FINISHED = "finished"
-
-
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run has left in its folder so far; `workers` are those of its trace, by rank."""
+    """What a run has left in its folder so far.
 
-    phase: RunPhase
+    Attributes:
+        report: None unless it has finished.
+        workers: those of its trace, by rank.
+    """
+
+    is_running: bool
     report: Report | None
     metrics: list[MetricsLine]
     workers: list[WorkerTrace]
+
+    @property
+    def phase(self) -> str:
+        """Where it stands."""
+        return "running" if self.is_running else "finished" if self.report else "stopped before its end"
 
 
 @dataclass(frozen=True)
@@ -310,22 +311,16 @@ class RunDir:
         with suppress(OSError):
             os.replace(self.report_file, self.path / f"report.epoch-{epochs_done}.json")
 
-    def lines(self, after: int = 0) -> Iterator[MetricsLine]:
-        """Yield the lines of metrics of epochs later than `after`; raises ArtifactError when one is damaged."""
-        return (line for line in read_metrics(self.metrics_file) if line.epoch > after)
-
     def read(self) -> RunRecord:
         """Read what the run has left so far; a report of fewer epochs than there are metrics of is an earlier one.
 
         Raises:
             ArtifactError: a file is damaged.
         """
-        metrics, report = list(self.lines()), self.report()
-        if self.is_running():
-            return RunRecord(RunPhase.RUNNING, None, metrics, [])
-        if not report or max((line.epoch for line in metrics), default=0) > report.epochs:
-            return RunRecord(RunPhase.STOPPED, None, metrics, [])
-        return RunRecord(RunPhase.FINISHED, report, metrics, read_trace(self.trace_file))
+        metrics, report, is_running = read_metrics(self.metrics_file), self.report(), self.is_running()
+        if report and (is_running or max((line.epoch for line in metrics), default=0) > report.epochs):
+            report = None
+        return RunRecord(is_running, report, metrics, read_trace(self.trace_file) if report else [])
 
     def checkpoint(self, epoch: int) -> Checkpoint:
         """Return the checkpoint after an epoch, which may not be there."""
@@ -338,12 +333,10 @@ class RunDir:
 
     def latest_checkpoint(self) -> Checkpoint:
         """Return the last complete checkpoint, or the folder itself if it is one; raises UsageError."""
-        own, folder = Checkpoint(self.path), self.path
-        if own.is_complete:
-            return own
-        checkpoints = self.checkpoints()
-        if checkpoints:
-            return checkpoints[max(checkpoints)]
+        folder, checkpoints = self.path, self.checkpoints()
+        latest = checkpoints[max(checkpoints)] if checkpoints else Checkpoint(folder)
+        if latest.is_complete:
+            return latest
         older = (path / "epoch.json" for path in (folder, *self.checkpoints_folder.glob("epoch-*")))
         if any(path.is_file() for path in older):
             raise UsageError(

@@ -60,8 +60,7 @@ def write_message(value: _T, kind: type[_T]) -> bytes:
     Args:
         kind: its type, of numbers, texts, bytes, None, containers, dataclasses and artifacts.
     """
-    adapter: TypeAdapter[tuple[_T]] = _adapter(kind)  # type: ignore[arg-type]
-    return adapter.dump_json((value,), warnings="error")
+    return _adapter(kind).dump_json((value,), warnings="error")  # type: ignore[arg-type]
 
 
 def read_message(content: bytes, kind: type[_T]) -> _T:
@@ -75,7 +74,7 @@ def read_message(content: bytes, kind: type[_T]) -> _T:
 
 
 @cache
-def _adapter(kind: Any) -> Any:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     """Return what writes and reads a type, in a tuple: a dataclass by itself takes no configuration."""
     return TypeAdapter(tuple[kind], config=_MESSAGE)
 
@@ -275,10 +274,6 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_scalar(node)
 
 
-def _exponential(loader: _StrictLoader, node: yaml.ScalarNode) -> float:
-    return float(node.value)
-
-
 for _class in (_Dumper, _StrictLoader):
     _class.add_implicit_resolver("!exponential", re.compile(_EXPONENTIAL), list("+-.0123456789"))
-_StrictLoader.add_constructor("!exponential", _exponential)
+_StrictLoader.add_constructor("!exponential", lambda loader, node: float(node.value))

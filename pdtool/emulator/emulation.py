@@ -14,14 +14,15 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
+from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
 from pdtool.artifacts.run_dir import RunDir
 from pdtool.emulator.pretend_cluster import BURST_BYTES
-from pdtool.emulator.sleeping_model import Scaling, sleeping_tensors, write_sleeping_model
-from pdtool.emulator.workers import Emulator
+from pdtool.emulator.sleeping_model import MODEL_FILE, Scaling, sleeping_tensors, write_sleeping_model
+from pdtool.emulator.workers import links_of
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.host import memory_limits
 from pdtool.options.simulate_options import MAX_FACTOR, EmulateOptions
@@ -54,8 +55,10 @@ def choose_scaling(plan: Plan, profile: Profile, scale: float | None = None, slo
     Raises:
         ArtifactError: the plan takes no time by its profile, or so little that no slowdown makes it long enough.
     """
-    _check_time(plan)
     time_s = _time_per_minibatch_s(plan)
+    if time_s * MAX_FACTOR < _SHORTEST_MINIBATCH_S:
+        what = f"{plan.config} takes {format_seconds(time_s)} per minibatch, too little to be emulated"
+        raise ArtifactError(plan.profile, what, "take a profile with times")
     load = _core_s(plan, profile) / time_s / (os.cpu_count() or 1)
     if slowdown is None:
         slowdown = max(1.0, _SHORTEST_MINIBATCH_S / time_s)
@@ -88,15 +91,8 @@ def scaling_warnings(plan: Plan, profile: Profile, scaling: Scaling) -> Iterator
         yield "what is sent and updated keeps the cores busy"
 
 
-def _check_time(plan: Plan) -> None:
-    time_s = _time_per_minibatch_s(plan)
-    if time_s * MAX_FACTOR < _SHORTEST_MINIBATCH_S:
-        what = f"{plan.config} takes {format_seconds(time_s)} per minibatch, too little to be emulated"
-        raise ArtifactError(plan.profile, what, "take a profile with times")
-
-
 def _time_per_minibatch_s(plan: Plan) -> float:
-    return (plan.predicted.simulated_s or plan.predicted.bottleneck_s) if plan.predicted else 0.0
+    return plan.predicted.time_s if plan.predicted else 0.0
 
 
 def _shape(plan: Plan, profile: Profile) -> PipelineShape:
@@ -118,18 +114,11 @@ def _core_s(plan: Plan, profile: Profile) -> float:
 def _scale_of_long_messages(plan: Plan, profile: Profile) -> float:
     """Return the scale up to which messages between stages, and the chunks of all-reduces, are long for their links."""
     sizes = [_largest_message_bytes(plan, profile, Scaling()) / _LONG_MESSAGE_BYTES]
-    sizes += [chunk / _LONG_CHUNK_BYTES for chunk in _chunks_bytes(plan, profile)]
-    return max(1.0, min(filter(None, sizes), default=math.inf))
-
-
-def _chunks_bytes(plan: Plan, profile: Profile) -> Iterator[float]:
-    """Yield for each replicated stage the bytes that one worker sends another in a step of a bucket's all-reduce.
-
-    Gloo goes around the ring with two chunks for each worker.
-    """
     for nodes, stage in zip(plan.stage_nodes(profile), plan.stages, strict=True):
-        if stage.replicas > 1:
-            yield min(profile.parameter_bytes(nodes), RunConfig.bucket_bytes) / (2 * stage.replicas)
+        if stage.replicas > 1:  # gloo sends a bucket around the ring in two chunks for each worker
+            bucket_bytes = min(profile.parameter_bytes(nodes), RunConfig.bucket_bytes)
+            sizes.append(bucket_bytes / (2 * stage.replicas) / _LONG_CHUNK_BYTES)
+    return max(1.0, min(filter(None, sizes), default=math.inf))
 
 
 def _largest_message_bytes(plan: Plan, profile: Profile, scaling: Scaling) -> int:
@@ -189,10 +178,10 @@ def emulate(
         _check_memory(config.plan)
     reports = {}
     for scaling, names in groupby(configs, key=lambda name: scalings[name]):
-        with Emulator(scaled_cluster(cluster, scaling)) as emulator:
+        with links_of(scaled_cluster(cluster, scaling)) as run:
             for name in names:
                 notify(name)
-                emulator.run(configs[name])
+                run(configs[name])
                 reports[name] = Report.load(RunDir(configs[name].out).report_file)
     return reports
 
@@ -209,18 +198,16 @@ def sleeping_config(plan: Plan, profile: Profile, folder: Path, scaling: Scaling
     largest = _largest_message_bytes(plan, profile, scaling)
     if 0 < largest < _SMALLEST_MESSAGE_BYTES:
         what = f"with --scale {scaling.scale:g} the largest message between stages has {largest} bytes"
-        unscaled = _largest_message_bytes(plan, profile, Scaling())
-        remedy = (
-            f"give --scale {max(1, unscaled // _SMALLEST_MESSAGE_BYTES)} or less, or leave --scale and --slowdown out"
-        )
-        raise UsageError(what, remedy)
+        most = max(1, _largest_message_bytes(plan, profile, Scaling()) // _SMALLEST_MESSAGE_BYTES)
+        raise UsageError(what, f"give --scale {most} or less, or leave --scale and --slowdown out")
     minibatches = asked.minibatches or minibatches_to_steady_state(plan, profile, scaling.slowdown)
-    written = write_sleeping_model(RunDir(folder).stages, plan, profile, scaling, minibatches)
+    stages = RunDir(folder).stages
+    sleeping_plan, bundle = write_sleeping_model(stages, plan, profile, scaling, minibatches)
     return RunConfig(
-        plan=written.plan,
-        bundle=written.bundle,
-        bundle_dir=written.bundle_dir,
-        model=written.model,
+        plan=sleeping_plan,
+        bundle=bundle,
+        bundle_dir=stages,
+        model=ModelRef(source=str(stages / MODEL_FILE)),
         trusted=True,
         out=folder,
         epochs=asked.epochs_in_all,

@@ -56,19 +56,15 @@ def enter_own_network() -> None:
     user, group = os.geteuid(), os.getegid()
     if not _unshare(_CLONE_NEWNET):
         return
-    error = _unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
-    if error:
-        raise _not_allowed(os.strerror(error))
     try:
+        if error := _unshare(_CLONE_NEWUSER | _CLONE_NEWNET):
+            raise OSError(error, os.strerror(error))
         for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
             Path(f"/proc/self/{name}").write_text(text, encoding="utf-8")
     except OSError as failure:
-        raise _not_allowed(f"{failure.strerror}: {failure.filename}") from failure
-
-
-def _not_allowed(reason: str) -> PdtoolError:
-    what = f"a pretend cluster needs network namespaces, which this process may not make ({reason})"
-    return PdtoolError(what, f"start it as root, in a container with CAP_SYS_ADMIN; {INSTEAD}")
+        reason = ": ".join(filter(None, (failure.strerror, failure.filename)))
+        what = f"a pretend cluster needs network namespaces, which this process may not make ({reason})"
+        raise PdtoolError(what, f"start it as root, in a container with CAP_SYS_ADMIN; {INSTEAD}") from failure
 
 
 def _unshare(flags: int) -> int:
@@ -94,8 +90,6 @@ def configure(tool: str, commands: Iterable[str]) -> None:
         PdtoolError: one of them failed, or they did not end.
     """
     lines = "".join(f"{command}\n" for command in commands)
-    if not lines:
-        return
     try:
         ended = subprocess.run(
             [tool, "-batch", "-"], input=lines, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
@@ -151,12 +145,11 @@ class PretendCluster:
         The kernel would do so a while later, and until then the next worker of that address would not be alone with it.
         """
         device = _device_of(pid)
-        if device in _devices():
-            try:
-                configure("ip", [f"link del dev {device}"])
-            except PdtoolError:
-                if device in _devices():
-                    raise
+        try:
+            configure("ip", [f"link del dev {device}"])
+        except PdtoolError:
+            if device in (name for _, name in socket.if_nameindex()):
+                raise
 
     def enter(self, worker: int) -> None:
         """Set up the worker's end of its link, in its namespace, which is that of this process; raises PdtoolError."""
@@ -212,7 +205,3 @@ class PretendCluster:
 def _device_of(pid: int) -> str:
     """Name of the switch's end of a worker's link: a new one for each process."""
     return f"pid{pid}"
-
-
-def _devices() -> set[str]:
-    return {name for _, name in socket.if_nameindex()}

@@ -10,14 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from string import Template
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec, TiedParameter
 from pdtool.artifacts.plan import Plan, Predicted
 from pdtool.artifacts.profile import Node, Profile
@@ -26,43 +27,7 @@ from pdtool.files import file_sha256, write_atomically
 _HOST_AHEAD_S = 5e-4  # what a host does between two operators costs no time where it is so far ahead of its device
 _SEGMENTS = 16  # of a stage: so finely do gradients become ready during its backward
 _FLOAT_BYTES = 4
-_MODEL = '''"""{title}."""
-
-import torch
-
-from pdtool.emulator.sleeping_model import Segment, SleepingModel, SleepingSGD, empty_samples
-
-SEGMENTS = {{
-{segments}
-}}
-
-
-def model():
-    return SleepingModel(SEGMENTS)
-
-
-def dataset(split):
-    return empty_samples({minibatches} if split == "train" else {valid})
-
-
-def loss(output, target):
-    return output.mean()
-
-
-def optimizer(named_parameters):
-    return SleepingSGD(named_parameters, SEGMENTS)
-'''
-_STAGE = '''"""{title}: stage {stage}."""
-
-from pdtool.emulator.sleeping_model import Segment, SleepingStage
-
-
-class Stage{stage}(SleepingStage):
-    SEGMENTS = {{
-{segments}
-    }}
-    SENDS = {sends!r}
-'''
+MODEL_FILE = "model.py"  # in the folder that is written
 
 
 class Segment(NamedTuple):
@@ -141,11 +106,6 @@ class _Send(torch.autograd.Function):
         return torch.zeros(1, 1), None
 
 
-def _sent(token: Tensor, floats: int) -> Tensor:
-    tensor: Tensor = _Send.apply(token, floats)  # type: ignore[no-untyped-call]
-    return tensor
-
-
 class SleepingSegment(nn.Module):
     """Takes the time of a segment while it trains, and none in a validation."""
 
@@ -164,7 +124,7 @@ class SleepingSegment(nn.Module):
         return computed
 
 
-class SleepingStage(nn.Module):
+class SleepingStage(nn.Sequential):
     """A stage of segments, which a generated file gives.
 
     Attributes:
@@ -182,16 +142,17 @@ class SleepingStage(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Take what other stages sent; return the tensors for other stages, or the model's output, [1, 1]."""
-        token: Tensor = _Receive.apply(*inputs)  # type: ignore[no-untyped-call]
-        for segment in self.children():
-            token = segment(token)
+        token: Tensor = super().forward(_Receive.apply(*inputs))  # type: ignore[no-untyped-call]
         if not self.SENDS:
             return token
-        sent = tuple(_sent(token if gradient else token.detach(), floats) for floats, gradient in self.SENDS)
+        sent: tuple[Tensor, ...] = tuple(
+            _Send.apply(token if gradient else token.detach(), floats)  # type: ignore[no-untyped-call]
+            for floats, gradient in self.SENDS
+        )
         return sent[0] if len(sent) == 1 else sent
 
 
-class SleepingModel(nn.Module):
+class SleepingModel(nn.Sequential):
     """All segments of a model; a shared parameter is the same tensor in each segment that has it.
 
     Args:
@@ -206,12 +167,6 @@ class SleepingModel(nn.Module):
             for shared in segment.shared:
                 module.register_parameter(shared, first.setdefault(shared, module.get_parameter(shared)))
             self.add_module(name, module)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the output, [1, 1]."""
-        for segment in self.children():
-            x = segment(x)
-        return x
 
 
 class SleepingSGD(torch.optim.Optimizer):
@@ -256,40 +211,27 @@ class Scaling:
         return max(1, round(size_bytes / self.scale / _FLOAT_BYTES))
 
 
-@dataclass(frozen=True)
-class SleepingModelFiles:
-    """What was written.
-
-    Attributes:
-        plan: the same, with a minibatch of one sample.
-    """
-
-    model: ModelRef
-    bundle: Bundle
-    bundle_dir: Path
-    plan: Plan
-
-
 def write_sleeping_model(
     folder: Path, plan: Plan, profile: Profile, scaling: Scaling, minibatches: int
-) -> SleepingModelFiles:
+) -> tuple[Plan, Bundle]:
     """Write model.py and the bundle of a plan into `folder`.
 
     Args:
         minibatches: in an epoch.
+
+    Returns:
+        the same plan, with a minibatch of one sample, and the bundle.
     """
     stages = plan.stage_nodes(profile)
     segments = _segments(profile, stages, scaling)
     title = f"Sleeps in place of {plan.name} ({plan.config}): bytes / {scaling.scale:g}, times x {scaling.slowdown:g}"
-    folder.mkdir(parents=True, exist_ok=True)
     every = {name: segment for stage in segments for name, segment in stage.items()}
     valid = max(stage.replicas for stage in plan.stages)
-    text = _MODEL.format(title=title, segments=_listed(every, 4), minibatches=minibatches, valid=valid)
-    write_atomically(folder / "model.py", text)
+    _write(
+        folder / MODEL_FILE, "sleeping_model.py.in", every, " " * 4, title=title, minibatches=minibatches, valid=valid
+    )
     tensors = list(sleeping_tensors(plan, profile, scaling))
-    modules = [
-        _write_stage(folder, title, s, segments[s], tensors, is_last=s == len(stages) - 1) for s in range(len(stages))
-    ]
+    modules = [_write_stage(folder, title, s, stage, tensors) for s, stage in enumerate(segments)]
     bundle = Bundle(
         name=plan.name,
         batch_size=1,
@@ -303,14 +245,12 @@ def write_sleeping_model(
     bundle.save(folder / Bundle.FILE)
     predicted = plan.predicted and _scaled(plan.predicted, plan.batch_size, scaling)
     changes = {"batch_size": 1, "model": None, "predicted": predicted, "wire_dtype": "fp32"}
-    return SleepingModelFiles(
-        ModelRef(source=str(folder / "model.py")), bundle, folder, plan.model_copy(update=changes)
-    )
+    return plan.model_copy(update=changes), bundle
 
 
 def _scaled(predicted: Predicted, batch_size: int, scaling: Scaling) -> Predicted:
     """Return what is predicted of the emulation, whose minibatches of `batch_size` samples are one sample each."""
-    scale, slowdown = scaling.scale, scaling.slowdown
+    slowdown = scaling.slowdown
     whole = ("bottleneck_s", "simulated_s", "data_parallel_s")
     of_stages = ("compute_s", "allreduce_s", "transfer_s")
     return predicted.model_copy(
@@ -318,8 +258,8 @@ def _scaled(predicted: Predicted, batch_size: int, scaling: Scaling) -> Predicte
             **{name: time_s and slowdown * time_s for name in whole for time_s in [getattr(predicted, name)]},
             **{name: tuple(slowdown * time_s for time_s in getattr(predicted, name)) for name in of_stages},
             "throughput_samples_per_s": predicted.throughput_samples_per_s / batch_size / slowdown,
-            "memory_bytes": tuple(round(size_bytes / scale) for size_bytes in predicted.memory_bytes),
-            "traffic_bytes": round(predicted.traffic_bytes / scale),
+            "memory_bytes": tuple(round(size_bytes / scaling.scale) for size_bytes in predicted.memory_bytes),
+            "traffic_bytes": round(predicted.traffic_bytes / scaling.scale),
         }
     )
 
@@ -328,27 +268,27 @@ def _segments(profile: Profile, stages: Sequence[Sequence[str]], scaling: Scalin
     """The segments of each stage, by names that are unique in the model."""
     stage_of = {name: s for s, nodes in enumerate(stages) for name in nodes}
     holders = [{stage_of[name] for name in shared.nodes} for shared in profile.shared]
-    made, number = [], 0
-    for s, nodes in enumerate(stages):
+    numbers = count()
+    made = []
+    for nodes in stages:
         segments: dict[str, Segment] = {}
-        unheld = {i for i, stages_of in enumerate(holders) if s in stages_of}
+        before: set[str] = set()
         for group in _groups([profile.by_name[name] for name in nodes]):
-            names = {node.name for node in group}
-            here = {i for i in unheld if names.intersection(profile.shared[i].nodes)}
-            unheld -= here
-            tied = {i for i in here if len(holders[i]) > 1}
-            own_bytes = profile.parameter_bytes(names) - sum(
-                shared.bytes for i, shared in enumerate(profile.shared) if names.intersection(shared.nodes)
-            )
-            own_bytes += sum(profile.shared[i].bytes for i in here - tied)
-            segments[f"segment_{number}"] = Segment(
+            upto = before | {node.name for node in group}
+            tied = {
+                f"shared_{i}": shared.bytes
+                for i, shared in enumerate(profile.shared)
+                if len(holders[i]) > 1 and before.isdisjoint(shared.nodes) and not upto.isdisjoint(shared.nodes)
+            }
+            new_bytes = profile.parameter_bytes(upto) - profile.parameter_bytes(before)
+            segments[f"segment_{next(numbers)}"] = Segment(
                 forward_s=sum(node.forward_s for node in group) * scaling.slowdown,
                 backward_s=sum(node.backward_s for node in group) * scaling.slowdown,
                 update_s=sum(node.update_s for node in group) * scaling.slowdown,
-                floats=scaling.floats(own_bytes),
-                shared={f"shared_{i}": scaling.floats(profile.shared[i].bytes) for i in sorted(tied)},
+                floats=scaling.floats(new_bytes - sum(tied.values())),
+                shared={name: scaling.floats(size_bytes) for name, size_bytes in tied.items()},
             )
-            number += 1
+            before = upto
         made.append(segments)
     return made
 
@@ -392,12 +332,12 @@ def sleeping_tensors(plan: Plan, profile: Profile, scaling: Scaling) -> Iterator
 
 
 def _write_stage(
-    folder: Path, title: str, s: int, segments: Mapping[str, Segment], tensors: Sequence[TensorSpec], *, is_last: bool
+    folder: Path, title: str, s: int, segments: Mapping[str, Segment], tensors: Sequence[TensorSpec]
 ) -> StageModule:
-    sent = [] if is_last else [tensor for tensor in tensors if tensor.producer == s]
+    sent = [tensor for tensor in tensors if tensor.producer == s]
     sends = [(int(tensor.shape[1]), tensor.gradient) for tensor in sent]
     path = folder / f"stage_{s}.py"
-    write_atomically(path, _STAGE.format(title=title, stage=s, segments=_listed(segments, 8), sends=sends))
+    _write(path, "sleeping_stage.py.in", segments, " " * 8, title=title, stage=s, sends=sends)
     return StageModule(
         file=path.name,
         class_name=f"Stage{s}",
@@ -408,8 +348,11 @@ def _write_stage(
     )
 
 
-def _listed(segments: Mapping[str, Segment], indent: int) -> str:
-    return "\n".join(f"{' ' * indent}{name!r}: {segment!r}," for name, segment in segments.items())
+def _write(path: Path, template: str, segments: Mapping[str, Segment], indent: str, **values: Any) -> None:
+    """Write a file from a template that lies beside this file."""
+    text = Path(__file__).with_name(template).read_text(encoding="utf-8")
+    listed = "\n".join(f"{indent}{name!r}: {segment!r}," for name, segment in segments.items())
+    write_atomically(path, Template(text).substitute(values, segments=listed))
 
 
 def _tied(segments: Sequence[Mapping[str, Segment]]) -> Iterator[TiedParameter]:

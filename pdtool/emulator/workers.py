@@ -10,13 +10,13 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from types import FrameType
+from multiprocessing.process import BaseProcess
 
 from pdtool.artifacts.cluster import Cluster
-from pdtool.emulator.pretend_cluster import INTERFACE, PretendCluster, check_tools, enter_own_network
+from pdtool.emulator.pretend_cluster import INTERFACE, PretendCluster, enter_own_network
 from pdtool.errors import PdtoolError, WorkerDiedError
 from pdtool.host import end_with_parent, safe_path
 from pdtool.machines import rank_variables
@@ -29,73 +29,69 @@ from pdtool.runtime.launch.worker_main import worker_main
 from pdtool.runtime.status import prepare_folder
 from pdtool.runtime.worker_end import record_failure
 
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 120
 _PORT = 29500  # of worker 0, in a namespace where nobody else is
 
 
-class Emulator:
-    """Workers on a pretend cluster, one run after the other.
+@contextmanager
+def links_of(cluster: Cluster) -> Iterator[Callable[[RunConfig], None]]:
+    """Make the links of a cluster, and yield the function that runs a plan on them to its end, one after the other.
+
+    The function takes the configuration of a run, whose report is then in its folder. At the end of the `with` block
+    all processes are gone, and with them the links.
 
     Args:
         cluster: with the bandwidths that the links are to have.
 
     Raises:
-        PdtoolError: the links cannot be made here.
+        WorkerDiedError: a worker ended or did not answer; all others are gone.
+        PdtoolError: the links cannot be made here, or what a worker found wrong.
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or torch warns that addresses have no names
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a process with threads cannot enter a user namespace
+    context = multiprocessing.get_context("spawn")
+    pipe, pipe_of_switch = context.Pipe()
+    arguments = (pipe_of_switch, cluster, os.getpid(), dict(os.environ))
+    switch = context.Process(target=_switch_main, args=arguments, name="switch")
+    with safe_path(), pipe_of_switch:
+        switch.start()
 
-    def __init__(self, cluster: Cluster) -> None:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or torch warns that addresses have no names
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a process with threads cannot enter a user namespace
-        context = multiprocessing.get_context("spawn")
-        self._pipe, pipe_of_switch = context.Pipe()
-        arguments = (pipe_of_switch, cluster, os.getpid(), dict(os.environ))
-        self._switch = context.Process(target=_switch_main, args=arguments, name="switch")
-        with safe_path():
-            self._switch.start()
-        pipe_of_switch.close()
-        try:
-            self._receive("the links of the pretend cluster", _START_TIMEOUT_S)
-        except BaseException:
-            self.close()
-            raise
+    def wait_for(what: str, timeout_s: float | None) -> None:
+        late = PdtoolError(f"{what} did not come within {timeout_s} s", "see whether the machine is overloaded")
+        _receive(pipe, switch, timeout_s, late, f"the process that holds {what} ended with {{}}")
 
-    def run(self, config: RunConfig) -> None:
-        """Run a plan to its end; its report is then in `config.out`.
+    def run(config: RunConfig) -> None:
+        pipe.send(config)
+        wait_for("the workers", None)
 
-        Raises:
-            WorkerDiedError: a worker ended or did not answer; all others are gone.
-            PdtoolError: what a worker found wrong.
-        """
-        self._pipe.send(config)
-        self._receive("the workers", None)
+    try:
+        wait_for("the links of the pretend cluster", _START_TIMEOUT_S)
+        yield run
+    finally:
+        assert switch.pid  # 0 is the group of this process
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(switch.pid, signal.SIGKILL)
+        switch.kill()
+        switch.join()
+        pipe.close()
 
-    def close(self) -> None:
-        """End all processes, and with them the links."""
-        if self._switch.pid:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._switch.pid, signal.SIGKILL)
-            self._switch.kill()
-        self._switch.join()
-        self._pipe.close()
 
-    def __enter__(self) -> Emulator:
-        return self
+def _receive(pipe: Connection, process: BaseProcess, timeout_s: float | None, late: PdtoolError, ended: str) -> None:
+    """Wait until a process has done what it was asked for; raises what it raised.
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _receive(self, what: str, timeout_s: float | None) -> None:
-        """Wait until the switch has done what it was asked for; raises what it raised."""
-        if not wait([self._pipe, self._switch.sentinel], timeout_s):
-            raise PdtoolError(f"{what} did not come within {timeout_s:g} s", "see whether the machine is overloaded")
-        try:
-            error = self._pipe.recv()
-        except EOFError:
-            self._switch.join()
-            what = f"the process that holds {what} ended with {self._switch.exitcode}"
-            raise WorkerDiedError(what, "start it again") from None
-        if error is not None:
-            raise error
+    Args:
+        late: raised when it does not answer in time.
+        ended: said when it has ended, with {} for its exit code.
+    """
+    if not wait([pipe, process.sentinel], timeout_s):
+        raise late
+    try:
+        error = pipe.recv()
+    except EOFError:
+        process.join()
+        raise WorkerDiedError(ended.format(process.exitcode), "start it again") from None
+    if error is not None:
+        raise error
 
 
 def _switch_main(pipe: Connection, cluster: Cluster, emulator: int, environment: Mapping[str, str]) -> None:
@@ -108,14 +104,13 @@ def _switch_main(pipe: Connection, cluster: Cluster, emulator: int, environment:
     os.environ.clear()
     os.environ.update(environment)
     os.setpgrp()
-    signal.signal(signal.SIGTERM, _kill_group)
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))  # workers, and all that these have started
     end_with_parent(emulator, signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     pretend = PretendCluster(cluster)
     with suppress(EOFError, BrokenPipeError):  # that is how the emulator's end is seen
         try:
-            check_tools()
             enter_own_network()
             pretend.make_bridges()
             import torch._dynamo  # noqa: F401  # which each worker would import with its first optimizer
@@ -130,11 +125,6 @@ def _switch_main(pipe: Connection, cluster: Cluster, emulator: int, environment:
                 pipe.send(None)
             except PdtoolError as error:
                 pipe.send(error)
-
-
-def _kill_group(number: int, frame: FrameType | None) -> None:
-    """Kill this process, the workers, and all that these have started."""
-    os.killpg(0, signal.SIGKILL)
 
 
 def _run_workers(pretend: PretendCluster, config: RunConfig) -> None:
@@ -156,17 +146,9 @@ def _run_workers(pretend: PretendCluster, config: RunConfig) -> None:
 def _connect(pretend: PretendCluster, assignment: RankAssignment, workers: WorkerProcesses) -> None:
     """Link a worker once it is in its own namespace; raises PdtoolError."""
     process, pipe = workers.processes[assignment.rank], workers.pipes[assignment.rank]
-    if not pipe.poll(_START_TIMEOUT_S):
-        what = f"{assignment} did not start within {_START_TIMEOUT_S:g} s"
-        raise WorkerDiedError(what, "see whether the machine is overloaded")
-    try:
-        error = pipe.recv()
-    except EOFError:
-        process.join()
-        what = f"{assignment} ended with {process.exitcode} as it started"
-        raise WorkerDiedError(what, "start it again") from None
-    if error is not None:
-        raise error
+    what = f"{assignment} did not start within {_START_TIMEOUT_S} s"
+    late = WorkerDiedError(what, "see whether the machine is overloaded")
+    _receive(pipe, process, _START_TIMEOUT_S, late, f"{assignment} ended with {{}} as it started")
     pretend.add_worker(assignment.worker, process.pid or 0)
 
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdtool.planner.choice.comparison import SweepPoint, crossings
-from pdtool.reports.picture import AxisScale, Picture, fitted, number_labels, stage_class, text_width
+from pdtool.reports.picture import SMALL, AxisScale, Picture, fitted, number_label, stage_class, text_width
 from pdtool.units import format_bits_rate
 
+_HEIGHT, _GAIN_HEIGHT = 230, 250  # pixels, of a chart of curves, and of the gain
 _BOTTOM, _RIGHT = 40, 14  # pixels
 _DECADES_OF_LOG = 20.0  # curves that differ by more than this factor get a logarithmic scale
-Labels = Callable[[Sequence[float]], list[str]]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,10 @@ class Curve:
     is_thin: bool = False
     is_dotted: bool = False
 
+    @property
+    def style(self) -> str:
+        return f"{'thin' if self.is_thin else 'curve'} {stage_class(self.colour)}"
+
 
 @dataclass(frozen=True)
 class _Frame:
@@ -32,8 +36,11 @@ class _Frame:
     x: AxisScale
     y: AxisScale
 
+    def pixels(self, points: Sequence[tuple[float, float]]) -> list[str]:
+        return [f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points]
 
-def curve_chart(curves: Sequence[Curve], width: float, title: str, below: str, height: float = 230) -> Picture:
+
+def curve_chart(curves: Sequence[Curve], width: float, title: str, below: str) -> Picture:
     """Draw curves on common axes: `title` says what y is, `below` what x is. Large ranges get a logarithmic y."""
     picture = Picture(width, f"{title}, over {below}")
     points = [point for curve in curves for point in curve.points]
@@ -44,9 +51,10 @@ def curve_chart(curves: Sequence[Curve], width: float, title: str, below: str, h
         margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
         low, high = (0.0 if 0 <= low < 0.3 * high else low - margin), high + margin
     picture.text(0, 14, f"{title}{', logarithmic' if is_log else ''}", "strong")
-    top = _curve_legend(picture, [curve for curve in curves if curve.label], 20)
-    frame = _frame(picture, (min(xs), max(xs)), (low, high), top, height, y_is_log=is_log, y_labels=number_labels)
-    _x_axis(picture, frame, frame.x.ticks(max(2, int(width / 90))), number_labels, below)
+    top = picture.legend(((curve.style, curve.label) for curve in curves if curve.label), 20, is_of_lines=True) + 12
+    y = AxisScale(low, high, _HEIGHT - _BOTTOM, top, is_log)
+    frame = _Frame(AxisScale(min(xs), max(xs), _y_axis(picture, y, number_label), width - _RIGHT), y)
+    _x_axis(picture, frame, frame.x.ticks(max(2, int(width / 90))), number_label, below)
     for curve in sorted(curves, key=lambda curve: not curve.is_thin):
         _draw_curve(picture, frame, curve)
     return picture
@@ -59,88 +67,58 @@ def gain_chart(points: Sequence[SweepPoint], width: float, own: float | None = N
         own: the plan's own bandwidth in bytes/s, which is marked.
     """
     picture = Picture(width, title or "gain over data parallelism against bandwidth")
-    rates = [point.bandwidth_bytes_per_s for point in points]
-    gains = [point.gain for point in points]
+    line = [(point.bandwidth_bytes_per_s, point.gain) for point in points]
+    rates, gains = zip(*line, strict=True)
     low, high = min(1.0, *gains) / 1.4, max(1.0, *gains) * 1.15
     picture.text(0, 14, fitted(title or "times as fast as data parallelism", width), "strong")
-    top = 40.0 if own else 28.0
-    frame = _frame(picture, (rates[0], rates[-1]), (low, high), top, 250, x_is_log=True, y_is_log=True, y_labels=_times)
+    y = AxisScale(low, high, _GAIN_HEIGHT - _BOTTOM, 40 if own else 28, is_log=True)
+    left = _y_axis(picture, y, lambda tick: f"{tick:.3g} ×")
+    frame = _Frame(AxisScale(rates[0], rates[-1], left, width - _RIGHT, is_log=True), y)
     bits = AxisScale(rates[0] * 8, rates[-1] * 8, frame.x.start, frame.x.end, is_log=True)
     ticks = [tick / 8 for tick in bits.ticks(max(3, int(width / 90)))]
-    _x_axis(
-        picture, frame, ticks, lambda rates: [format_bits_rate(rate) for rate in rates], "bandwidth, outermost level"
-    )
+    _x_axis(picture, frame, ticks, format_bits_rate, "bandwidth, outermost level")
     picture.line(frame.x.start, frame.y(1), frame.x.end, frame.y(1), "even")
-    line = [(point.bandwidth_bytes_per_s, point.gain) for point in points]
-    area = [*_pixels(frame, line), f"{frame.x.end:.1f},{frame.y(1):.1f}", f"{frame.x.start:.1f},{frame.y(1):.1f}"]
+    area = [*frame.pixels(line), f"{frame.x.end:.1f},{frame.y(1):.1f}", f"{frame.x.start:.1f},{frame.y(1):.1f}"]
     picture.path(f"M{' L'.join(area)} Z", f"under {stage_class(0)}")
     _draw_curve(picture, frame, Curve("", line, is_dotted=True), lambda x, y: f"{format_bits_rate(x)}: {y:.3g} ×")
     _bandwidth_marks(picture, frame, own, crossings(points))
     return picture
 
 
-def _times(ticks: Sequence[float]) -> list[str]:
-    return [f"{tick:.3g} ×" for tick in ticks]
-
-
 def _bandwidth_marks(picture: Picture, frame: _Frame, own: float | None, equal: Sequence[float]) -> None:
     """Mark the plan's bandwidth by a line up to a label above the chart, and those where both are as fast by a ring."""
     if own:
         label = f"this plan, {format_bits_rate(own)}"
-        x, half = frame.x(own), text_width(label, 10.5) / 2
+        x, half = frame.x(own), text_width(label, SMALL) / 2
         picture.line(x, frame.y.end, x, frame.y.start, "mark")
         centre = min(max(x, half), picture.width - half)
         picture.text(centre, frame.y.end - 6, label, "accent small", anchor="middle")
     for rate in equal:
         x, label = frame.x(rate), f"equal at {format_bits_rate(rate)}"
-        half = text_width(label, 10.5) / 2
+        half = text_width(label, SMALL) / 2
         picture.dot(x, frame.y(1), 4.5, "ring", label)
         centre = min(max(x, frame.x.start + half + 4), frame.x.end - half)
         picture.text(centre, frame.y(1) + 16, label, "soft small", anchor="middle")
 
 
-def _curve_legend(picture: Picture, curves: Sequence[Curve], y: float) -> float:
-    """Name the curves, in as many lines as they take; return where the chart begins."""
-    x, baseline = 0.0, y + 12
-    for curve in curves:
-        label = fitted(curve.label, picture.width - 30, 10.5)
-        needed = 20 + text_width(label, 10.5)
-        if x + needed > picture.width:
-            x, baseline = 0.0, baseline + 16
-        style = "thin" if curve.is_thin else "curve"
-        picture.line(x, baseline - 4, x + 14, baseline - 4, f"{style} {stage_class(curve.colour)}")
-        picture.text(x + 19, baseline, label, "soft small")
-        x += needed + 14
-    return baseline + 12
-
-
-def _frame(
-    picture: Picture,
-    x_range: tuple[float, float],
-    y_range: tuple[float, float],
-    top: float,
-    height: float,
-    *,
-    x_is_log: bool = False,
-    y_is_log: bool = False,
-    y_labels: Labels,
-) -> _Frame:
-    """Draw the y axis, and return both; its labels decide where x begins."""
-    y = AxisScale(*y_range, height - _BOTTOM, top, y_is_log)
-    ticks = y.ticks(6)
-    labels = y_labels(ticks)
-    left = max(text_width(label, 10.5) for label in labels) + 8
-    for tick, label in zip(ticks, labels, strict=True):
+def _y_axis(picture: Picture, y: AxisScale, label_of: Callable[[float], str]) -> float:
+    """Draw the y axis; its labels decide where x begins, which is returned."""
+    labels = {tick: label_of(tick) for tick in y.ticks(6)}
+    left = max(text_width(label, SMALL) for label in labels.values()) + 8
+    for tick, label in labels.items():
         picture.line(left, y(tick), picture.width - _RIGHT, y(tick), "grid")
         picture.text(left - 6, y(tick) + 4, label, "soft small", anchor="end")
-    return _Frame(AxisScale(*x_range, left, picture.width - _RIGHT, x_is_log), y)
+    return left
 
 
-def _x_axis(picture: Picture, frame: _Frame, ticks: Sequence[float], labels: Labels, name: str) -> None:
+def _x_axis(
+    picture: Picture, frame: _Frame, ticks: Sequence[float], label_of: Callable[[float], str], name: str
+) -> None:
     y, free_from = frame.y.start, 0.0
     picture.line(frame.x.start, y, frame.x.end, y, "axis")
-    for tick, label in zip(ticks, labels(ticks), strict=True):
-        half = text_width(label, 10.5) / 2
+    for tick in ticks:
+        label = label_of(tick)
+        half = text_width(label, SMALL) / 2
         centre = min(max(frame.x(tick), half), picture.width - half)
         picture.line(frame.x(tick), y, frame.x(tick), y + 4, "axis")
         if centre - half >= free_from:
@@ -149,19 +127,14 @@ def _x_axis(picture: Picture, frame: _Frame, ticks: Sequence[float], labels: Lab
     picture.text(frame.x.end, y + 33, name, "soft small", anchor="end")
 
 
-def _pixels(frame: _Frame, points: Sequence[tuple[float, float]]) -> list[str]:
-    return [f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points]
-
-
 def _draw_curve(
     picture: Picture,
     frame: _Frame,
     curve: Curve,
     tooltip: Callable[[float, float], str] = lambda x, y: f"{x:g}: {y:.4g}",
 ) -> None:
-    colour = stage_class(curve.colour)
     if len(curve.points) > 1:
-        picture.path(f"M{' L'.join(_pixels(frame, curve.points))}", f"{'thin' if curve.is_thin else 'curve'} {colour}")
+        picture.path(f"M{' L'.join(frame.pixels(curve.points))}", curve.style)
     if curve.is_dotted or len(curve.points) == 1:
         for x, y in curve.points:
-            picture.dot(frame.x(x), frame.y(y), 3, f"fill {colour}", tooltip(x, y))
+            picture.dot(frame.x(x), frame.y(y), 3, f"fill {stage_class(curve.colour)}", tooltip(x, y))

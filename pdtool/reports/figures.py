@@ -7,7 +7,7 @@ the simulator's clock, and the last epoch of a run. Curves show the metrics of r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -16,9 +16,8 @@ from pdtool.artifacts.metrics import MetricsLine, UpdateLine, ValidationLine
 from pdtool.artifacts.report import Emulation, StageReport
 from pdtool.planner.choice.comparison import THIS_PLAN, ComparedPlan, Simulation, StageShares
 from pdtool.planner.simulator.result import SimulationResult
-from pdtool.reports.chart import Curve, curve_chart
-from pdtool.reports.picture import Picture
-from pdtool.reports.timeline_drawing import TimelineGroup, WorkerRow
+from pdtool.reports.chart import Curve
+from pdtool.reports.timeline_drawing import TimelineGroup
 from pdtool.schedule import SCHEDULES, PipelineShape
 from pdtool.units import format_bytes, format_seconds
 
@@ -51,26 +50,26 @@ class Bar:
 
 def predicted_bar(name: str, shares: StageShares, time_s: float, longest_s: float) -> Bar:
     """The time per minibatch that is predicted for a stage, beside the longest of all stages."""
-    parts = (("computing", shares.computing), ("communicating", shares.communicating), ("idle", shares.idle))
-    scale = time_s / longest_s
-    return Bar(name, [_part(style, share * scale, share * time_s) for style, share in parts], format_seconds(time_s))
+    shares_of = {"computing": shares.computing, "communicating": shares.communicating, "idle": shares.idle}
+    return _time_bar(name, {style: share * time_s for style, share in shares_of.items()}, time_s, longest_s)
 
 
 def measured_bar(stage: StageReport, longest_s: float) -> Bar:
     """The time per minibatch that a stage was measured to take, beside the longest of all stages."""
-    parts = (
-        ("computing", stage.busy_s),
-        ("waiting", stage.wait_s),
-        ("averaging", stage.allreduce_s),
-        ("loading", stage.data_s),
-        ("rest", stage.rest_s),
-    )
-    drawn = [_part(style, seconds / longest_s, seconds) for style, seconds in parts if seconds]
-    return Bar("measured", drawn, format_seconds(stage.time_s))
+    seconds_of = {
+        "computing": stage.busy_s,
+        "waiting": stage.wait_s,
+        "averaging": stage.allreduce_s,
+        "loading": stage.data_s,
+        "rest": stage.rest_s,
+    }
+    drawn = {style: seconds for style, seconds in seconds_of.items() if seconds}
+    return _time_bar("measured", drawn, stage.time_s, longest_s)
 
 
-def _part(style: str, share: float, seconds: float) -> BarPart:
-    return BarPart(style, share, format_seconds(seconds))
+def _time_bar(name: str, seconds_of: Mapping[str, float], time_s: float, longest_s: float) -> Bar:
+    parts = [BarPart(style, seconds / longest_s, format_seconds(seconds)) for style, seconds in seconds_of.items()]
+    return Bar(name, parts, format_seconds(time_s))
 
 
 def rival_bars(simulated: Simulation) -> list[Bar]:
@@ -102,17 +101,16 @@ def memory_bars(limit: int | None, simulated: StageShares | None, measured: Stag
     Args:
         limit: bytes of a device; None where the plan names none.
     """
-    peaks = [
-        ("memory", simulated.memory_bytes if simulated else None),
-        ("memory, measured", measured.peak_memory_bytes if measured else None),
-    ]
-    whole = limit or max((peak for _, peak in peaks if peak), default=0) or 1
-    for name, peak in peaks:
-        if peak is not None:
-            share = min(1.0, peak / whole)
-            of = f" of {format_bytes(limit)}" if limit else ""
-            label = f"{share:.0%}" if limit else ""
-            yield Bar(name, [BarPart("memory", share, label)], format_bytes(peak) + of)
+    peaks = {}
+    if simulated:
+        peaks["memory"] = simulated.memory_bytes
+    if measured and measured.peak_memory_bytes is not None:
+        peaks["memory, measured"] = measured.peak_memory_bytes
+    whole = limit or max(peaks.values(), default=0) or 1
+    for name, peak in peaks.items():
+        share = min(1.0, peak / whole)
+        label, of = (f"{share:.0%}", f" of {format_bytes(limit)}") if limit else ("", "")
+        yield Bar(name, [BarPart("memory", share, label)], format_bytes(peak) + of)
 
 
 def emulation_bars(emulation: Emulation) -> list[Bar]:
@@ -136,7 +134,7 @@ def simulated_group(result: SimulationResult, shape: PipelineShape, schedule: st
     round_minibatches = max(*shape.update_every, shape.in_flight[0] * shape.replicas[0])
     drawn = min(2 * round_minibatches, max(_MAX_DRAWN_MINIBATCHES, 2 * shape.pipeline_depth))
     pairs = zip(result.workers, result.events, strict=True)
-    rows = [WorkerRow(usage.worker, usage.stage, events) for usage, events in pairs]
+    rows = [WorkerTrace(usage.worker, usage.stage, events) for usage, events in pairs]
     steady_s = 0.0 if SCHEDULES[schedule].flushes else filled_s(rows)
     end_s = min(result.makespan_s, steady_s + drawn * result.time_per_minibatch_s)
     return TimelineGroup(title, rows, 0.0, end_s, min(steady_s, end_s))
@@ -144,35 +142,22 @@ def simulated_group(result: SimulationResult, shape: PipelineShape, schedule: st
 
 def measured_group(workers: Sequence[WorkerTrace], schedule: str, length_s: float, title: str) -> TimelineGroup | None:
     """Return the beginning of the last epoch of a trace, `length_s` seconds of it; None where there is none."""
-    rows = [WorkerRow(rank, *worker) for rank, worker in enumerate(workers)]
-    firsts = [e.start_s for row in rows for e in row.events if e.name == "0F0"]
+    firsts = [e.start_s for worker in workers for e in worker.events if e.name == "0F0"]
     if not firsts or not length_s:
         return None
     start_s = max(firsts)
-    steady_s = start_s if SCHEDULES[schedule].flushes else filled_s(rows, start_s)
-    return TimelineGroup(title, rows, start_s, start_s + length_s, min(steady_s, start_s + length_s))
+    steady_s = start_s if SCHEDULES[schedule].flushes else filled_s(workers, start_s)
+    return TimelineGroup(title, workers, start_s, start_s + length_s, min(steady_s, start_s + length_s))
 
 
-def filled_s(rows: Sequence[WorkerRow], start_s: float = 0.0) -> float:
+def filled_s(rows: Sequence[WorkerTrace], start_s: float = 0.0) -> float:
     """Return when the pipeline is full: all workers have begun their first backward after `start_s`."""
     backwards = ((e.start_s for e in row.events if "backward" in e.kind and e.start_s >= start_s) for row in rows)
     return max((min(starts, default=start_s) for starts in backwards), default=start_s)
 
 
-@dataclass(frozen=True)
-class ChartCurves:
-    """The curves of one chart, and what it is called."""
-
-    title: str
-    curves: list[Curve]
-
-    def draw(self, width: float) -> Picture:
-        """Draw it, over updates."""
-        return curve_chart(self.curves, width, self.title, "updates")
-
-
-def metric_charts(runs: Sequence[tuple[str, Sequence[MetricsLine]]]) -> list[ChartCurves]:
-    """Return charts of the loss, the metrics, the learning rate and the speed, over updates.
+def metric_curves(runs: Sequence[tuple[str, Sequence[MetricsLine]]]) -> dict[str, list[Curve]]:
+    """Return the curves of the loss, the metrics, the learning rate and the speed over updates, by the chart's title.
 
     Args:
         runs: name and lines of metrics of each; with several, all curves of a run have its colour.
@@ -190,7 +175,7 @@ def metric_charts(runs: Sequence[tuple[str, Sequence[MetricsLine]]]) -> list[Cha
     speeds = [[(line.step, line.samples_per_s) for line in lines] for lines in updates]
     charts |= {"learning rate": _curves(names, rates), "samples per second": _curves(names, speeds)}
     drawn = {title: [curve for curve in curves if curve.points] for title, curves in charts.items()}
-    return [ChartCurves(title, curves) for title, curves in drawn.items() if curves]
+    return {title: curves for title, curves in drawn.items() if curves}
 
 
 def _losses(name: str, index: int, updates: Sequence[UpdateLine], validations: Sequence[ValidationLine]) -> list[Curve]:

@@ -7,8 +7,8 @@ glance. They stand from left to right, in lines, as a text does, each coloured b
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
+from dataclasses import dataclass, field
+from itertools import count, groupby, pairwise, takewhile
 
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Node, Profile
@@ -17,7 +17,7 @@ from pdtool.graph import Graph
 from pdtool.reports.picture import Picture, fitted, stage_class
 from pdtool.units import format_bytes, format_seconds
 
-_BOX_WIDTHS = (104, 100, 96, 92, 88, 84)  # pixels; the widest with which the lines are as few as with any
+_BOX_WIDTHS = (104, 100, 96, 92, 88, 84)  # pixels
 _GAP, _BORDER_GAP = 22, 64  # pixels, between columns of one stage, and of two
 _MIN_HEIGHT, _EXTRA_HEIGHT = 42, 54  # pixels, of a box without cost, and what the costliest has more
 _STACK_GAP, _LANE, _HEADER, _LINE_GAP = 8, 7, 22, 20
@@ -25,25 +25,49 @@ _MARGIN = 16  # on both sides, where edges leave a line and enter the next
 MAX_BLOCKS = 24
 
 
-@dataclass
-class _Column:
-    """Blocks below each other, the costliest first; x is its left side, on the drawing's line `line`."""
+@dataclass(eq=False)
+class _Box:
+    """A block as it is drawn, which stands in `column` of the whole drawing and on the line `line`.
 
-    stage: int
-    blocks: list[int]
-    x: float = 0.0
+    Attributes:
+        users: the boxes of the blocks that take its output.
+        x, y, end: its left, upper and lower side, in pixels.
+    """
+
+    block: ModuleBlock
+    column: int
+    users: list[_Box] = field(default_factory=list)
     line: int = 0
+    x: float = 0.0
+    y: float = 0.0
+    end: float = 0.0
+
+    @property
+    def middle(self) -> float:
+        return (self.y + self.end) / 2
+
+    @property
+    def reach(self) -> int:
+        """The last column that takes its output."""
+        return max((user.column for user in self.users), default=0)
+
+    def style_to(self, user: _Box) -> str:
+        crosses = user.block.stage != self.block.stage
+        return "border" if crosses and self.block.what != "input" else "edge"
 
 
 @dataclass
 class _Line:
-    """A line of columns: where its boxes begin, and the axis on which the first block of each column is centred."""
+    """A line of columns, each with its costliest box first; `lanes` are of boxes whose outputs skip columns."""
 
-    columns: list[_Column]
-    lanes: dict[int, int]
+    columns: list[list[_Box]] = field(default_factory=list)
+    lanes: dict[_Box, int] = field(default_factory=dict)
+    header: float = 0.0
     top: float = 0.0
-    axis: float = 0.0
     bottom: float = 0.0
+
+    def lane_y(self, box: _Box) -> float:
+        return self.top - 4 - _LANE * self.lanes[box]
 
 
 def graph_drawing(plan: Plan, profile: Profile, width: float, title: str = "") -> Picture:
@@ -56,14 +80,14 @@ class _GraphPicture:
     """The layout of one graph: columns by the longest path within each stage, columns packed into lines."""
 
     def __init__(self, plan: Plan, profile: Profile, blocks: Sequence[ModuleBlock], width: float, title: str) -> None:
-        self.plan, self.profile, self.blocks, self.title = plan, profile, blocks, title
+        self.plan, self.profile, self.title = plan, profile, title
         self.picture = Picture(width, title or f"{plan.name}: the model by stage")
-        self.users = [[user for user, block in enumerate(blocks) if n in block.inputs] for n in range(len(blocks))]
-        self.column_of = _columns_of(blocks, self.users)
-        self.columns = self._columns()
-        self.max_s = max((block.seconds for block in blocks), default=0.0) or 1.0
-        fewest = len(self._packed(_BOX_WIDTHS[-1]))
-        self.box_width = next(width for width in _BOX_WIDTHS if len(self._packed(width)) == fewest)
+        self.boxes = _boxes(blocks)
+        costliest_first = sorted(self.boxes, key=lambda box: -box.block.seconds)
+        columns = range(max((box.column for box in self.boxes), default=-1) + 1)
+        self.columns = [[box for box in costliest_first if box.column == column] for column in columns]
+        # The widest with which the lines are as few as with any.
+        self.box_width = min(_BOX_WIDTHS, key=lambda width: len(self._packed(width)))
         self.lines = self._packed(self.box_width)
         self._give_lanes()
         self._place()
@@ -73,204 +97,168 @@ class _GraphPicture:
             self.picture.text(0, 14, fitted(self.title, self.picture.width, 13), "title")
         for line in self.lines:
             self._draw_bands(line)
-        for number in range(len(self.blocks)):
-            self._draw_edges(number)
-        for number, block in enumerate(self.blocks):
-            self._draw_block(number, block)
+        for box in self.boxes:
+            self._draw_edges(box)
+        for box in self.boxes:
+            self._draw_box(box)
         self._draw_borders()
         return self.picture
 
-    def _columns(self) -> list[_Column]:
-        columns: dict[int, list[int]] = {}
-        for number in sorted(range(len(self.blocks)), key=lambda number: -self.blocks[number].seconds):
-            columns.setdefault(self.column_of[number], []).append(number)
-        return [_Column(self.blocks[own[0]].stage, own) for _, own in sorted(columns.items())]
-
     def _packed(self, box_width: int) -> list[_Line]:
         """Fill lines with columns, and set where these begin."""
-        lines, x, before = [_Line([], {})], float(_MARGIN), -1
+        lines, x, before = [_Line()], float(_MARGIN), -1
         for column in self.columns:
-            gap = 0 if not lines[-1].columns else _GAP if column.stage == before else _BORDER_GAP
+            stage = column[0].block.stage
+            gap = 0 if not lines[-1].columns else _GAP if stage == before else _BORDER_GAP
             if lines[-1].columns and x + gap + box_width > self.picture.width - _MARGIN:
-                lines.append(_Line([], {}))
+                lines.append(_Line())
                 x, gap = float(_MARGIN), 0
-            column.x, column.line, before = x + gap, len(lines) - 1, column.stage
-            x = column.x + box_width
+            for box in column:
+                box.x, box.line = x + gap, len(lines) - 1
+            x, before = x + gap + box_width, stage
             lines[-1].columns.append(column)
         return lines
 
     def _give_lanes(self) -> None:
-        """Give each block whose output skips columns a lane above the boxes of the lines that it passes."""
-        for number in range(len(self.blocks)):
-            start, end = self.column_of[number], self._reach(number)
-            if end - start > 1:
-                for line in range(self.columns[start].line, self.columns[end].line + 1):
-                    self.lines[line].lanes[number] = self._free_lane(line, start, end)
-
-    def _free_lane(self, line: int, start: int, end: int) -> int:
-        """Return the lowest lane of a line that no other block's edges take between two columns."""
-        taken = {
-            lane
-            for other, lane in self.lines[line].lanes.items()
-            if self.column_of[other] < end and self._reach(other) > start
-        }
-        return next(lane for lane in range(len(self.blocks) + 1) if lane not in taken)
-
-    def _reach(self, number: int) -> int:
-        """Return the last column that takes a block's output."""
-        return max((self.column_of[user] for user in self.users[number]), default=0)
-
-    def _height(self, number: int) -> float:
-        return _MIN_HEIGHT + _EXTRA_HEIGHT * self.blocks[number].seconds / self.max_s
+        """Give each box whose output skips columns the lowest free lane above the boxes of each line that it passes."""
+        for box in self.boxes:
+            if box.reach - box.column > 1:
+                for line in self.lines[box.line : self.columns[box.reach][0].line + 1]:
+                    meeting = (other for other in line.lanes if other.column < box.reach and other.reach > box.column)
+                    taken = {line.lanes[other] for other in meeting}
+                    line.lanes[box] = next(lane for lane in count() if lane not in taken)
 
     def _place(self) -> None:
-        """Set the lines below each other."""
+        """Set the lines below each other; the first box of each column is centred on the axis of its line."""
+        costliest_s = max((box.block.seconds for box in self.boxes), default=0.0) or 1.0
+        heights = {box: _MIN_HEIGHT + _EXTRA_HEIGHT * box.block.seconds / costliest_s for box in self.boxes}
         y = 26.0 if self.title else 0.0
         for line in self.lines:
-            lanes = max(line.lanes.values(), default=-1) + 1
-            above = max((self._height(column.blocks[0]) / 2 for column in line.columns), default=0.0)
-            line.top = y + _HEADER + 6 + lanes * _LANE
-            line.axis = line.top + above
-            line.bottom = max((self._y(column.blocks[-1])[1] for column in line.columns), default=line.axis) + 8
+            line.header = y + _HEADER
+            line.top = line.header + 6 + _LANE * (max(line.lanes.values(), default=-1) + 1)
+            axis = line.top + max((heights[column[0]] / 2 for column in line.columns), default=0.0)
+            line.bottom = axis + 8
+            for column in line.columns:
+                y = axis - heights[column[0]] / 2
+                for box in column:
+                    box.y, box.end = y, y + heights[box]
+                    y = box.end + _STACK_GAP
+                line.bottom = max(line.bottom, column[-1].end + 8)
             y = line.bottom + _LINE_GAP
-
-    def _y(self, number: int) -> tuple[float, float]:
-        """Return the upper and lower side of a block."""
-        column = self.columns[self.column_of[number]]
-        y = self.lines[column.line].axis - self._height(column.blocks[0]) / 2
-        for other in column.blocks[: column.blocks.index(number)]:
-            y += self._height(other) + _STACK_GAP
-        return y, y + self._height(number)
-
-    def _middle(self, number: int) -> float:
-        return sum(self._y(number)) / 2
 
     def _draw_bands(self, line: _Line) -> None:
         """Draw the ground of each stage in a line, with its name."""
-        top = line.top - 6 - _LANE * (max(line.lanes.values(), default=-1) + 1)
-        for stage in dict.fromkeys(column.stage for column in line.columns):
-            own = [column for column in line.columns if column.stage == stage]
-            x, end = own[0].x - 8, own[-1].x + self.box_width + 8
-            self.picture.box(x, top, end - x, line.bottom - top, f"tint {stage_class(stage)}", radius=8)
+        for stage, columns in groupby(line.columns, key=lambda column: column[0].block.stage):
+            own_x = [column[0].x for column in columns]
+            x, end = own_x[0] - 8, own_x[-1] + self.box_width + 8
+            self.picture.box(x, line.header, end - x, line.bottom - line.header, f"tint {stage_class(stage)}", radius=8)
             replicas = self.plan.stages[stage].replicas
             label = f"stage {stage}" + (f" × {replicas}" if replicas > 1 else "")
-            self.picture.text(x + 4, top - 6, fitted(label, end - x, 12), "strong")
+            self.picture.text(x + 4, line.header - 6, fitted(label, end - x, 12), "strong")
 
-    def _draw_block(self, number: int, block: ModuleBlock) -> None:
-        (y, end), x = self._y(number), self.columns[self.column_of[number]].x
+    def _draw_box(self, box: _Box) -> None:
+        block, height = box.block, box.end - box.y
         tooltip = (
             f"{block.name}: {block.what}, {format_seconds(block.seconds)} forward and backward, "
             f"parameters {format_bytes(block.parameter_bytes)}"
         )
-        self.picture.box(x, y, self.box_width, end - y, "paper", radius=5)
-        self.picture.box(x, y, self.box_width, end - y, f"block {stage_class(block.stage)}", radius=5, tooltip=tooltip)
+        style = f"block {stage_class(block.stage)}"
+        self.picture.box(box.x, box.y, self.box_width, height, "paper", radius=5)
+        self.picture.box(box.x, box.y, self.box_width, height, style, radius=5, tooltip=tooltip)
         texts = [(block.name, "small strong"), (block.what, "small soft")]
         if block.seconds:
             texts.append((format_seconds(block.seconds), "small"))
-        baseline = (y + end) / 2 + 4 - 6 * (len(texts) - 1)
+        baseline = box.middle + 4 - 6 * (len(texts) - 1)
         for index, (text, style) in enumerate(texts):
             text = fitted(text, self.box_width - 8, 11.5 if index == 0 else 10.5)
-            self.picture.text(x + self.box_width / 2, baseline + 12 * index, text, style, anchor="middle")
+            self.picture.text(box.x + self.box_width / 2, baseline + 12 * index, text, style, anchor="middle")
 
-    def _draw_edges(self, number: int) -> None:
+    def _draw_edges(self, box: _Box) -> None:
         """Draw what a block's output goes to: beside it straight, farther away through its lane."""
-        users = self.users[number]
-        near = [user for user in users if self.column_of[user] - self.column_of[number] == 1]
-        for user in near:
-            self._draw_near(number, user, self._edge_style(number, user))
-        if far := [user for user in users if user not in near]:
-            self._draw_lane(number, far)
+        far = [user for user in box.users if user.column - box.column > 1]
+        for user in box.users:
+            if user not in far:
+                self._draw_near(box, user)
+        if far:
+            self._draw_lane(box, far)
 
-    def _edge_style(self, number: int, user: int) -> str:
-        crosses = self.blocks[user].stage != self.blocks[number].stage
-        return "border" if crosses and self.blocks[number].what != "input" else "edge"
-
-    def _draw_near(self, number: int, user: int, style: str) -> None:
-        source, target = self.columns[self.column_of[number]], self.columns[self.column_of[user]]
-        start_x, y, end_y = source.x + self.box_width, self._middle(number), self._middle(user)
-        if source.line == target.line:
-            self._curve(start_x, y, target.x, end_y, style)
+    def _draw_near(self, box: _Box, user: _Box) -> None:
+        start_x, style = box.x + self.box_width, box.style_to(user)
+        if box.line == user.line:
+            self._curve(start_x, box.middle, user.x, user.middle, style)
             return
-        self._curve(start_x, y, self.picture.width - 2, y, style)
-        self._curve(2, end_y, target.x, end_y, style)
+        self._curve(start_x, box.middle, self.picture.width - 2, box.middle, style)
+        self._curve(2, user.middle, user.x, user.middle, style)
 
-    def _draw_lane(self, number: int, users: Sequence[int]) -> None:
+    def _draw_lane(self, box: _Box, users: Sequence[_Box]) -> None:
         """Draw one line above the boxes for all users that are farther away, going down to each."""
-        source, last = self.columns[self.column_of[number]], max(users, key=lambda user: self.column_of[user])
-        end = self.columns[self.column_of[last]]
-        style = self._edge_style(number, last)
-        for index in range(source.line, end.line + 1):
-            y = self._lane_y(index, number)
-            start_x = source.x + self.box_width if index == source.line else 2.0
-            end_x = end.x if index == end.line else self.picture.width - 2
-            if index == source.line:
-                self.picture.path(self._bend(start_x, self._middle(number), start_x + 16, y), style)
-                start_x += 16
-            self.picture.line(start_x, y, end_x - (16 if index == end.line else 0), y, style)
+        last = max(users, key=lambda user: user.column)
+        style, right = box.style_to(last), box.x + self.box_width
+        for index in range(box.line, last.line + 1):
+            y = self.lines[index].lane_y(box)
+            start_x, end_x = 2.0, self.picture.width - 2
+            if index == box.line:
+                start_x = right + 16
+                self.picture.path(_bend(right, box.middle, start_x, y), style)
+            if index == last.line:
+                end_x = last.x - 16
+            self.picture.line(start_x, y, end_x, y, style)
         for user in users:
-            target = self.columns[self.column_of[user]]
-            y, middle = self._lane_y(target.line, number), self._middle(user)
-            style = self._edge_style(number, user)
-            self.picture.path(self._bend(target.x - 16, y, target.x - 5, middle), style)
-            self._arrow_head(target.x, middle, style)
-
-    def _lane_y(self, line: int, number: int) -> float:
-        return self.lines[line].top - 4 - _LANE * self.lines[line].lanes[number]
+            self._curve(user.x - 16, self.lines[user.line].lane_y(box), user.x, user.middle, box.style_to(user))
 
     def _curve(self, x: float, y: float, end_x: float, end_y: float, style: str) -> None:
-        self.picture.path(self._bend(x, y, end_x - 5, end_y), style)
-        self._arrow_head(end_x, end_y, style)
-
-    def _arrow_head(self, x: float, y: float, style: str) -> None:
-        head = "border-head" if style == "border" else "head"
-        self.picture.path(f"M{x:.1f},{y:.1f} l-6,-3.5 v7 Z", head)
-
-    @staticmethod
-    def _bend(x: float, y: float, end_x: float, end_y: float) -> str:
-        if y == end_y:
-            return f"M{x:.1f},{y:.1f} H{end_x:.1f}"
-        half = (x + end_x) / 2
-        return f"M{x:.1f},{y:.1f} C{half:.1f},{y:.1f} {half:.1f},{end_y:.1f} {end_x:.1f},{end_y:.1f}"
+        """Draw a line with an arrow head at its end."""
+        self.picture.path(_bend(x, y, end_x - 5, end_y), style)
+        self.picture.path(f"M{end_x:.1f},{end_y:.1f} l-6,-3.5 v7 Z", "border-head" if style == "border" else "head")
 
     def _draw_borders(self) -> None:
         """Write at each border of stages how many bytes of activations cross it, for one minibatch."""
         sizes = self._border_bytes()
-        for before, column in zip(self.columns, self.columns[1:], strict=False):
-            if before.stage != column.stage and before.line == column.line:
-                label = format_bytes(sizes[before.stage])
-                centre = (before.x + self.box_width + column.x) / 2
-                line = self.lines[column.line]
-                self.picture.text(centre, line.bottom + 2, label, "accent small", anchor="middle")
+        for (before, *_), (box, *_) in pairwise(self.columns):
+            if before.block.stage != box.block.stage and before.line == box.line:
+                label = format_bytes(sizes[before.block.stage])
+                centre = (before.x + self.box_width + box.x) / 2
+                self.picture.text(centre, self.lines[box.line].bottom + 2, label, "accent small", anchor="middle")
 
     def _border_bytes(self) -> list[int]:
         """Return for each stage the bytes that it, and those before it, send to later stages."""
         profile = self.profile.sent_as(self.plan.wire_dtype)
-        stage_of = {name: block.stage for block in self.blocks for name in block.nodes}
+        stage_of = {name: box.block.stage for box in self.boxes for name in box.block.nodes}
         sizes = [0] * len(self.plan.stages)
-        for name, users in self.profile.graph.consumers.items():
-            is_input = self.profile.by_name[name].op == "input"
-            last = max((stage_of[user] for user in users if not is_input), default=stage_of[name])
-            for stage in range(stage_of[name], last):
-                sizes[stage] += profile.sent_bytes(name)[0]
+        for name, users in profile.graph.consumers.items():
+            if profile.by_name[name].op != "input":
+                for stage in range(stage_of[name], max((stage_of[user] for user in users), default=0)):
+                    sizes[stage] += profile.sent_bytes(name)[0]
         return sizes
 
 
-def _columns_of(blocks: Sequence[ModuleBlock], users_of: Sequence[Sequence[int]]) -> list[int]:
-    """Return the column of each block: after all that it takes, and after all of the stages before.
+def _bend(x: float, y: float, end_x: float, end_y: float) -> str:
+    if y == end_y:
+        return f"M{x:.1f},{y:.1f} H{end_x:.1f}"
+    half = (x + end_x) / 2
+    return f"M{x:.1f},{y:.1f} C{half:.1f},{y:.1f} {half:.1f},{end_y:.1f} {end_x:.1f},{end_y:.1f}"
+
+
+def _boxes(blocks: Sequence[ModuleBlock]) -> list[_Box]:
+    """Return a box for each block, in a column after all that it takes, and after all of the stages before.
 
     What takes nothing, such as a target, stands just before its first user.
     """
-    columns, first, end = [0] * len(blocks), 0, 0
-    for number, block in enumerate(blocks):
-        if number and block.stage != blocks[number - 1].stage:
+    boxes: list[_Box] = []
+    first = end = 0
+    for block in blocks:
+        if boxes and block.stage != boxes[-1].block.stage:
             first = end
-        columns[number] = max((columns[source] + 1 for source in block.inputs), default=first)
-        columns[number] = max(columns[number], first)
-        end = max(end, columns[number] + 1)
-    for number, (block, users) in enumerate(zip(blocks, users_of, strict=True)):
-        if not block.inputs and users and all(blocks[user].stage == block.stage for user in users):
-            columns[number] = max(columns[number], min(columns[user] for user in users) - 1)
-    return columns
+        sources = [boxes[source] for source in block.inputs]
+        box = _Box(block, max([first, *(source.column + 1 for source in sources)]))
+        for source in sources:
+            source.users.append(box)
+        boxes.append(box)
+        end = max(end, box.column + 1)
+    for box in boxes:
+        if not box.block.inputs and box.users and all(user.block.stage == box.block.stage for user in box.users):
+            box.column = max(box.column, min(user.column for user in box.users) - 1)
+    return boxes
 
 
 def dot(plan: Plan, profile: Profile) -> str:
@@ -367,17 +355,15 @@ def _stages_of(profile: Profile, stages: Sequence[Collection[str]]) -> dict[str,
 def _opened(profile: Profile, groups: list[_Group], most: int) -> list[_Group]:
     """Open the costliest group, again and again, that still fits."""
     groups, closed = [*groups], set[_Group]()
-    while True:
-        candidates = [group for group in groups if len(group.atoms) > 1 and group not in closed]
-        if not candidates:
-            return groups
+    while candidates := [group for group in groups if len(group.atoms) > 1 and group not in closed]:
         costliest = max(candidates, key=lambda group: _seconds(profile, group.names))
         parts = _parts(profile.graph, costliest)
-        position = groups.index(costliest)
-        if len(groups) - 1 + len(parts) <= most:
-            groups[position : position + 1] = parts
-        else:
+        if len(groups) - 1 + len(parts) > most:
             closed.add(costliest)
+        else:
+            position = groups.index(costliest)
+            groups[position : position + 1] = parts
+    return groups
 
 
 def _parts(graph: Graph, group: _Group) -> list[_Group]:
@@ -404,16 +390,16 @@ def _atoms(profile: Profile, stage_of: dict[str, int]) -> list[tuple[str, ...]]:
     graph, first_of = profile.graph, dict[str, str]()
     atoms: dict[str, list[str]] = {}
     for name, inputs in graph.inputs.items():
-        before = inputs[0] if len(set(inputs)) == 1 else None
+        before = inputs[0] if len(set(inputs)) == 1 else ""
         joins = (
-            before is not None
+            before
             and not profile.by_name[name].parameter_bytes
             and profile.by_name[before].op != "input"
             and len(graph.consumers[before]) == 1
             and stage_of[before] == stage_of[name]
             and _path(graph, before)[:-1] == _path(graph, name)[:-1]
         )
-        first_of[name] = first_of[before] if joins and before is not None else name
+        first_of[name] = first_of[before] if joins else name
         atoms.setdefault(first_of[name], []).append(name)
     return [tuple(names) for names in atoms.values()]
 
@@ -429,12 +415,8 @@ def _blocks(profile: Profile, stage_of: dict[str, int], groups: Sequence[_Group]
         more = f" +{len(names) - 1}" if len(names) > 1 else ""
         costliest = max((profile.by_name[name] for name in names), key=_cost)
         path = ".".join(_common_path(profile.graph, names))
-        of_module = profile.graph.members.get(path, set[str]())
-        is_module = (
-            len(names) > 1
-            and bool(path)
-            and all(name in names for name in of_module if stage_of[name] == stage_of[names[0]])
-        )
+        of_module = {name for name in profile.graph.members.get(path, ()) if stage_of[name] == stage_of[names[0]]}
+        is_module = len(names) > 1 and 0 < len(of_module) == len(of_module.intersection(names))
         blocks.append(
             ModuleBlock(
                 name=path if is_module else costliest.name,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -22,17 +22,17 @@ from pdtool.artifacts.metrics import ValidationLine
 from pdtool.artifacts.plan import Plan, Why
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Emulation, Report
-from pdtool.artifacts.run_dir import RunPhase, RunRecord
+from pdtool.artifacts.run_dir import RunRecord
 from pdtool.errors import PdtoolError, printable
 from pdtool.planner.choice.comparison import Simulation, simulated_for_report
-from pdtool.reports.chart import gain_chart
+from pdtool.reports.chart import curve_chart, gain_chart
 from pdtool.reports.figures import (
     Bar,
     emulation_bars,
     measured_bar,
     measured_group,
     memory_bars,
-    metric_charts,
+    metric_curves,
     predicted_bar,
     rival_bars,
     simulated_group,
@@ -68,9 +68,9 @@ class Subject:
     missing: str = ""
 
     @property
-    def digests(self) -> tuple[str, ...]:
-        """What the predictions depend on; empty where there is no plan or profile."""
-        return (self.plan.plan_sha256, self.profile.content_sha256) if self.plan and self.profile else ()
+    def digest(self) -> str:
+        """Digests of what the predictions depend on; "" where there is no plan or profile."""
+        return f"{self.plan.plan_sha256} {self.profile.content_sha256}" if self.plan and self.profile else ""
 
 
 class PageFigure(NamedTuple):
@@ -90,10 +90,8 @@ def page(subjects: Sequence[Subject], simulations: dict[str, Simulation]) -> str
     Raises:
         PdtoolError: a plan cannot be simulated.
     """
-    views: list[SubjectView] = []
-    for subject in subjects:
-        is_repeated = any(subject.digests and view.subject.digests == subject.digests for view in views)
-        views.append(SubjectView(subject, simulations, is_repeated=is_repeated))
+    digests = [subject.digest for subject in subjects]
+    views = [SubjectView(s, simulations, is_repeated=s.digest in digests[:i]) for i, s in enumerate(subjects)]
     figures = [figure for figures_of in FIGURES for figure in figures_of(views)]
     template = _environment().get_template("page.html.j2")
     return template.render(
@@ -110,7 +108,7 @@ def page(subjects: Sequence[Subject], simulations: dict[str, Simulation]) -> str
 
 def is_unfinished(subject: Subject) -> bool:
     """Whether a run goes on."""
-    return subject.run is not None and subject.run.phase is RunPhase.RUNNING
+    return subject.run is not None and subject.run.is_running
 
 
 @cache
@@ -151,31 +149,28 @@ class SubjectView:
     """What there is to show of one subject.
 
     Args:
-        simulations: of plans that were simulated already.
+        simulations: of plans that were simulated already; a new one is put into it.
         is_repeated: whether the plan was drawn for another subject already.
+
+    Attributes:
+        simulated: what simulations say; None where there is no plan, or the plan of a run cannot be simulated.
+
+    Raises:
+        PdtoolError: a plan cannot be simulated.
     """
 
     def __init__(self, subject: Subject, simulations: dict[str, Simulation], *, is_repeated: bool) -> None:
         self.subject, self.plan, self.profile, self.run = subject, subject.plan, subject.profile, subject.run
         self.emulation, self.report = subject.emulation, subject.run.report if subject.run else None
-        self.simulations, self.is_repeated = simulations, is_repeated
-        self._why_not_simulated = ""
-
-    @cached_property
-    def simulated(self) -> Simulation | None:
-        """What simulations say; None where there is no plan, or the plan of a run cannot be simulated."""
-        if not self.plan or not self.profile:
-            return None
-        key = " ".join(self.subject.digests)
-        try:
-            if key not in self.simulations:
-                self.simulations[key] = simulated_for_report(self.plan, self.profile)
-            return self.simulations[key]
-        except PdtoolError as error:
-            if not self.run:
-                raise
-            self._why_not_simulated = f"the plan cannot be simulated: {error}"
-            return None
+        self.is_repeated, self.missing = is_repeated, [subject.missing] if subject.missing else []
+        self.simulated = simulations.get(subject.digest)
+        if self.plan and self.profile and not self.simulated:
+            try:
+                self.simulated = simulations[subject.digest] = simulated_for_report(self.plan, self.profile)
+            except PdtoolError as error:
+                if not self.run:
+                    raise
+                self.missing.append(f"the plan cannot be simulated: {error}")
 
     @property
     def time_s(self) -> float:
@@ -202,8 +197,7 @@ class SubjectView:
     @property
     def notes(self) -> list[str]:
         """What is missing, and what a reader has to know of the figures."""
-        _ = self.simulated
-        return [*filter(None, (self.subject.missing, self._why_not_simulated)), *_report_notes(self.report)]
+        return [*self.missing, *_report_notes(self.report)]
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -256,8 +250,7 @@ class SubjectView:
         if self.run and self.report:
             length_s = self._measured_length_s(self.report, predicted)
             title = f"{of}measured, as the last epoch began"
-            group = measured_group(self.run.workers, self.report.schedule, length_s, title)
-            if group:
+            if group := measured_group(self.run.workers, self.report.schedule, length_s, title):
                 yield group
 
     def _measured_length_s(self, report: Report, predicted: TimelineGroup | None) -> float:
@@ -286,7 +279,7 @@ class SubjectView:
     def _run_facts(self) -> Iterator[tuple[str, str]]:
         if not self.run:
             return
-        yield "run", str(self.run.phase)
+        yield "run", self.run.phase
         if report := self.report:
             yield "per minibatch", format_seconds(report.measured.bottleneck_s)
             yield "samples/s", f"{report.throughput_samples_per_s:,.0f}"
@@ -331,7 +324,10 @@ def _of(view: SubjectView, views: Sequence[SubjectView]) -> str:
 
 def _training(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
     runs = [(view.subject.name, view.run.metrics) for view in views if view.run and view.run.metrics]
-    charts = [pictures(chart.draw, HALF) for chart in metric_charts(runs)]
+    charts = [
+        pictures(partial(curve_chart, curves, title=title, below="updates"), HALF)
+        for title, curves in metric_curves(runs).items()
+    ]
     if charts:
         yield PageFigure("Training", "", _html("charts", charts))
 
@@ -358,10 +354,8 @@ def _stages(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
 
 
 def _differences(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
-    columns = []
-    for view in views:
-        if view.report and (parts := differences(view.report)):
-            columns.append((view.title, _html("differences", parts)))
+    reports = [(view.title, differences(view.report)) for view in views if view.report]
+    columns = [(title, _html("differences", parts)) for title, parts in reports if parts]
     if columns:
         about = "At the busiest stage, per minibatch, what took longer or shorter than predicted."
         yield PageFigure("Why measured differs from predicted", about, _html("columns", columns))

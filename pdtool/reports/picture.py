@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -92,6 +92,26 @@ class Picture:
         self._parts.append(f'<text x="{x:.1f}" y="{y:.1f}"{attributes}>{escaped(text)}</text>')
         self._reach(y + 4)
 
+    def legend(self, entries: Iterable[tuple[str, str]], y: float, *, is_of_lines: bool = False) -> float:
+        """Write (style, label) of each entry behind a box or a line, in as many rows as they take.
+
+        Returns:
+            the baseline of the last row.
+        """
+        x, baseline, swatch = 0.0, y + 12, 14 if is_of_lines else 10
+        for style, label in entries:
+            label = fitted(label, self.width - 30, SMALL)
+            needed = swatch + 6 + text_width(label, SMALL)
+            if x + needed > self.width:
+                x, baseline = 0.0, baseline + 16
+            if is_of_lines:
+                self.line(x, baseline - 4, x + swatch, baseline - 4, style)
+            else:
+                self.box(x, baseline - 9, swatch, 10, style, radius=2)
+            self.text(x + swatch + 5, baseline, label, "soft small")
+            x += needed + 14
+        return baseline
+
     def inline(self) -> str:
         """Return the drawing for a page that has the stylesheet."""
         return self._svg("", [])
@@ -173,6 +193,6 @@ def time_labels(ticks: Sequence[float]) -> list[str]:
     return [f"{tick / scale:g} {unit}" if tick else "0" for tick in ticks]
 
 
-def number_labels(ticks: Sequence[float]) -> list[str]:
-    """Write numbers shortly: `0.05`, `20`, `1e-05`, `20,000`."""
-    return [f"{tick:,.0f}" if 1000 <= abs(tick) < 1e7 else f"{tick:.6g}" for tick in ticks]
+def number_label(tick: float) -> str:
+    """Write a number shortly: `0.05`, `20`, `1e-05`, `20,000`."""
+    return f"{tick:,.0f}" if 1000 <= abs(tick) < 1e7 else f"{tick:.6g}"

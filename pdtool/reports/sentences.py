@@ -7,7 +7,7 @@ import re
 from pdtool.artifacts.plan import Plan, Predicted
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
-from pdtool.artifacts.run_dir import RunPhase, RunRecord
+from pdtool.artifacts.run_dir import RunRecord
 from pdtool.reports.slowness import busiest_stage
 from pdtool.units import format_bits_rate, format_seconds
 
@@ -53,7 +53,7 @@ def run_sentence(run: RunRecord, plan: Plan | None) -> str:
     epoch = max((line.epoch for line in run.metrics), default=0)
     what = f"{plan.config} on {plan.workers} workers" if plan else "this run"
     loss = f", loss {run.metrics[-1].loss:.4g}" if run.metrics else ""
-    if run.phase is RunPhase.RUNNING:
+    if run.is_running:
         return f"{what} is training: epoch {epoch}{loss}" if run.metrics else f"{what} is starting"
     return f"{what} stopped in or after epoch {epoch}{loss}"
 

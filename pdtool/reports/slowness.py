@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pdtool.artifacts.plan import Predicted
 from pdtool.artifacts.report import Report
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
@@ -37,11 +38,13 @@ def differences(report: Report) -> list[ExtraTime]:
     if not predicted or not stages:
         return []
     number = busiest_stage(report)
-    stage, predicted_s = stages[number], _predicted_s(report)
+    stage, predicted_s = stages[number], predicted.time_s
     profiled_s = sum(predicted.compute_s[number :: len(stages)])  # of all its chunks
     parts = [
         ExtraTime("computing", stage.busy_s - profiled_s, _computing_cause(report, number, profiled_s)),
-        ExtraTime("waiting for other stages", stage.wait_s - (predicted_s - profiled_s), _waiting_cause(report)),
+        ExtraTime(
+            "waiting for other stages", stage.wait_s - (predicted_s - profiled_s), _waiting_cause(report, predicted)
+        ),
         ExtraTime("averaging gradients", stage.allreduce_s, "waits for replicas, which prediction counts as waiting"),
         ExtraTime("loading", stage.data_s, f"prediction leaves loading out; {_loading_remedy(report)}"),
         ExtraTime("between actions", stage.rest_s, "Python, and the system giving the core to others"),
@@ -57,12 +60,12 @@ def slowness_lines(report: Report) -> Iterator[str]:
     The difference is not explained, too, where its reason is known: workers that share cores, or torch.compile at work.
     """
     parts = differences(report)
-    slow_s = _SLOWER * _predicted_s(report) if parts else 0.0
+    predicted_s = report.predicted.time_s if report.predicted else 0.0
     measured_s = report.stages[busiest_stage(report)].time_s if parts else 0.0
-    if not parts or report.is_crowded or report.includes_compilation or measured_s < slow_s:
+    if not parts or report.is_crowded or report.includes_compilation or measured_s < _SLOWER * predicted_s:
         yield from _loading_limit(report)
         return
-    more_s = measured_s - _predicted_s(report)
+    more_s = measured_s - predicted_s
     yield f"a minibatch took {format_seconds(more_s)} more than predicted:"
     for part in parts:
         if part.more_s >= _LARGE_SHARE * more_s:
@@ -94,18 +97,11 @@ def busiest_stage(report: Report) -> int:
     return max(range(len(report.stages)), key=lambda s: report.stages[s].busy_s + report.stages[s].data_s)
 
 
-def _predicted_s(report: Report) -> float:
-    assert report.predicted
-    simulated_s = report.predicted.simulated_s
-    return report.predicted.bottleneck_s if simulated_s is None else simulated_s
-
-
-def _waiting_cause(report: Report) -> str:
+def _waiting_cause(report: Report, predicted: Predicted) -> str:
     """Name the link that all stages wait for, or say that another stage is slower."""
-    assert report.predicted
     measured_s, depth = max(stage.time_s for stage in report.stages), len(report.stages)
-    longest_s = max(sum(report.predicted.compute_s[s::depth]) for s in range(depth))  # less than all, with a flush
-    busy_s = _BUSY * min(1.0, longest_s / max(_predicted_s(report), 1e-12)) * measured_s
+    longest_s = max(sum(predicted.compute_s[s::depth]) for s in range(depth))  # less than all, with a flush
+    busy_s = _BUSY * min(1.0, longest_s / max(predicted.time_s, 1e-12)) * measured_s
     if depth < 2 or any(stage.time_s - stage.wait_s > busy_s for stage in report.stages):
         return "another stage, or the link to it, is slower"
     seen = ""

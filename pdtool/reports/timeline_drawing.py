@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from pdtool.artifacts.chrome_trace import TraceEvent
+from pdtool.artifacts.chrome_trace import TraceEvent, WorkerTrace
 from pdtool.reports.picture import AxisScale, Picture, fitted, stage_class, text_width, time_labels
 from pdtool.units import format_seconds
 
@@ -26,15 +26,6 @@ _MAX_ROWS = 24  # of a group; the other replicas are left out
 
 
 @dataclass(frozen=True)
-class WorkerRow:
-    """One worker, its stage, and what it did; times are on the clock of its group."""
-
-    worker: int
-    stage: int
-    events: Sequence[TraceEvent]
-
-
-@dataclass(frozen=True)
 class TimelineGroup:
     """Workers of one simulation or run, of which the time from `start_s` to `end_s` is drawn.
 
@@ -43,7 +34,7 @@ class TimelineGroup:
     """
 
     title: str
-    rows: Sequence[WorkerRow]
+    rows: Sequence[WorkerTrace]
     start_s: float
     end_s: float
     steady_s: float
@@ -53,7 +44,7 @@ class TimelineGroup:
         """The share of the workers' time, from `steady_s` on, in which they do not compute."""
         return 1 - sum(map(self.busy, self.rows)) / max(1, len(self.rows))
 
-    def busy(self, row: WorkerRow) -> float:
+    def busy(self, row: WorkerTrace) -> float:
         """Return the share of a worker's time, from `steady_s` on, in which it computes."""
         computing = (event for event in row.events if event.kind in COMPUTING)
         busy_s = sum(
@@ -73,27 +64,14 @@ def timeline_drawing(groups: Sequence[TimelineGroup], width: float, title: str =
     left, right = (52, 38) if is_narrow else (122, 52)
     length_s = max((group.end_s - group.start_s for group in groups), default=0.0) or 1.0
     scale = AxisScale(0.0, length_s, left, width - right)
-    y = _legend(picture, groups, 20 if title else 4)
+    kinds = {event.kind for group in groups for row in group.rows for event in row.events}
+    labels = ((kind, label) for kind, label in {**COMPUTING, **MESSAGES}.items() if kind in kinds)
+    y = picture.legend(labels, 20 if title else 4) + 8
     if title:
         picture.text(0, 13, fitted(title, width, 13), "title")
     for group in groups:
         y = _group(picture, group, scale, y)
     return picture
-
-
-def _legend(picture: Picture, groups: Sequence[TimelineGroup], y: float) -> float:
-    """Name the colours that occur, in as many lines as they take; return where the drawing goes on."""
-    kinds = {event.kind for group in groups for row in group.rows for event in row.events}
-    x, baseline = 0.0, y + 12
-    for kind, label in {**COMPUTING, **MESSAGES}.items():
-        if kind in kinds:
-            needed = 16 + text_width(label, 10.5)
-            if x + needed > picture.width:
-                x, baseline = 0.0, baseline + 16
-            picture.box(x, baseline - 9, 10, 10, kind, radius=2)
-            picture.text(x + 15, baseline, label, "soft small")
-            x += needed + 14
-    return baseline + 8
 
 
 def _group(picture: Picture, group: TimelineGroup, scale: AxisScale, y: float) -> float:
@@ -123,7 +101,7 @@ def _group(picture: Picture, group: TimelineGroup, scale: AxisScale, y: float) -
     return _time_axis(picture, scale, ticks, y)
 
 
-def _shown(rows: Sequence[WorkerRow]) -> list[WorkerRow]:
+def _shown(rows: Sequence[WorkerTrace]) -> list[WorkerTrace]:
     """Return all rows, or where they are too many the first replicas of each stage, in proportion."""
     share = min(1.0, _MAX_ROWS / max(1, len(rows)))
     shown = []
@@ -133,7 +111,7 @@ def _shown(rows: Sequence[WorkerRow]) -> list[WorkerRow]:
     return shown
 
 
-def _row(picture: Picture, group: TimelineGroup, row: WorkerRow, scale: AxisScale, y: float, end_x: float) -> None:
+def _row(picture: Picture, group: TimelineGroup, row: WorkerTrace, scale: AxisScale, y: float, end_x: float) -> None:
     """Draw one worker; what lies outside the group's time is cut off."""
     is_narrow = picture.width < _NARROW
     label = f"s{row.stage} w{row.worker}" if is_narrow else f"worker {row.worker}"

@@ -18,6 +18,7 @@ from conftest import NET
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pdtool.artifacts.metrics import read_metrics
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
@@ -178,7 +179,7 @@ def test_a_run_after_others_has_the_losses_of_a_fresh_one(folder, tmp_path_facto
             if name == "after others":
                 folder.pdtool(*TRAIN, "--straight", "--batch-size", "16", "--steps", "1", "--set", "width=6")
             folder.pdtool(*TRAIN, "--straight", "--batch-size", "8", "--steps", "2", "-o", "runs/last")
-            losses[name] = [line.loss for line in RunDir(Path("runs/last")).lines()]
+            losses[name] = [line.loss for line in read_metrics(RunDir(Path("runs/last")).metrics_file)]
     assert losses["after others"] == losses["fresh"]
 
 

@@ -54,7 +54,7 @@ def loaded(path: Path):
 
 def test_what_sleeps_has_the_times_and_bytes_of_the_profile(tmp_path):
     net, plan = net_and_plan()
-    written = write_sleeping_model(tmp_path, plan, net, Scaling(scale=4, slowdown=3), minibatches=10)
+    _, bundle = write_sleeping_model(tmp_path, plan, net, Scaling(scale=4, slowdown=3), minibatches=10)
     for s, nodes in enumerate(plan.stage_nodes(net)):
         segments = loaded(tmp_path / f"stage_{s}.py").__dict__[f"Stage{s}"].SEGMENTS.values()
         held = [net.by_name[name] for name in nodes]
@@ -64,7 +64,7 @@ def test_what_sleeps_has_the_times_and_bytes_of_the_profile(tmp_path):
         assert 4 * sum(segment.floats for segment in segments) == pytest.approx(
             sum(node.parameter_bytes for node in held) / 4, abs=4 * len(held)
         )
-    [_, crossing] = written.bundle.tensors
+    [_, crossing] = bundle.tensors
     assert (crossing.producer, crossing.consumers, crossing.gradient) == (0, (1,), True)
     assert 4 * crossing.sizes(1)[1] == 40_000 / 4
 
@@ -76,9 +76,9 @@ def test_a_skip_is_sent_to_every_stage_that_takes_it_and_tied_weights_stay_tied(
     fields = {name: getattr(net, name) for name in type(net).model_fields}
     net = Profile(**fields | {"nodes": (*net.nodes[:3], skipping), "shared": shared})
     plan = plan_of(net, [["x", "a0"], ["a1"], ["a2"]], [[0], [1], [2]], _CLUSTER)
-    written = write_sleeping_model(tmp_path, plan, net, Scaling(), minibatches=10)
-    assert [tensor.consumers for tensor in written.bundle.tensors] == [(0,), (1, 2), (2,)]
-    [tied] = written.bundle.tied
+    _, bundle = write_sleeping_model(tmp_path, plan, net, Scaling(), minibatches=10)
+    assert [tensor.consumers for tensor in bundle.tensors] == [(0,), (1, 2), (2,)]
+    [tied] = bundle.tied
     assert tied.stages == (0, 2)
     model = loaded(tmp_path / "model.py").model()
     first, last = (model.get_parameter(name) for name in tied.names)

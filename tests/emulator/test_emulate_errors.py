@@ -76,7 +76,8 @@ def test_minibatches_are_counted_with_the_schedule_of_the_workers_whose_tied_sta
 
 def test_the_report_of_an_emulation_compares_with_what_is_predicted_of_it(tmp_path):
     net, plan = net_and_plan()
-    slept = write_sleeping_model(tmp_path, plan, net, Scaling(scale=4, slowdown=3), minibatches=10).plan.predicted
+    sleeping, _ = write_sleeping_model(tmp_path, plan, net, Scaling(scale=4, slowdown=3), minibatches=10)
+    slept = sleeping.predicted
     assert slept.simulated_s == pytest.approx(3 * plan.predicted.simulated_s)
     assert slept.compute_s == pytest.approx([3 * time_s for time_s in plan.predicted.compute_s])
     assert slept.traffic_bytes == round(plan.predicted.traffic_bytes / 4)

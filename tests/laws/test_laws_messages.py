@@ -87,8 +87,8 @@ def test_a_model_that_sleeps_sends_as_many_bytes_as_the_plan_predicts(folder: Fo
     folder.write("model.py", MODEL)
     profile = pdtool.profile("model.py", batch_size=8, threads=1, device="cpu")
     plan = pdtool.partition(profile, topology="2", strategy="straight", wire_dtype="bf16")
-    files = write_sleeping_model(Path("sleeping"), plan, profile, Scaling(), minibatches=4)
-    routes = list_routes(list_edges(files.bundle, []), [[0], [1]], wire_dtype=files.plan.wire_dtype)
+    sleeping, bundle = write_sleeping_model(Path("sleeping"), plan, profile, Scaling(), minibatches=4)
+    routes = list_routes(list_edges(bundle, []), [[0], [1]], wire_dtype=sleeping.wire_dtype)
     sent = [torch.empty(part.shape, dtype=part.dtype).nbytes for route in routes for part in route.parts(1)]
     assert sum(sent) == plan.predicted.traffic_bytes
 

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pdtool
-from pdtool.artifacts.chrome_trace import TraceEvent, chrome_trace
+from pdtool.artifacts.chrome_trace import TraceEvent, WorkerTrace, chrome_trace
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.metrics import UpdateLine, ValidationLine
 from pdtool.artifacts.plan import Plan
@@ -36,13 +36,13 @@ from pdtool.planner.search.search import SearchOptions
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob
 from pdtool.reports.chart import Curve, curve_chart, gain_chart
-from pdtool.reports.figures import metric_charts, simulated_group
+from pdtool.reports.figures import metric_curves, simulated_group
 from pdtool.reports.graph_drawing import MAX_BLOCKS, graph_drawing, module_blocks
 from pdtool.reports.page import FIGURES, PageFigure, pictures
 from pdtool.reports.picture import FONT_SIZE, AxisScale, Picture, text_width, time_labels
 from pdtool.reports.sentences import gain_in_words
 from pdtool.reports.slowness import differences, slowness_lines
-from pdtool.reports.timeline_drawing import TimelineGroup, WorkerRow, timeline_drawing
+from pdtool.reports.timeline_drawing import TimelineGroup, timeline_drawing
 
 WIDTHS = (1120, 358)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -161,7 +161,7 @@ def test_a_timeline_of_many_workers_shows_some_of_each_stage(width):
 
 def test_idle_time_is_counted_once_the_pipeline_is_full():
     rows = [
-        WorkerRow(w, w, [TraceEvent("compute", f"{w}F{i}", "forward", w + i, 1.0 - w / 2) for i in range(10)])
+        WorkerTrace(w, w, [TraceEvent("compute", f"{w}F{i}", "forward", w + i, 1.0 - w / 2) for i in range(10)])
         for w in (0, 1)
     ]
     group = TimelineGroup("", rows, 0.0, 9.0, 1.0)
@@ -502,15 +502,15 @@ def test_figures_that_cannot_be_drawn_are_left_out():
         UpdateLine(epoch=1, step=2, loss=1e300),
         ValidationLine(epoch=1, step=2, loss=float("inf"), metrics={"accuracy": float("-inf")}),
     ]
-    assert metric_charts([("run", lines)]) == []
-    [chart] = metric_charts([("run", [*lines, UpdateLine(epoch=1, step=3, loss=0.5)])])
-    assert all(curve.points == [(3.0, 0.5)] for curve in chart.curves)
+    assert metric_curves([("run", lines)]) == {}
+    [curves] = metric_curves([("run", [*lines, UpdateLine(epoch=1, step=3, loss=0.5)])]).values()
+    assert all(curve.points == [(3.0, 0.5)] for curve in curves)
 
 
 def test_a_long_run_is_drawn_by_few_points():
     lines = [UpdateLine(epoch=1, step=i, loss=1.0 / (i + 1)) for i in range(20_000)]
-    [chart] = metric_charts([("run", lines)])
-    assert all(len(curve.points) <= 500 for curve in chart.curves)
+    [curves] = metric_curves([("run", lines)]).values()
+    assert all(len(curve.points) <= 500 for curve in curves)
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import samples
 
 from pdtool.artifacts.metrics import last_update
-from pdtool.artifacts.run_dir import RunDir, RunPhase, RunState
+from pdtool.artifacts.run_dir import RunDir, RunState
 from pdtool.cli.commands import show as reporting
 
 
@@ -52,7 +52,7 @@ def test_a_page_does_without_a_trace_of_impossible_numbers(event, run, folder):
 def test_no_file_of_a_run_is_waited_for(make, name, run):
     """Once: for ever for a FIFO, and all memory for a device."""
     make(run / name)
-    assert RunDir(run).read().phase is RunPhase.FINISHED
+    assert RunDir(run).read().phase == "finished"
     assert last_update(run / "metrics.jsonl") is None
 
 
