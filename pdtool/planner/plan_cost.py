@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +17,11 @@ from numpy.typing import NDArray
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import CostModelName, Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.planner.formulas import CostModel, Fractions, PipeDreamCostModel, fractions_by_class, members_of
+from pdtool.planner.formulas import COST_MODELS, CostModel, Fractions, fractions_by_class, members_of
 from pdtool.planner.placement import Placement
 from pdtool.planner.stage_costs import StageLoad, stage_edges, stage_loads, tied_bytes
 from pdtool.schedule import ExecutionConfig
 from pdtool.units import format_seconds
-
-COST_MODELS: tuple[CostModelName, ...] = get_args(CostModelName)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,18 +122,14 @@ class Evaluator:
         self, cluster: Cluster, execution: ExecutionConfig, pipeline_members: Sequence[int], copy_members: Sequence[int]
     ) -> CostModel:
         """Return the formulas for a pipeline whose copies each lie on `cluster`, see CostModel."""
-        fields = {
-            "cluster": cluster,
-            "execution": execution,
-            "pipeline_members": tuple(pipeline_members),
-            "copy_members": tuple(copy_members),
-            "optimizer_state_ratio": self.profile.optimizer_state_bytes,
-            "may_recompute": self.may_recompute,
-        }
-        if self.cost_model == "ours":
-            return CostModel(**fields)  # type: ignore[arg-type]
-        charges_activations = self.cost_model == "pipedream"
-        return PipeDreamCostModel(charges_activations=charges_activations, **fields)  # type: ignore[arg-type]
+        return COST_MODELS[self.cost_model](
+            cluster=cluster,
+            execution=execution,
+            pipeline_members=tuple(pipeline_members),
+            copy_members=tuple(copy_members),
+            optimizer_state_ratio=self.profile.optimizer_state_bytes,
+            may_recompute=self.may_recompute,
+        )
 
     def model_of(self, workers: Sequence[Sequence[int]], execution: ExecutionConfig) -> CostModel:
         """Return the formulas for a pipeline on these workers of each stage."""
@@ -240,13 +233,8 @@ def _transfers_s(model: CostModel, loads: Sequence[StageLoad], placement: Placem
     replicas = placement.replicas_per_copy
     transfers_s = []
     for s in range(1, len(loads)):
-        s_per_byte = model.border_s_per_byte(
-            fractions[s - 1],
-            fractions[s],
-            replicas_before=replicas[s - 1],
-            replicas_after=replicas[s],
-            is_before_first=s == 1,
-        )
+        both = replicas[s - 1], replicas[s]
+        s_per_byte = model.border_s_per_byte(fractions[s - 1], fractions[s], both, s == 1)
         transfers_s.append(float(model.border_s(model.border_bytes(loads[s]), s_per_byte.max())))
     return transfers_s
 

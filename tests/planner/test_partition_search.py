@@ -13,7 +13,8 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Node
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.planner.choice.make_plan import make_plan, refresh
-from pdtool.planner.plan_cost import COST_MODELS, Evaluator
+from pdtool.planner.formulas import COST_MODELS
+from pdtool.planner.plan_cost import Evaluator
 from pdtool.planner.search.cuts import SearchSpace, find_cuts
 from pdtool.planner.search.dynamic_programming import DynamicProgram
 from pdtool.planner.search.search import PlanSearch, SearchOptions

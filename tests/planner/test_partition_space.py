@@ -8,7 +8,7 @@ from graphs import chain, profile_of, random_profile
 
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.profile import Node
-from pdtool.planner.plan_cost import COST_MODELS
+from pdtool.planner.formulas import COST_MODELS
 from pdtool.planner.search.cuts import SearchSpace, find_cuts
 from pdtool.planner.search.search import PlanSearch, SearchOptions
 from pdtool.planner.stage_costs import stage_loads

@@ -311,14 +311,10 @@ class DynamicProgram:
             after = fractions_on_members(cluster, (a <= worker) & (worker < a + r))
             for depth, below in enumerate(cluster.below):
                 before[depth], after[depth] = _busiest_members(before[depth], after[depth], a // below)
-            s_per_byte[place, 1:, 1:] = self.model.border_s_per_byte(
-                before,
-                after,
-                replicas_before=q[..., 0],
-                replicas_after=r[..., 0],
-                # where that matters, the period is the whole cluster and `place` the worker itself
-                is_before_first=q[..., 0] == place,
-            )
+            # `place` is the worker itself where it matters which stage is the first: the period is the whole cluster
+            is_before_first = q[..., 0] == place
+            replicas = q[..., 0], r[..., 0]
+            s_per_byte[place, 1:, 1:] = self.model.border_s_per_byte(before, after, replicas, is_before_first)
         return s_per_byte
 
     @property
