@@ -116,7 +116,8 @@ class Planner:
 
     def baselines(self, search: PlanSearch, optimum: Candidate) -> list[Baseline]:
         """Return the baselines that go with the candidates, of which `optimum` is the fastest."""
-        return list(baselines(search, ExecutionConfig())) if self.strategy.is_for_speed else []
+        execution = optimum.placement.execution if self.strategy.is_own else ExecutionConfig()
+        return list(baselines(search, execution)) if self.strategy.is_for_speed else []
 
     def choose(self, search: PlanSearch, candidates: Sequence[Candidate], named: Sequence[Baseline]) -> Selected:
         """Return the candidate that is simulated fastest, of the same ones the first; the first by the formulas where
@@ -132,19 +133,6 @@ class Planner:
                 if time_s is not None and (chosen.simulated_s is None or time_s < chosen.simulated_s):
                     chosen = Selected(candidate, time_s, time_s)
         return chosen
-
-    def baseline(self, search: PlanSearch, execution: ExecutionConfig, straight: Candidate | None) -> Candidate | None:
-        """Return the plan of the strategy that every plan is compared with, which takes no further search; None: there
-        is none.
-
-        Args:
-            execution: of the plans that it is compared with.
-            straight: the fastest straight pipeline, whose stages it has here.
-        """
-        if straight is None:
-            return None
-        own = self.options(PartitionOptions(), search.workers).executions[0]
-        return search.evaluator.place(straight.placement.stages, straight.placement.workers, own)
 
     def title(self, placement: Placement) -> str:
         """`data parallelism (16)`; `GPipe (6 stages, 16 microbatches)`."""
@@ -236,9 +224,6 @@ class Planner:
 class _OwnPlanner(Planner):
     """PipeDream's own: chosen by simulation from a shortlist, with borders between modules."""
 
-    def baselines(self, search: PlanSearch, optimum: Candidate) -> list[Baseline]:
-        return list(baselines(search, optimum.placement.execution))
-
     def choose(self, search: PlanSearch, candidates: Sequence[Candidate], named: Sequence[Baseline]) -> Selected:
         options, execution = search.options, replace(candidates[0].placement.execution, copies=1)
         alike = [plan for _, plan in named if plan.placement.execution == execution]
@@ -282,18 +267,10 @@ class _OwnPlanner(Planner):
         return super()._why_slower(search, rival, chosen)
 
 
-class _StraightPlanner(_OwnPlanner):
-    def baseline(self, search: PlanSearch, execution: ExecutionConfig, straight: Candidate | None) -> Candidate | None:
-        return straight
-
-
 class _DataParallelPlanner(Planner):
     def candidates(self, search: PlanSearch) -> list[Candidate]:
         plan = search.evaluator.data_parallel(search.workers, search.options.executions[0])
         return [plan] if search.evaluator.fits(plan) else []
-
-    def baseline(self, search: PlanSearch, execution: ExecutionConfig, straight: Candidate | None) -> Candidate | None:
-        return search.evaluator.data_parallel(search.workers, execution)
 
 
 class _ModelParallelPlanner(Planner):
@@ -396,7 +373,7 @@ PLANNERS = {
     for name, planner in {
         "auto": _OwnPlanner,
         "pipeline": _OwnPlanner,
-        "straight": _StraightPlanner,
+        "straight": _OwnPlanner,
         "data-parallel": _DataParallelPlanner,
         "model-parallel": _ModelParallelPlanner,
         "gpipe": _GPipePlanner,
@@ -423,9 +400,14 @@ def baselines(search: PlanSearch, execution: ExecutionConfig) -> Iterator[Baseli
     plans of their kind are the candidates of their planners.
     """
     execution = replace(execution, copies=1)
-    straight = _straight_pipeline(search, execution)
-    for planner in map(PLANNERS.__getitem__, BASELINES):
-        if plan := planner.baseline(search, execution, straight):
+    data_parallel, *on_straight_stages = map(PLANNERS.__getitem__, BASELINES)
+    plan = search.evaluator.data_parallel(search.workers, execution)
+    yield data_parallel.title(plan.placement), plan
+    if straight := _straight_pipeline(search, execution):
+        stages, workers = straight.placement.stages, straight.placement.workers
+        for planner in on_straight_stages:
+            own = planner.options(PartitionOptions(), search.workers).executions[0]
+            plan = straight if planner.strategy.is_own else search.evaluator.place(stages, workers, own)
             yield planner.title(plan.placement), plan
     yield "one worker", search.evaluator.data_parallel(1, execution)
 
