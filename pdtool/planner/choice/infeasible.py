@@ -17,7 +17,7 @@ _MAX_WORKERS = 64  # that are proposed
 
 def explain_infeasible(search: PlanSearch) -> NoPlanError:
     """Return the error that says why there is no plan, and what would help."""
-    options, max_stages = search.options, search.whole_space.cuts.max_stages
+    options, max_stages = search.options, search.whole_space.max_stages
     if options.straight and search.workers > max_stages:
         return NoPlanError(
             f"a straight pipeline on {search.workers} workers needs {search.workers} stages, but the model can be cut "

@@ -89,7 +89,7 @@ class Planner:
         """Return the search options for the best plan of the strategy on a cluster, to compare `plan` with it."""
         workers = None
         if self.strategy.is_straight:
-            max_stages = PlanSearch(profile, cluster, SearchOptions()).whole_space.cuts.max_stages
+            max_stages = PlanSearch(profile, cluster, SearchOptions()).whole_space.max_stages
             workers = min(cluster.workers, max_stages, MAX_WORKERS_PER_COPY)
         return self.options(PartitionOptions(workers=workers), cluster.workers)
 
@@ -100,7 +100,7 @@ class Planner:
             NoPlanError: the model cannot be cut into as many stages as the strategy has; or asynchronous data
                 parallelism does not fit.
         """
-        options, max_stages = search.options, search.whole_space.cuts.max_stages
+        options, max_stages = search.options, search.whole_space.max_stages
         if max_stages < options.min_stages:
             asked, remedy = f"--strategy {options.strategy}", "use --strategy data-parallel"
             if options.replicas:
@@ -416,7 +416,7 @@ def _straight_pipeline(search: PlanSearch, execution: ExecutionConfig) -> Candid
     """Return the fastest pipeline of one worker a stage on as many workers as the model can be cut for; None: none
     fits."""
     max_stages = search.options.max_stages or search.workers
-    depth = min(search.workers, search.whole_space.cuts.max_stages, max_stages, MAX_WORKERS_PER_COPY)
+    depth = min(search.workers, search.whole_space.max_stages, max_stages, MAX_WORKERS_PER_COPY)
     layout_search = search.search_layout(Layout.whole(search.cluster, depth), execution, straight=True)
     fastest = layout_search.fastest
     is_possible = depth > 1 and fastest.time_per_minibatch_s < float("inf")

@@ -33,7 +33,7 @@ from itertools import accumulate
 import numpy as np
 
 from pdtool.planner.formulas import TOLERANCE, CostModel, fractions_on_members, members_between
-from pdtool.planner.search.cuts import SearchSpace
+from pdtool.planner.search.cuts import CutSpace
 from pdtool.planner.stage_costs import Array, StageLoad
 
 
@@ -81,7 +81,7 @@ class DynamicProgram:
         values_by_count: V for at most 0, 1, ... stages, as far as they were asked for.
     """
 
-    space: SearchSpace
+    space: CutSpace
     model: CostModel
     workers: int
     replicas: tuple[int, ...] | None = None
@@ -130,7 +130,7 @@ class DynamicProgram:
         for remaining in range(1, stages + 1):
             values = np.full_like(tables[0], np.inf)
             stage = stages - remaining
-            rows = self.space.cuts.allowed_before(stage, stages) if stage else np.arange(len(values)) == 0
+            rows = self.space.allowed_before(stage, stages) if stage else np.arange(len(values)) == 0
             self._prepend_stages(tables[-1], values, rows)
             tables.append(values)
         return tables

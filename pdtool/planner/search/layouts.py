@@ -18,7 +18,7 @@ import numpy as np
 from pdtool.artifacts.cluster import Cluster
 from pdtool.planner.formulas import CostModel, members_between, members_of
 from pdtool.planner.plan_cost import Candidate, Evaluator
-from pdtool.planner.search.cuts import SearchSpace
+from pdtool.planner.search.cuts import CutSpace
 from pdtool.planner.search.dynamic_programming import DynamicProgram, StageSpan
 from pdtool.planner.stage_costs import Array
 from pdtool.schedule import ExecutionConfig
@@ -123,7 +123,7 @@ class LayoutSearch:
     """
 
     evaluator: Evaluator
-    space: SearchSpace
+    space: CutSpace
     layout: Layout
     execution: ExecutionConfig
     replicas: tuple[int, ...] | None = None
@@ -162,8 +162,8 @@ class LayoutSearch:
     @property
     def _counts_stages(self) -> bool:
         """Whether it matters how many stages a plan has."""
-        is_limited = self.max_stages < min(self.layout.workers, self.space.cuts.max_stages)
-        return is_limited or self.space.cuts.has_counted_pins
+        is_limited = self.max_stages < min(self.layout.workers, self.space.max_stages)
+        return is_limited or self.space.has_counted_pins
 
     @property
     def _stage_counts(self) -> Sequence[int]:
@@ -227,7 +227,7 @@ class LayoutSearch:
         return self._traced(program.trace(tables)) if np.isfinite(program.best(tables[-1])) else None
 
     def _tables(self, program: DynamicProgram, stages: int) -> list[Array]:
-        if self.space.cuts.has_counted_pins:
+        if self.space.has_counted_pins:
             return program.exactly(stages)
         if self.replicas:  # whatever uses all workers has these stages
             return [program.any_number_of_stages]
@@ -237,7 +237,7 @@ class LayoutSearch:
         layout, names = self.layout, self.evaluator.profile.graph.names
         stages = []
         for span in spans:
-            nodes = set(self.space.cuts.nodes(span.before, span.after))
+            nodes = set(self.space.nodes(span.before, span.after))
             stages.append([name for name in names if name in nodes])
         positions = [range(span.first_worker, span.first_worker + span.replicas) for span in spans]
         workers = [[layout.worker(c, p) for p in stage for c in range(layout.copies)] for stage in positions]
