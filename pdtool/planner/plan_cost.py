@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import CostModelName, Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.planner.formulas import COST_MODELS, CostModel, Fractions, fractions_by_class, members_of
+from pdtool.planner.formulas import COST_MODELS, CostModel, fractions_by_class, members_of
 from pdtool.planner.placement import Placement
 from pdtool.planner.stage_costs import StageLoad, stage_edges, stage_loads, tied_bytes
 from pdtool.schedule import ExecutionConfig
@@ -276,7 +276,12 @@ def link_times_s(evaluator: Evaluator, placement: Placement, loads: Sequence[Sta
     model = evaluator.model_of(placement.workers, placement.execution)
     workers, profile = placement.workers, evaluator.profile
     edges = stage_edges(profile, placement.stages)
-    sides = [_exchanging_replicas(model, workers[edge.source], workers[edge.destination]) for edge in edges]
+    sides = []
+    for edge in edges:
+        # minibatch i is at replica i mod r of both stages: the replicas whose numbers are alike modulo the greatest
+        # common divisor meet, all of them equally often
+        both = workers[edge.source], workers[edge.destination]
+        sides.append([fractions_by_class(model.cluster, numbers, math.gcd(*map(len, both))) for numbers in both])
     fractions = [fractions_by_class(model.cluster, numbers, 1) for numbers in workers]
     rings = _rings(model, placement, loads, tied_bytes(profile, placement.stages))
     times_s = []
@@ -305,15 +310,3 @@ def _rings(
             intervals[s] = math.lcm(*(placement.replicas[t] for t in stages))
     own = [((s,), load.parameter_bytes - load.tied_bytes, intervals[s]) for s, load in enumerate(loads)]
     return [*own, *((stages, size_bytes, intervals[stages[0]]) for stages, size_bytes in tied.items())]
-
-
-def _exchanging_replicas(
-    model: CostModel, source: Sequence[int], destination: Sequence[int]
-) -> tuple[Fractions, Fractions]:
-    """Fractions on members of the replicas of two stages, by class of those that exchange minibatches.
-
-    Minibatch i is at replica i mod r of both: replicas of n and m meet where their numbers are alike modulo the
-    greatest common divisor, all of them equally often.
-    """
-    classes = math.gcd(len(source), len(destination))
-    return fractions_by_class(model.cluster, source, classes), fractions_by_class(model.cluster, destination, classes)

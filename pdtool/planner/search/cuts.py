@@ -41,7 +41,7 @@ class CutSpace:
     pins: Sequence[Collection[int]]
     merged_operators: MergedOperators | None = None
     merged_free_blocks: int = 0
-    _coarser: dict[int, CutSpace] = field(default_factory=dict)
+    _coarser: dict[int, CutSpace] = field(default_factory=dict, init=False)
 
     @cached_property
     def contains(self) -> NDArray[np.bool_]:
@@ -170,7 +170,7 @@ def _dead_ends(
     that it takes a tensor from, or else the next, or the one before. Blocks with a pin stay where that says."""
     graph, pinned = profile.graph, profile.pin.keys()
     block_of = {name: b for b, block in enumerate(blocks) for name in block}
-    computing = [b for b, block in enumerate(blocks) if any(profile.by_name[n].op not in NOT_OPERATORS for n in block)]
+    computing = [b for b, block in enumerate(blocks) if _computes(profile, block)]
     for b in sorted({block_of[name] for name in ends}):
         if not pinned.isdisjoint(blocks[b]) or any(block_of[t] != b for n in blocks[b] for t in graph.consumers[n]):
             continue
@@ -180,6 +180,10 @@ def _dead_ends(
         neighbours = [*last_source, *(c for c in others if c > b), *reversed(others)]
         if neighbours:
             yield list(blocks[b]), neighbours[0]
+
+
+def _computes(profile: Profile, block: Sequence[str]) -> bool:
+    return any(profile.by_name[name].op not in NOT_OPERATORS for name in block)
 
 
 class _BlockGraph:
@@ -222,7 +226,7 @@ class _BlockGraph:
                     queue.append((larger, [c for c in ready if c != b] + now_ready))  # the loop comes to it too
             if len(cuts) > limit:
                 return None
-        computing = sum(1 << b for b, block in enumerate(self.members) if self._computes(block))
+        computing = sum(1 << b for b, block in enumerate(self.members) if _computes(self.profile, block))
         inner = [cut for cut in cuts if cut & computing and ~cut & computing]
         return [0, *sorted(inner, key=lambda cut: (cut.bit_count(), cut)), (1 << len(self.members)) - 1]
 
@@ -233,9 +237,6 @@ class _BlockGraph:
             if b in blocks or any(cut >> after & 1 for after in self.after[b]):
                 cut |= 1 << b
         return cut
-
-    def _computes(self, block: Sequence[str]) -> bool:
-        return any(self.profile.by_name[name].op not in NOT_OPERATORS for name in block)
 
     def without_free(self) -> _BlockGraph:
         """Merge the blocks that cost no time and hold no parameters with a neighbour, where no plan is lost but for a

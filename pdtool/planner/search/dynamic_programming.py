@@ -26,9 +26,10 @@ the slowest part; all but the loop over i is numpy.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, combinations, pairwise
 
 import numpy as np
 
@@ -77,6 +78,8 @@ class DynamicProgram:
         bound_s: plans that take longer per minibatch are not looked for.
         minimize_memory: minimise the largest memory of a stage instead, whatever the limit, and no time.
         min_stages: 2 leaves out the plan of one stage.
+
+    Attributes:
         candidates: for each cut but the last, from the last to the first, the stages that may begin there.
         values_by_count: V for at most 0, 1, ... stages, as far as they were asked for.
     """
@@ -88,8 +91,8 @@ class DynamicProgram:
     bound_s: float = np.inf
     minimize_memory: bool = False
     min_stages: int = 1
-    candidates: dict[int, _CandidateStages] = field(default_factory=dict)
-    values_by_count: list[Array] = field(default_factory=list)
+    candidates: dict[int, _CandidateStages] = field(default_factory=dict, init=False)
+    values_by_count: list[Array] = field(default_factory=list, init=False)
 
     @cached_property
     def any_number_of_stages(self) -> Array:
@@ -254,7 +257,7 @@ class DynamicProgram:
         """Slots (first worker, replicas), and the pairs of a slot and one of the `candidates` for the end of the stage
         that the bound allows."""
         work_s, (ends, load) = self.space.forward_backward_s, self.space.stages_from[i]
-        first, replicas = self._slots if i else self._first_slots
+        first, replicas = self._slots[bool(i)]
         after = self.workers - first - replicas
         is_last = ends[candidates] == len(work_s) - 1
         pairs = is_last[:, None] == (after == 0)
@@ -279,23 +282,17 @@ class DynamicProgram:
 
     @cached_property
     def _slots(self) -> tuple[Array, Array]:
-        """First worker and replicas of every stage but the first, ordered by first worker."""
-        return self._slots_from(range(1, self.workers))
-
-    @cached_property
-    def _first_slots(self) -> tuple[Array, Array]:
-        """Of every first stage."""
-        first, replicas = self._slots_from(range(1 if self.replicas else self.workers))
-        is_possible = np.isin(replicas, self.model.first_replicas or replicas)
-        return first[is_possible], replicas[is_possible]
-
-    def _slots_from(self, first_workers: range) -> tuple[Array, Array]:
-        pairs = [(a, r) for a in first_workers for r in range(1, self.workers - a + 1)]
+        """[2, slots] first worker and replicas of every stage that may be the first, and of every other one; ordered by
+        first worker."""
+        stages: Iterable[tuple[int, int]] = combinations(range(self.workers + 1), 2)
         if self.replicas:
-            stages = zip(accumulate(self.replicas, initial=0), self.replicas, strict=False)
-            pairs = [(first, replicas) for first, replicas in stages if first in first_workers]
-        first, replicas = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-        return first, replicas
+            stages = pairwise(accumulate(self.replicas, initial=0))
+        first, end = np.array([*stages], dtype=np.int64).T
+        slots = np.stack([first, end - first])
+        is_first_stage = np.isin(slots[1], self.model.first_replicas or slots[1])
+        if self.replicas:
+            is_first_stage &= first == 0
+        return slots[:, is_first_stage], slots[:, first > 0]
 
     @cached_property
     def _border(self) -> Array:

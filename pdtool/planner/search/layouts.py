@@ -140,17 +140,8 @@ class LayoutSearch:
     @cached_property
     def program(self) -> DynamicProgram:
         """The recurrence, solved as far as it was asked for."""
-        return self._program()
-
-    def _program(self, *, minimize_memory: bool = False) -> DynamicProgram:
         return DynamicProgram(
-            self.space,
-            self.model,
-            self.layout.workers,
-            self.replicas,
-            self.bound_s,
-            minimize_memory=minimize_memory,
-            min_stages=self.min_stages,
+            self.space, self.model, self.layout.workers, self.replicas, self.bound_s, min_stages=self.min_stages
         )
 
     @property
@@ -218,7 +209,7 @@ class LayoutSearch:
 
     def least_memory(self) -> Candidate | None:
         """Return the plan whose largest stage needs the least memory, whatever time it takes; None: there is none."""
-        program = self._program(minimize_memory=True)
+        program = replace(self.program, minimize_memory=True)
         if self._counts_stages:
             tables_by_count = (self._tables(program, stages) for stages in self._stage_counts)
             tables = min(tables_by_count, key=lambda tables: program.best(tables[-1]))
