@@ -277,8 +277,7 @@ class _GraphWriter:
                 self.nodes[op.outputs[index]] = pytree.key_get(fx.Proxy(result), path).node
 
     def _call(self, op: Operator) -> fx.Node:
-        arguments = self.run.resolved((op.args, op.kwargs), self.nodes)
-        args, kwargs = pytree.tree_map_only(Tensor, self._tensor, arguments)
+        args, kwargs = pytree.tree_map_only(Tensor, self._tensor, self.run.arguments(op, self.nodes))
         if op.target:
             return self.graph.call_function(op.target, args, kwargs)
         callee = self.run.callee(op)

@@ -58,7 +58,7 @@ class Executor:
         """Return the operator's own call with its arguments in place, so that nothing else is timed with it."""
         if op.branch:
             return partial(self._run_branch, op, environment)
-        args, kwargs = self.resolved((op.args, op.kwargs), environment)
+        args, kwargs = self.arguments(op, environment)
         return partial(self.callee(op), *args, **kwargs)
 
     def callee(self, op: Operator) -> Callable[..., Any]:
@@ -66,7 +66,7 @@ class Executor:
         call: Any = op.function.apply if op.function else op.target
         return self.traced.model.get_submodule(op.module) if call is None else call
 
-    def resolved(self, arguments: Any, environment: Mapping[Value, Any]) -> Any:
+    def arguments(self, op: Operator, environment: Mapping[Value, Any]) -> Any:
         """Return an operator's arguments with the model's tensors, and those of the environment, in place."""
 
         def resolve(argument: Any) -> Any:
@@ -82,7 +82,7 @@ class Executor:
                 return self.device
             return argument.to(self.device) if isinstance(argument, Tensor) else argument
 
-        return pytree.tree_map(resolve, arguments)
+        return pytree.tree_map(resolve, (op.args, op.kwargs))
 
     def _run_branch(self, op: Operator, environment: Mapping[Value, Tensor]) -> list[Tensor]:
         """Run what the operator consists of in training; what only evaluation computes is zeros."""

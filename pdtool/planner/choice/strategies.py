@@ -313,7 +313,7 @@ class _GPipePlanner(Planner):
             bound_s = optimum.time_per_minibatch_s * _MAX_SLOWDOWN
             for layout in search.layouts:
                 found = search.search_layout(layout, optimum.placement.execution, bound_s)
-                if found.is_promising and found.fastest.time_per_minibatch_s <= found.bound_s:
+                if found.fastest.time_per_minibatch_s <= found.bound_s:
                     candidates.append(found.candidate(found.fastest))
         return sorted(candidates, key=_time_s)
 

@@ -45,11 +45,10 @@ class Layout:
     workers: int
 
     @classmethod
-    def whole(cls, cluster: Cluster, workers: int | None = None) -> Layout:
-        """Return one copy on all of a cluster, or on its first workers."""
+    def whole(cls, cluster: Cluster, workers: int) -> Layout:
+        """Return one copy on the first workers of a cluster."""
         sizes = tuple(level.size for level in cluster.levels)
-        used = cluster.workers if workers is None else workers
-        return cls(cluster=cluster, sizes=sizes, grid=(1,) * len(sizes), workers=used)
+        return cls(cluster=cluster, sizes=sizes, grid=(1,) * len(sizes), workers=workers)
 
     @property
     def copies(self) -> int:
@@ -145,12 +144,6 @@ class LayoutSearch:
         )
 
     @property
-    def is_promising(self) -> bool:
-        """Whether there are workers enough to compute within the bound."""
-        work_s = float(self.space.forward_backward_s[-1])
-        return work_s / (self.layout.workers * self.layout.copies) <= self.bound_s
-
-    @property
     def _counts_stages(self) -> bool:
         """Whether it matters how many stages a plan has."""
         is_limited = self.max_stages < min(self.layout.workers, self.space.max_stages)
@@ -162,7 +155,11 @@ class LayoutSearch:
 
     @cached_property
     def fastest(self) -> Solution:
-        """The best of all `solutions`; without looking at each number of stages where nothing depends on it."""
+        """The best of all `solutions`; without looking at each number of stages where nothing depends on it, or at any
+        where there are too few workers to compute within the bound."""
+        work_s = float(self.space.forward_backward_s[-1])
+        if work_s / (self.layout.workers * self.layout.copies) > self.bound_s:
+            return Solution(np.inf, [])
         program = self.program
         unlimited = program.any_number_of_stages
         if not self.model.drains and not self._counts_stages:

@@ -211,7 +211,7 @@ class PlanSearch:
         slow_cluster = replace(self.cluster, levels=tuple(levels))
         for layout in self.layouts:
             search = self.search_layout(replace(layout, cluster=slow_cluster), execution, bound_s).coarser
-            if not search.is_promising or search.fastest.time_per_minibatch_s >= bound_s:
+            if search.fastest.time_per_minibatch_s >= bound_s:
                 continue
             best_s = bound_s
             for solution in (*islice(search.solutions(), _STAGE_COUNTS_LISTED), search.fastest):
@@ -233,13 +233,11 @@ class PlanSearch:
         best_s = min([self.bound_s, *(plan.time_per_minibatch_s for plan in self._data_parallel_plans)])
         pairs = [(layout, execution) for layout in self.layouts for execution in self.options.executions]
         for layout, execution in pairs:  # the small ones first: their bounds spare most of the work on the large ones
-            search = self.search_layout(layout, execution, best_s)
-            if search.is_promising:
-                best_s = min(best_s, search.rough_time_s())
+            best_s = min(best_s, self.search_layout(layout, execution, best_s).rough_time_s())
         searches = []
         for layout, execution in reversed(pairs):
             search = self.search_layout(layout, execution, best_s * (1 + self.options.simplest))
-            if search.is_promising and search.fastest.time_per_minibatch_s <= min(search.bound_s, _MAX_TIME_S):
+            if search.fastest.time_per_minibatch_s <= min(search.bound_s, _MAX_TIME_S):
                 searches.append(search)
                 best_s = min(best_s, search.fastest.time_per_minibatch_s)
         return searches
