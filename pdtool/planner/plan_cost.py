@@ -220,7 +220,7 @@ def _plan_cost(
         round_trip_s=() if model.execution.kind.flushes or not model.execution.is_pipelined else round_trip_s,
         memory_bytes=tuple(memory_bytes),
         searched_memory_bytes=tuple(int(model.memory_bytes(*args)) for args in memory),
-        traffic_bytes=_traffic_bytes(model, loads, placement, tied),
+        traffic_bytes=_traffic_bytes(loads, placement, tied),
         flush_factor=model.flush_factor(len(loads)),
         is_pipelined=model.execution.is_pipelined,
     )
@@ -239,13 +239,11 @@ def _transfers_s(model: CostModel, loads: Sequence[StageLoad], placement: Placem
     return transfers_s
 
 
-def _traffic_bytes(
-    model: CostModel, loads: Sequence[StageLoad], placement: Placement, tied: dict[tuple[int, ...], int]
-) -> int:
+def _traffic_bytes(loads: Sequence[StageLoad], placement: Placement, tied: dict[tuple[int, ...], int]) -> int:
     """Tensors once to each stage that takes them, gradients back, and 2 (n-1) P of a ring of n, once a round."""
     rings = [
         2 * (sum(len(placement.workers[s]) for s in stages) - 1) * size_bytes / interval
-        for stages, size_bytes, interval in _rings(model, placement, loads, tied)
+        for stages, size_bytes, interval in _rings(placement, loads, tied)
     ]
     return math.ceil(float(sum(load.received_bytes + load.returned_bytes for load in loads)) + sum(rings))
 
@@ -283,7 +281,7 @@ def link_times_s(evaluator: Evaluator, placement: Placement, loads: Sequence[Sta
         both = workers[edge.source], workers[edge.destination]
         sides.append([fractions_by_class(model.cluster, numbers, math.gcd(*map(len, both))) for numbers in both])
     fractions = [fractions_by_class(model.cluster, numbers, 1) for numbers in workers]
-    rings = _rings(model, placement, loads, tied_bytes(profile, placement.stages))
+    rings = _rings(placement, loads, tied_bytes(profile, placement.stages))
     times_s = []
     for depth, level in enumerate(model.cluster.levels):
         sent_bytes = np.zeros((2, fractions[0][depth].shape[-1]))  # out of each member, into it
@@ -300,13 +298,10 @@ def link_times_s(evaluator: Evaluator, placement: Placement, loads: Sequence[Sta
 
 
 def _rings(
-    model: CostModel, placement: Placement, loads: Sequence[StageLoad], tied: dict[tuple[int, ...], int]
+    placement: Placement, loads: Sequence[StageLoad], tied: dict[tuple[int, ...], int]
 ) -> list[tuple[Sequence[int], int, int]]:
     """(stages, bytes, minibatches in a round) of what is averaged: by the replicas of a stage what it alone holds, by
     those of several what they all hold; then they all update after the same number of minibatches."""
-    intervals = [model.update_interval(replicas) for replicas in placement.replicas_per_copy]
-    for stages in () if model.execution.kind.flushes else tied:
-        for s in stages:
-            intervals[s] = math.lcm(*(placement.replicas[t] for t in stages))
+    intervals = placement.shape(tied).update_every
     own = [((s,), load.parameter_bytes - load.tied_bytes, intervals[s]) for s, load in enumerate(loads)]
     return [*own, *((stages, size_bytes, intervals[stages[0]]) for stages, size_bytes in tied.items())]

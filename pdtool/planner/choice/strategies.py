@@ -191,9 +191,27 @@ class Planner:
 
     def _check_replicas(self, options: SearchOptions, cluster_workers: int) -> None:
         """Raise UsageError where no plan with these replicas goes with the other options, or lies on the cluster."""
-        raise UsageError(
-            f"--replicas {options.replicas_text:.80} together with --strategy {self.strategy.name}", "give one of them"
-        )
+        asked, workers, strategy = f"--replicas {options.replicas_text:.80}", sum(options.replicas or ()), self.strategy
+        if strategy.is_straight or not strategy.is_own:
+            raise UsageError(f"{asked} together with --strategy {strategy.name}", "give one of them")
+        if options.workers is not None:
+            raise UsageError(f"{asked} together with --workers {options.workers}", "leave --workers out")
+        kind = SCHEDULES.get(options.schedule)
+        if kind and kind.chunked:
+            allowed = ", ".join(name for name, kind in SCHEDULES.items() if not kind.chunked)
+            raise UsageError(f"{asked} together with --schedule {options.schedule}", f"choose of {allowed}")
+        if kind and kind.planned_as and kind.equal_replicas and len(set(options.replicas or ())) > 1:
+            remedy = f"give each stage as many, or take {kind.planned_as.name}"
+            raise UsageError(f"{asked} together with --schedule {kind.name}", remedy)
+        if options.min_stages < strategy.min_stages:
+            raise UsageError(f"{asked} is one stage", f"--strategy {strategy.name} has {strategy.min_stages} or more")
+        if workers > cluster_workers:
+            raise UsageError(
+                f"{asked} is on {workers} workers: the cluster has {cluster_workers}",
+                "give fewer replicas, or a larger --topology",
+            )
+        if workers > MAX_WORKERS_PER_COPY:
+            raise UsageError(f"{asked} is on {workers} workers", f"give at most {MAX_WORKERS_PER_COPY}")
 
     def _size_of_update(self, placement: Placement) -> str:
         return ""
@@ -231,29 +249,6 @@ class _OwnPlanner(Planner):
         if options.simplest and not options.straight and options.cost_model == "ours":
             selected = move_to_module_borders(search, selected)
         return selected
-
-    def _check_replicas(self, options: SearchOptions, cluster_workers: int) -> None:
-        asked, workers, strategy = f"--replicas {options.replicas_text:.80}", sum(options.replicas or ()), self.strategy
-        if strategy.is_straight:
-            super()._check_replicas(options, cluster_workers)
-        if options.workers is not None:
-            raise UsageError(f"{asked} together with --workers {options.workers}", "leave --workers out")
-        kind = SCHEDULES.get(options.schedule)
-        if kind and kind.chunked:
-            allowed = ", ".join(name for name, kind in SCHEDULES.items() if not kind.chunked)
-            raise UsageError(f"{asked} together with --schedule {options.schedule}", f"choose of {allowed}")
-        if kind and kind.planned_as and kind.equal_replicas and len(set(options.replicas or ())) > 1:
-            remedy = f"give each stage as many, or take {kind.planned_as.name}"
-            raise UsageError(f"{asked} together with --schedule {kind.name}", remedy)
-        if options.min_stages < strategy.min_stages:
-            raise UsageError(f"{asked} is one stage", f"--strategy {strategy.name} has {strategy.min_stages} or more")
-        if workers > cluster_workers:
-            raise UsageError(
-                f"{asked} is on {workers} workers: the cluster has {cluster_workers}",
-                "give fewer replicas, or a larger --topology",
-            )
-        if workers > MAX_WORKERS_PER_COPY:
-            raise UsageError(f"{asked} is on {workers} workers", f"give at most {MAX_WORKERS_PER_COPY}")
 
     def _is_asked_for(self, search: PlanSearch, rival: Candidate) -> bool:
         return not search.options.straight

@@ -69,11 +69,6 @@ class Layout:
             copy, position = copy // blocks, position // size
         return number
 
-    @property
-    def copy_members(self) -> list[int]:
-        """Members of each level that the copies lie on, one worker of each."""
-        return members_of(self.cluster, [self.worker(copy, 0) for copy in range(self.copies)])
-
 
 def layouts(cluster: Cluster, workers: int) -> list[Layout]:
     """Return all blocks and numbers of copies worth searching with at most `workers` workers, small blocks first.
@@ -133,8 +128,10 @@ class LayoutSearch:
     @cached_property
     def model(self) -> CostModel:
         """The formulas on this layout."""
-        pipeline_members = members_between(self.layout.block, 0, self.layout.workers)
-        return self.evaluator.model(self.layout.block, self.execution, pipeline_members, self.layout.copy_members)
+        layout = self.layout
+        pipeline_members = members_between(layout.block, 0, layout.workers)
+        copy_members = members_of(layout.cluster, [layout.worker(copy, 0) for copy in range(layout.copies)])
+        return self.evaluator.model(layout.block, self.execution, pipeline_members, copy_members)
 
     @cached_property
     def program(self) -> DynamicProgram:
