@@ -113,20 +113,15 @@ class AllReduceRing:
     Attributes:
         members: positions of their lists, in order of their numbers in the cluster: so the fewest links are crossed.
         buckets: parts of equal size, sent one after the other, each as soon as all members have it.
+        sent_bytes: by each member for one bucket (Patarasuk and Yuan, JPDC 2009).
         latency_s: of all the messages of one bucket, one after the other.
     """
 
     members: Sequence[int]
-    size_bytes: int
     buckets: int
+    sent_bytes: float
     links: Counter[Link]
     latency_s: float
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that each member sends for one bucket (Patarasuk and Yuan, JPDC 2009)."""
-        n = len(self.members)
-        return 2 * (n - 1) / n * self.size_bytes / self.buckets
 
 
 @dataclass
@@ -197,13 +192,13 @@ class GradientAllReduces:
         members = sorted({w for s in stages for w in positions[s]}, key=numbers.__getitem__)
         neighbours = zip(members, [*members[1:], members[0]], strict=True)
         paths = [self.network.path(numbers[a], numbers[b]) for a, b in neighbours]
-        message_s = max(latency_s for _, latency_s in paths)
+        message_s, messages = max(latency_s for _, latency_s in paths), 2 * (len(members) - 1)
         return AllReduceRing(
             members=members,
-            size_bytes=size_bytes,
             buckets=buckets,
+            sent_bytes=messages / len(members) * size_bytes / buckets,
             links=Counter(link for links, _ in paths for link in links),
-            latency_s=2 * (len(members) - 1) * message_s * (size_bytes > 0),
+            latency_s=messages * message_s * (size_bytes > 0),
         )
 
     def _round(self, averaged: Averaged, number: int) -> AllReduceRound:
