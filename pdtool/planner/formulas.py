@@ -11,13 +11,15 @@ for a border, and the slowest of all is the time per minibatch. A function says 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdtool.artifacts.cluster import Cluster
+from pdtool.artifacts.plan import CostModelName
 from pdtool.planner.stage_costs import Number, StageLoad
 from pdtool.schedule import ExecutionConfig
 
@@ -153,13 +155,7 @@ class CostModel:
         return size_bytes * s_per_byte
 
     def border_s_per_byte(
-        self,
-        before: Fractions,
-        after: Fractions,
-        *,
-        replicas_before: Number,
-        replicas_after: Number,
-        is_before_first: Number,
+        self, before: Fractions, after: Fractions, replicas: tuple[Number, Number], is_before_first: Number
     ) -> Number:
         """Seconds per byte between two stages of one copy: the busiest link on the way, at the slowest level.
 
@@ -167,6 +163,7 @@ class CostModel:
 
         Args:
             before, after: for each level, [..., members] fraction of a stage's workers on each member.
+            replicas: of the stage before, and of the stage after.
             is_before_first: whether the stage before is the first of all.
         """
         s_per_byte = 0.0
@@ -207,7 +204,7 @@ class PipeDreamCostModel(CostModel):
             without, they are free, as by its default.
     """
 
-    charges_activations: bool
+    charges_activations: bool = True
 
     requires_all_workers = True
 
@@ -230,21 +227,19 @@ class PipeDreamCostModel(CostModel):
         return 2 * load.entering_bytes / self.execution.copies * self.charges_activations
 
     def border_s_per_byte(
-        self,
-        before: Fractions,
-        after: Fractions,
-        *,
-        replicas_before: Number,
-        replicas_after: Number,
-        is_before_first: Number,
+        self, before: Fractions, after: Fractions, replicas: tuple[Number, Number], is_before_first: Number
     ) -> Number:
         """1 / (B m') for m' replicas of the stage after, and again for those of the stage before unless it is first."""
-        is_touched = [[np.greater(fraction, 0) for fraction in side] for side in (before, after)]
-        slowest = super().border_s_per_byte(
-            *is_touched, replicas_before=replicas_before, replicas_after=replicas_after, is_before_first=is_before_first
-        )
-        fewer = np.minimum(replicas_before, replicas_after)
-        return slowest / np.where(is_before_first, replicas_after, fewer)
+        touched_before, touched_after = ([np.greater(fraction, 0) for fraction in side] for side in (before, after))
+        slowest = super().border_s_per_byte(touched_before, touched_after, replicas, is_before_first)
+        return slowest / np.where(is_before_first, replicas[1], np.minimum(*replicas))
+
+
+COST_MODELS: dict[CostModelName, Callable[..., CostModel]] = {
+    "ours": CostModel,
+    "pipedream": PipeDreamCostModel,
+    "pipedream-free": partial(PipeDreamCostModel, charges_activations=False),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +17,11 @@ from numpy.typing import NDArray
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import CostModelName, Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.planner.formulas import CostModel, Fractions, PipeDreamCostModel, fractions_by_class, members_of
+from pdtool.planner.formulas import COST_MODELS, CostModel, fractions_by_class, members_of
 from pdtool.planner.placement import Placement
 from pdtool.planner.stage_costs import StageLoad, stage_edges, stage_loads, tied_bytes
 from pdtool.schedule import ExecutionConfig
 from pdtool.units import format_seconds
-
-COST_MODELS: tuple[CostModelName, ...] = get_args(CostModelName)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,18 +122,14 @@ class Evaluator:
         self, cluster: Cluster, execution: ExecutionConfig, pipeline_members: Sequence[int], copy_members: Sequence[int]
     ) -> CostModel:
         """Return the formulas for a pipeline whose copies each lie on `cluster`, see CostModel."""
-        fields = {
-            "cluster": cluster,
-            "execution": execution,
-            "pipeline_members": tuple(pipeline_members),
-            "copy_members": tuple(copy_members),
-            "optimizer_state_ratio": self.profile.optimizer_state_bytes,
-            "may_recompute": self.may_recompute,
-        }
-        if self.cost_model == "ours":
-            return CostModel(**fields)  # type: ignore[arg-type]
-        charges_activations = self.cost_model == "pipedream"
-        return PipeDreamCostModel(charges_activations=charges_activations, **fields)  # type: ignore[arg-type]
+        return COST_MODELS[self.cost_model](
+            cluster=cluster,
+            execution=execution,
+            pipeline_members=tuple(pipeline_members),
+            copy_members=tuple(copy_members),
+            optimizer_state_ratio=self.profile.optimizer_state_bytes,
+            may_recompute=self.may_recompute,
+        )
 
     def model_of(self, workers: Sequence[Sequence[int]], execution: ExecutionConfig) -> CostModel:
         """Return the formulas for a pipeline on these workers of each stage."""
@@ -227,7 +220,7 @@ def _plan_cost(
         round_trip_s=() if model.execution.kind.flushes or not model.execution.is_pipelined else round_trip_s,
         memory_bytes=tuple(memory_bytes),
         searched_memory_bytes=tuple(int(model.memory_bytes(*args)) for args in memory),
-        traffic_bytes=_traffic_bytes(model, loads, placement, tied),
+        traffic_bytes=_traffic_bytes(loads, placement, tied),
         flush_factor=model.flush_factor(len(loads)),
         is_pipelined=model.execution.is_pipelined,
     )
@@ -240,24 +233,17 @@ def _transfers_s(model: CostModel, loads: Sequence[StageLoad], placement: Placem
     replicas = placement.replicas_per_copy
     transfers_s = []
     for s in range(1, len(loads)):
-        s_per_byte = model.border_s_per_byte(
-            fractions[s - 1],
-            fractions[s],
-            replicas_before=replicas[s - 1],
-            replicas_after=replicas[s],
-            is_before_first=s == 1,
-        )
+        both = replicas[s - 1], replicas[s]
+        s_per_byte = model.border_s_per_byte(fractions[s - 1], fractions[s], both, s == 1)
         transfers_s.append(float(model.border_s(model.border_bytes(loads[s]), s_per_byte.max())))
     return transfers_s
 
 
-def _traffic_bytes(
-    model: CostModel, loads: Sequence[StageLoad], placement: Placement, tied: dict[tuple[int, ...], int]
-) -> int:
+def _traffic_bytes(loads: Sequence[StageLoad], placement: Placement, tied: dict[tuple[int, ...], int]) -> int:
     """Tensors once to each stage that takes them, gradients back, and 2 (n-1) P of a ring of n, once a round."""
     rings = [
         2 * (sum(len(placement.workers[s]) for s in stages) - 1) * size_bytes / interval
-        for stages, size_bytes, interval in _rings(model, placement, loads, tied)
+        for stages, size_bytes, interval in _rings(placement, loads, tied)
     ]
     return math.ceil(float(sum(load.received_bytes + load.returned_bytes for load in loads)) + sum(rings))
 
@@ -288,9 +274,14 @@ def link_times_s(evaluator: Evaluator, placement: Placement, loads: Sequence[Sta
     model = evaluator.model_of(placement.workers, placement.execution)
     workers, profile = placement.workers, evaluator.profile
     edges = stage_edges(profile, placement.stages)
-    sides = [_exchanging_replicas(model, workers[edge.source], workers[edge.destination]) for edge in edges]
+    sides = []
+    for edge in edges:
+        # minibatch i is at replica i mod r of both stages: the replicas whose numbers are alike modulo the greatest
+        # common divisor meet, all of them equally often
+        both = workers[edge.source], workers[edge.destination]
+        sides.append([fractions_by_class(model.cluster, numbers, math.gcd(*map(len, both))) for numbers in both])
     fractions = [fractions_by_class(model.cluster, numbers, 1) for numbers in workers]
-    rings = _rings(model, placement, loads, tied_bytes(profile, placement.stages))
+    rings = _rings(placement, loads, tied_bytes(profile, placement.stages))
     times_s = []
     for depth, level in enumerate(model.cluster.levels):
         sent_bytes = np.zeros((2, fractions[0][depth].shape[-1]))  # out of each member, into it
@@ -307,25 +298,10 @@ def link_times_s(evaluator: Evaluator, placement: Placement, loads: Sequence[Sta
 
 
 def _rings(
-    model: CostModel, placement: Placement, loads: Sequence[StageLoad], tied: dict[tuple[int, ...], int]
+    placement: Placement, loads: Sequence[StageLoad], tied: dict[tuple[int, ...], int]
 ) -> list[tuple[Sequence[int], int, int]]:
     """(stages, bytes, minibatches in a round) of what is averaged: by the replicas of a stage what it alone holds, by
     those of several what they all hold; then they all update after the same number of minibatches."""
-    intervals = [model.update_interval(replicas) for replicas in placement.replicas_per_copy]
-    for stages in () if model.execution.kind.flushes else tied:
-        for s in stages:
-            intervals[s] = math.lcm(*(placement.replicas[t] for t in stages))
+    intervals = placement.shape(tied).update_every
     own = [((s,), load.parameter_bytes - load.tied_bytes, intervals[s]) for s, load in enumerate(loads)]
     return [*own, *((stages, size_bytes, intervals[stages[0]]) for stages, size_bytes in tied.items())]
-
-
-def _exchanging_replicas(
-    model: CostModel, source: Sequence[int], destination: Sequence[int]
-) -> tuple[Fractions, Fractions]:
-    """Fractions on members of the replicas of two stages, by class of those that exchange minibatches.
-
-    Minibatch i is at replica i mod r of both: replicas of n and m meet where their numbers are alike modulo the
-    greatest common divisor, all of them equally often.
-    """
-    classes = math.gcd(len(source), len(destination))
-    return fractions_by_class(model.cluster, source, classes), fractions_by_class(model.cluster, destination, classes)

@@ -6,7 +6,6 @@ among its operators is not: each gets its share in proportion to what it takes w
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise, takewhile
@@ -275,26 +274,15 @@ class _GraphWriter:
         result = self._call(op)
         for path, index in pytree.tree_flatten_with_path(op.structure)[0]:
             if index is not None:
-                self.nodes[op.outputs[index]] = self._part(result, path)
+                self.nodes[op.outputs[index]] = pytree.key_get(fx.Proxy(result), path).node
 
     def _call(self, op: Operator) -> fx.Node:
-        arguments = self.run.resolved((op.args, op.kwargs), self.nodes)
-        args, kwargs = pytree.tree_map_only(Tensor, self._tensor, arguments)
+        args, kwargs = pytree.tree_map_only(Tensor, self._tensor, self.run.arguments(op, self.nodes))
         if op.target:
             return self.graph.call_function(op.target, args, kwargs)
         callee = self.run.callee(op)
         module = callee if isinstance(callee, nn.Module) else _FunctionCall(callee)
         return self.graph.call_module(self._attribute("module", module), args, kwargs)
-
-    def _part(self, result: fx.Node, path: Sequence[Any]) -> fx.Node:
-        """Return the part of what an operator returned that stands at a path in it."""
-        for key in path:
-            if isinstance(key, pytree.GetAttrKey):
-                result = self.graph.call_function(getattr, (result, key.name))
-            else:
-                index = key.idx if isinstance(key, pytree.SequenceKey) else key.key
-                result = self.graph.call_function(operator.getitem, (result, index))
-        return result
 
     def _zeros(self, output: Value) -> fx.Node:
         """Return what stands for an output that only evaluation computes."""

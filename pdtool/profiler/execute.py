@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -58,7 +58,7 @@ class Executor:
         """Return the operator's own call with its arguments in place, so that nothing else is timed with it."""
         if op.branch:
             return partial(self._run_branch, op, environment)
-        args, kwargs = self.resolved((op.args, op.kwargs), environment)
+        args, kwargs = self.arguments(op, environment)
         return partial(self.callee(op), *args, **kwargs)
 
     def callee(self, op: Operator) -> Callable[..., Any]:
@@ -66,7 +66,7 @@ class Executor:
         call: Any = op.function.apply if op.function else op.target
         return self.traced.model.get_submodule(op.module) if call is None else call
 
-    def resolved(self, arguments: Any, environment: Mapping[Value, Any]) -> Any:
+    def arguments(self, op: Operator, environment: Mapping[Value, Any]) -> Any:
         """Return an operator's arguments with the model's tensors, and those of the environment, in place."""
 
         def resolve(argument: Any) -> Any:
@@ -82,7 +82,7 @@ class Executor:
                 return self.device
             return argument.to(self.device) if isinstance(argument, Tensor) else argument
 
-        return pytree.tree_map(resolve, arguments)
+        return pytree.tree_map(resolve, (op.args, op.kwargs))
 
     def _run_branch(self, op: Operator, environment: Mapping[Value, Tensor]) -> list[Tensor]:
         """Run what the operator consists of in training; what only evaluation computes is zeros."""
@@ -94,10 +94,6 @@ class Executor:
             inner[value] if value else torch.zeros_like(output.meta(self.batch), device=self.device)
             for (value, _), output in zip(op.branch.results, op.outputs, strict=True)
         ]
-
-    def detached_inputs(self, op: Operator, environment: Mapping[Value, Tensor]) -> Environment:
-        """Return the operator's inputs, detached from the operators that made them, so that a backward stops there."""
-        return {v: environment[v].detach().requires_grad_(v.differentiable) for v in op.values}
 
     def gradient_leaves(self, op: Operator, inputs: Mapping[Value, Tensor]) -> list[Tensor]:
         """Return what a backward of this operator computes gradients of: its inputs and its parameters."""
@@ -216,7 +212,7 @@ class ProfiledModel:
         forward: dict[str, R] = {}
         for done, op in enumerate(self.computed):
             progress(done, len(self.computed))
-            inputs = self.run.detached_inputs(op, environment)
+            inputs = detached(op.values, environment)
             call = self.run.bound_call(op, inputs)
             with self.run.region():
                 result, forward[op.name] = measure(op.name, call)
@@ -224,9 +220,10 @@ class ProfiledModel:
             environment.update(zip(op.outputs, (t.detach() for t in outputs), strict=True))
             replayed.append((op.name, outputs, self.run.gradient_leaves(op, inputs)))
         if self.with_loss:
-            leaves, output = self.loss_inputs(environment)
+            returned = detached(self.outputs, environment)
+            output = self.output(returned)
             loss, forward["loss"] = measure("loss", lambda: self.loss(output))
-            replayed.append(("loss", [loss], leaves))
+            replayed.append(("loss", [loss], requiring_gradients(returned.values())))
         backward: dict[str, R] = {}
         while replayed:
             name, outputs, leaves = replayed.pop()
@@ -256,11 +253,6 @@ class ProfiledModel:
     @cached_property
     def _trained_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.traced.model.parameters() if p.requires_grad]
-
-    def loss_inputs(self, environment: Environment) -> tuple[list[Tensor], Any]:
-        """Return the leaves that the loss's backward computes gradients of, and the model's output made of them."""
-        leaves = {v: environment[v].detach().requires_grad_(v.differentiable) for v in self.outputs}
-        return requiring_gradients(list(leaves.values())), self.output(leaves)
 
     def output(self, environment: Mapping[Value, Tensor]) -> Any:
         """Return the model's output with its tensors in place, as the user's loss takes it."""
@@ -309,12 +301,17 @@ def _has_gradient(returned: Any) -> bool:
     return isinstance(returned, Value) and returned.differentiable
 
 
+def detached(values: Iterable[Value], environment: Mapping[Value, Tensor]) -> Environment:
+    """Return tensors apart from the operators that made them, so that a backward stops there."""
+    return {v: environment[v].detach().requires_grad_(v.differentiable) for v in values}
+
+
 def tensors_in(result: Any) -> list[Tensor]:
     """Return the tensors in what an operator returned, in order."""
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
-def requiring_gradients(tensors: Sequence[Tensor]) -> list[Tensor]:
+def requiring_gradients(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return those of the tensors that require gradients."""
     return [t for t in tensors if t.requires_grad]
 

@@ -155,10 +155,7 @@ def _bytes(model: ProfiledModel, values: Iterable[Value]) -> int:
 
 def _times_and_memory(costs: GraphCosts, node: str) -> dict[str, Any]:
     return {
-        "forward_s": costs.forward_s.get(node, 0.0),
-        "backward_s": costs.backward_s.get(node, 0.0),
-        "stash_bytes": costs.stash_bytes.get(node, 0),
-        "scratch_bytes": costs.scratch_bytes.get(node, 0),
+        name: getattr(costs, name).get(node, 0) for name in ("forward_s", "backward_s", "stash_bytes", "scratch_bytes")
     }
 
 

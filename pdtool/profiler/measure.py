@@ -86,8 +86,7 @@ def measure(
             digest = graph_sha256(traced)
             disable_inplace_modules(traced.model.to(where))
             profiled = ProfiledModel.of(model_file, traced, batch_size, where, precision=precision)
-            measurement = _Measurement(profiled, where, progress)
-            return measurement.profile(compiled, note).with_graph(digest)
+            return _Measurement(profiled, where, progress).profile(compiled, note).with_graph(digest)
     finally:
         torch.set_num_threads(before)
 
@@ -127,10 +126,9 @@ class _Measurement:
             optimizer_state_bytes=state_bytes,
             step_s=times.step_s,
         )
-        device = Device(name=_device_name(self.device), kind="measured", memory_bytes=_memory_bytes(self.device))
         return make_profile(
             self.model,
-            device,
+            _measured_device(self.device),
             costs,
             precision=self.model.run.precision,
             compiled=compiled,
@@ -219,21 +217,17 @@ class _Measurement:
         return seconds, self.model.state_bytes_per_parameter_byte(optimizer)
 
 
-def _device_name(device: torch.device) -> str:
+def _measured_device(device: torch.device) -> Device:
+    """Return the name and all the memory of a GPU, or of the machine for a CPU; no memory where it does not say."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        gpu = torch.cuda.get_device_properties(device)
+        return Device(name=gpu.name, kind="measured", memory_bytes=int(gpu.total_memory))
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     threads = torch.get_num_threads()
-    return f"{names[0] if names else platform.machine()}, {threads} thread{'s' if threads > 1 else ''}"
-
-
-def _memory_bytes(device: torch.device) -> int | None:
-    """Return all the memory of a GPU, or of the machine for a CPU; None where the system does not say."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return host.machine_bytes()
+    name = f"{names[0] if names else platform.machine()}, {threads} thread{'s' if threads > 1 else ''}"
+    return Device(name=name, kind="measured", memory_bytes=host.machine_bytes())
 
 
 def time_on_host(name: str, work: Work) -> tuple[Any, Reading]:

@@ -16,9 +16,9 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from graphlib import CycleError, TopologicalSorter
-from heapq import heappop, heappush
 from typing import NamedTuple
+
+import networkx as nx
 
 from pdtool.artifacts.artifact import title
 from pdtool.artifacts.device import Device, find_device
@@ -167,21 +167,14 @@ def _fault(path: str, line: int, what: str) -> ArtifactError:
 
 def _ordered(nodes: Mapping[str, _NodeLine], path: str) -> list[str]:
     """Order the nodes topologically, and by number where that leaves a choice, whatever the order of the lines."""
-    sorter = TopologicalSorter({key: node.inputs for key, node in nodes.items()})
+    graph = nx.DiGraph((source, key) for key, node in nodes.items() for source in node.inputs)
+    graph.add_nodes_from(nodes)
     try:
-        sorter.prepare()
-    except CycleError as error:
-        cycle = error.args[1]
-        raise _fault(path, nodes[cycle[0]].number, f"the edges make a cycle: {' -- '.join(cycle)}") from None
-    ready: list[tuple[int, str]] = []
-    order = []
-    while sorter.is_active():
-        for key in sorter.get_ready():
-            heappush(ready, (_index(key), key))
-        _, key = heappop(ready)
-        order.append(key)
-        sorter.done(key)
-    return order
+        return list(nx.lexicographical_topological_sort(graph, key=_index))
+    except nx.NetworkXUnfeasible:
+        cycle = [source for source, _ in nx.find_cycle(graph)]
+        what = f"the edges make a cycle: {' -- '.join([*cycle, cycle[0]])}"
+        raise _fault(path, nodes[cycle[0]].number, what) from None
 
 
 def _index(key: str) -> int:

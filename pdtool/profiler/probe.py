@@ -71,35 +71,11 @@ class ProbeRequest:
         """Number of workers in all."""
         return math.prod(self.sizes)
 
-    def position(self, depth: int, rank: int) -> LevelPosition:
-        """Return where a worker is in a level."""
-        return LevelPosition(depth, self.sizes[depth], math.prod(self.sizes[depth + 1 :]), rank)
-
-
-@dataclass(frozen=True)
-class LevelPosition:
-    """Where a worker is in a level of the topology.
-
-    Attributes:
-        size: members of the level.
-        workers_per_member: workers in each of them.
-    """
-
-    depth: int
-    size: int
-    workers_per_member: int
-    rank: int
-
-    @property
-    def peers(self) -> list[int]:
-        """The ranks of the worker's counterparts in all members, its own rank among them."""
-        member = self.rank // self.workers_per_member % self.size
-        first = self.rank - member * self.workers_per_member
-        return [first + k * self.workers_per_member for k in range(self.size)]
-
-    def neighbour(self, step: int) -> int:
-        """Return the rank of the counterpart `step` members further, in a ring."""
-        return self.peers[(self.rank // self.workers_per_member + step) % self.size]
+    def rings(self, depth: int) -> list[list[int]]:
+        """Return the ranks of the workers that are counterparts in all members of a level: `[[0, 2, 4], [1, 3, 5]]`."""
+        ranks = torch.arange(self.workers).view(self.sizes)
+        rings: list[list[int]] = ranks.movedim(depth, -1).reshape(-1, self.sizes[depth]).tolist()
+        return rings
 
 
 def run_probe_worker(request: ProbeRequest, store: Any, on_step: OnStep) -> ClusterFile:
@@ -192,33 +168,34 @@ class _LevelProber:
                 world_size=self.request.workers,
                 timeout=self.timeout,
             )
-            groups = [self._group(depth) for depth in range(len(self.request.sizes))]
+            groups = [self._group(rings) for rings in map(self.request.rings, range(len(self.request.sizes)))]
         return [self._level(depth, group) for depth, group in enumerate(groups)]
 
-    def _group(self, depth: int) -> Any:
-        """The group of this worker's counterparts at a level; every worker makes all of them, in the same order."""
-        peers = [self.request.position(depth, rank).peers for rank in range(self.request.workers)]
-        groups = [ranks for rank, ranks in enumerate(peers) if rank == ranks[0]]
+    def _group(self, rings: list[list[int]]) -> Any:
+        """The group of this worker's ring at a level; every worker makes all of them, in the same order."""
         backend = "nccl" if self.is_cuda else "gloo"
-        group, _ = dist.new_subgroups_by_enumeration(groups, timeout=self.timeout, backend=backend)  # type: ignore[no-untyped-call]
+        group, _ = dist.new_subgroups_by_enumeration(rings, timeout=self.timeout, backend=backend)  # type: ignore[no-untyped-call]
         return group
 
     def _level(self, depth: int, group: Any) -> tuple[Level, LevelMeasured]:
-        position = self.request.position(depth, self.rendezvous.rank)
-        pair = (0, position.workers_per_member)
-        other = pair[1 - pair.index(position.rank)] if position.rank in pair else None
+        rank, rings = self.rendezvous.rank, self.request.rings(depth)
+        ring = next(ring for ring in rings if rank in ring)
+        size, place = len(ring), ring.index(rank)
+        workers_per_member = math.prod(self.request.sizes[depth + 1 :])
+        pair = rings[0][:2]
+        other = pair[1 - pair.index(rank)] if rank in pair else None
         self._begin(depth, "all links both ways at once")
-        around_ring = partial(self._exchange, position.neighbour(1), position.neighbour(-1))
-        link_rate = position.workers_per_member * self._rate(around_ring)
+        around_ring = partial(self._exchange, ring[(place + 1) % size], ring[place - 1])
+        link_rate = workers_per_member * self._rate(around_ring)
         self._begin(depth, f"workers {pair[0]} and {pair[1]} alone")
         pair_rate = self._rate(partial(self._exchange, other, other))
         self._begin(depth, f"latency between workers {pair[0]} and {pair[1]}")
         latency_s = self._latency_s(other)
         self._begin(depth, "all-reduce")
-        share = 2 * (position.size - 1) / position.size  # of the bytes, that each member of a ring sends
-        allreduce_rate = position.workers_per_member * share * self._rate(partial(self._all_reduce, group, position))
+        share = 2 * (size - 1) / size  # of the bytes, that each member of a ring sends
+        allreduce_rate = workers_per_member * share * self._rate(partial(self._all_reduce, group, ring))
         return (
-            Level(size=position.size, bandwidth_bytes_per_s=_rounded(link_rate), latency_s=_rounded(latency_s)),
+            Level(size=size, bandwidth_bytes_per_s=_rounded(link_rate), latency_s=_rounded(latency_s)),
             LevelMeasured(pair_bytes_per_s=_rounded(pair_rate), allreduce_bytes_per_s=_rounded(allreduce_rate)),
         )
 
@@ -260,8 +237,8 @@ class _LevelProber:
             for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, into, source), dist.P2POp(dist.isend, out, to)]):
                 self._finish(work)
 
-    def _all_reduce(self, group: Any, position: LevelPosition, out: Tensor, into: Tensor) -> None:
-        with self.rendezvous.waiting_for(position.peers):
+    def _all_reduce(self, group: Any, ring: Sequence[int], out: Tensor, into: Tensor) -> None:
+        with self.rendezvous.waiting_for(ring):
             self._finish(dist.all_reduce(out, group=group, async_op=True))
 
     def _latency_s(self, other: int | None) -> float:

@@ -58,7 +58,7 @@ class Rendezvous:
         """End the rendezvous. Worker 0 goes last: the store, which others may still be reading, can end with it."""
         with self.waiting_for([0]):
             if self.rank:
-                self.store.set(self._key("left", self.rank), "")
+                self.store.set(f"left/{self.rank}", "")
             else:
                 self._answers("left", b"")
 
@@ -76,7 +76,7 @@ class Rendezvous:
 
     def _answers(self, subject: str, content: bytes) -> list[bytes]:
         """What each worker has put into the store on a subject, this one included."""
-        keys = [self._key(subject, rank) for rank in range(self._workers)]
+        keys = [f"{subject}/{rank}" for rank in range(self._workers)]
         deadline_s, pause_s = time.monotonic() + 2 * self._timeout_s, 1e-3
         with self.waiting_for([0]):
             self.store.set(keys[self.rank], content)
@@ -90,13 +90,13 @@ class Rendezvous:
     def _silent_ranks(self) -> set[int]:
         """The workers who have neither given up the work of this turn nor finished it."""
         given_up = f"{self._turn} given up"
-        self.store.set(self._key(given_up, self.rank), "")
+        self.store.set(f"{given_up}/{self.rank}", "")
         deadline_s = time.monotonic() + _GRACE_S
         while True:
             silent = {
                 rank
                 for rank in range(self._workers)
-                if not any(self.store.check([self._key(subject, rank)]) for subject in (str(self._turn + 1), given_up))
+                if not any(self.store.check([f"{subject}/{rank}"]) for subject in (str(self._turn + 1), given_up))
             }
             if not silent or time.monotonic() > deadline_s:
                 return silent
@@ -107,7 +107,3 @@ class Rendezvous:
         return WorkerDiedError(
             f"{self.step}: worker {self.rank} waited for {ranks} in vain (timeout {self._timeout_s:g} s)", remedy
         )
-
-    @staticmethod
-    def _key(subject: str, rank: int) -> str:
-        return f"{subject}/{rank}"

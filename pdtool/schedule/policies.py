@@ -17,18 +17,16 @@ ForwardVersions = dict[tuple[int, int], int]  # (stage, minibatch) -> updates of
 
 def _newest(lists: Sequence[Actions]) -> list[ForwardVersions]:
     """Return for each worker the versions that are the newest when a forward runs."""
-    return [_newest_of_worker(actions) for actions in lists]
-
-
-def _newest_of_worker(actions: Actions) -> ForwardVersions:
-    updates: Counter[int] = Counter()
-    versions: ForwardVersions = {}
-    for action in actions:
-        if action.kind is ActionKind.UPDATE:
-            updates[action.stage] += 1
-        elif action.kind is ActionKind.FORWARD:
-            versions.setdefault((action.stage, action.minibatch), updates[action.stage])
-    return versions
+    newest: list[ForwardVersions] = []
+    for actions in lists:
+        updates: Counter[int] = Counter()
+        newest.append({})
+        for action in actions:
+            if action.kind is ActionKind.UPDATE:
+                updates[action.stage] += 1
+            elif action.kind is ActionKind.FORWARD:
+                newest[-1].setdefault((action.stage, action.minibatch), updates[action.stage])
+    return newest
 
 
 def _newest_of_first_stage(lists: Sequence[Actions]) -> list[ForwardVersions]:

@@ -50,7 +50,7 @@ def test_it_stays_where_the_fastest_plan_is_asked_for(options):
 def test_modules_are_counted_at_any_depth():
     profile = two_layers()
     cuts = find_cuts(profile)
-    counts = {int(cut.sum()): int(n) for cut, n in zip(cuts.inside, modules_divided(profile.graph, cuts), strict=True)}
+    counts = {int(cut.sum()): int(n) for cut, n in zip(cuts.inside, modules_divided(cuts), strict=True)}
     assert counts == {0: 0, 2: 2, 3: 1, 4: 2, 5: 2, 6: 0}  # `layers` alone between the two layers
 
 

@@ -13,8 +13,9 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Node
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.planner.choice.make_plan import make_plan, refresh
-from pdtool.planner.plan_cost import COST_MODELS, Evaluator
-from pdtool.planner.search.cuts import SearchSpace, find_cuts
+from pdtool.planner.formulas import COST_MODELS
+from pdtool.planner.plan_cost import Evaluator
+from pdtool.planner.search.cuts import find_cuts
 from pdtool.planner.search.dynamic_programming import DynamicProgram
 from pdtool.planner.search.search import PlanSearch, SearchOptions
 from pdtool.planner.stage_costs import stage_loads
@@ -279,7 +280,7 @@ def test_the_search_knows_what_each_border_of_a_plan_costs(cost_model):
     )
     evaluator, execution = Evaluator(profile, cluster, cost_model), ExecutionConfig()
     model = evaluator.model(cluster, execution, (2, 4, 12), (1, 1, 1))
-    program = DynamicProgram(SearchSpace(profile, find_cuts(profile, 100)), model, cluster.workers)
+    program = DynamicProgram(find_cuts(profile, 100), model, cluster.workers)
     load = stage_loads(profile, stages)[1]
     for first in range(1, cluster.workers):
         for before in [first] if model.requires_all_workers else range(1, first + 1):
@@ -303,8 +304,8 @@ def test_a_limit_of_memory_leaves_a_certificate_where_free_operators_were_merged
     nodes.append(Node(name="loss", op="loss", module="", inputs=("a13", "b13")))
     profile, options = profile_of(nodes), SearchOptions(max_cuts=100, straight=True, recompute=False)
     search = PlanSearch(profile, make_cluster((3,), (FAST,), memory_bytes=20_000), options)
-    assert search.whole_space.cuts.merged_operators is None
-    assert search.whole_space.cuts.merged_free_blocks
+    assert search.whole_space.merged_operators is None
+    assert search.whole_space.merged_free_blocks
     plan = make_plan(profile, "p", search.cluster, options)
     unlimited = make_plan(profile, "p", make_cluster((3,), (FAST,)), options)
     assert plan.predicted.bottleneck_s > unlimited.predicted.bottleneck_s, "memory is short"

@@ -8,8 +8,8 @@ from graphs import chain, profile_of, random_profile
 
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.profile import Node
-from pdtool.planner.plan_cost import COST_MODELS
-from pdtool.planner.search.cuts import SearchSpace, find_cuts
+from pdtool.planner.formulas import COST_MODELS
+from pdtool.planner.search.cuts import find_cuts
 from pdtool.planner.search.search import PlanSearch, SearchOptions
 from pdtool.planner.stage_costs import stage_loads
 
@@ -42,7 +42,6 @@ def test_every_row_of_the_tables_is_the_load_of_that_stage(seed):
     """cost.loads, one plan at a time, against the arrays that the search computes with."""
     profile = random_profile(random.Random(seed), 5)
     space = find_cuts(profile)
-    search_space = SearchSpace(profile, space)
     last = len(space.inside) - 1
     for i, j in combinations(range(last + 1), 2):
         if not space.contains[i, j]:
@@ -50,7 +49,7 @@ def test_every_row_of_the_tables_is_the_load_of_that_stage(seed):
         parts = [space.nodes(0, i), space.nodes(i, j), space.nodes(j, last)]
         assert profile.graph.stage_faults(parts) == []
         wanted = stage_loads(profile, parts)[1]
-        ends, found = search_space.stages_from[i]
+        ends, found = space.stages_from[i]
         at = list(ends).index(j)
         assert {key: float(value[at]) for key, value in vars(found).items()} == pytest.approx(vars(wanted), abs=1e-9)
 
@@ -150,7 +149,7 @@ def test_merging_operators_that_cost_nothing_loses_no_plan():
         cluster = make_cluster((2, 2), (rng.choice([500.0, 3e3]), 1e4))
         for cost_model in COST_MODELS:
             options = SearchOptions(simplest=0, cost_model=cost_model)
-            fewer = PlanSearch(profile, cluster, options, {options.max_cuts: SearchSpace(profile, space)})
+            fewer = PlanSearch(profile, cluster, options, {options.max_cuts: space})
             wanted = PlanSearch(profile, cluster, options).fastest_plans()[0].time_per_minibatch_s
             time_s = fewer.fastest_plans()[0].time_per_minibatch_s
             assert time_s == pytest.approx(wanted, rel=1e-9), f"seed {seed}, {cost_model}"

@@ -70,7 +70,7 @@ def test_several_levels_are_never_worse_than_the_originals_plan(row, cost):
 
 def best_with(search, replicas):
     """The best pace of stages with just these replicas on contiguous workers, over all cuts."""
-    layout_search = search.search_layout(Layout.whole(search.cluster), ExecutionConfig())
+    layout_search = search.search_layout(Layout.whole(search.cluster, search.workers), ExecutionConfig())
     model, space, program = layout_search.model, layout_search.space, layout_search.program
     values = {space.cut_count - 1: 0.0}
     for s in reversed(range(len(replicas))):

@@ -14,7 +14,8 @@ from pdtool.options.plan_options import PartitionOptions
 from pdtool.planner.choice.make_plan import make_plan
 from pdtool.planner.choice.plan_check import check_plan
 from pdtool.planner.choice.strategies import PLANNERS
-from pdtool.planner.plan_cost import COST_MODELS, Evaluator
+from pdtool.planner.formulas import COST_MODELS
+from pdtool.planner.plan_cost import Evaluator
 from pdtool.planner.search.layouts import Layout
 from pdtool.planner.search.search import SearchOptions
 from pdtool.schedule import ExecutionConfig
@@ -50,7 +51,7 @@ def test_it_is_the_fastest_over_all_cuts():
         replicas = random_replicas(rng, cluster.workers)
         schedule = rng.choice(["1f1b", "1f1b", "1f1b-flush", "gpipe"])
         execution = ExecutionConfig.of_schedule(schedule, 1 if schedule == "1f1b" else rng.choice([1, 3, 8]))
-        cost_model = rng.choice(COST_MODELS) if schedule == "1f1b" and rng.random() < 0.3 else "ours"
+        cost_model = rng.choice([*COST_MODELS]) if schedule == "1f1b" and rng.random() < 0.3 else "ours"
         evaluator, layout = Evaluator(profile, cluster, cost_model), Layout.whole(cluster, sum(replicas))
         every = (stages for stages, other in divisions(profile, sum(replicas)) if tuple(other) == replicas)
         plans = (placed(evaluator, layout, stages, replicas, execution) for stages in every)

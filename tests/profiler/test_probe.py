@@ -54,15 +54,12 @@ def test_a_level_pairs_every_worker_with_its_counterparts():
         workers = math.prod(sizes)
         for depth, size in enumerate(sizes):
             below = math.prod(sizes[depth + 1 :])
-            places = [request(*sizes).position(depth, rank) for rank in range(workers)]
-            for place in places:
-                assert len(place.peers) == size
-                assert place.rank in place.peers
-                assert len({peer // below for peer in place.peers}) == size, "one in each member"
-                assert len({peer // below // size for peer in place.peers}) == 1, "none outside"
-                assert places[place.neighbour(1)].neighbour(-1) == place.rank
-                assert place.neighbour(1) != place.rank
-            assert sorted(place.neighbour(1) for place in places) == list(range(workers))
+            rings = request(*sizes).rings(depth)
+            assert sorted(rank for ring in rings for rank in ring) == list(range(workers))
+            for ring in rings:
+                assert len(ring) == size
+                assert len({rank // below for rank in ring}) == size, "one in each member"
+                assert len({rank // below // size for rank in ring}) == 1, "none outside"
 
 
 def test_two_workers_here_give_a_file_that_partition_takes(folder):

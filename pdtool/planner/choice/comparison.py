@@ -10,6 +10,8 @@ from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
 
+import numpy as np
+
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
@@ -174,8 +176,8 @@ def sweep(profile: Profile, plan: Plan, bandwidths: Sequence[float]) -> list[Swe
 
 def bandwidth_grid(low: float, high: float, points: int) -> list[float]:
     """Return bandwidths from low to high, evenly on a logarithmic scale."""
-    step = math.log(high / low) / (points - 1)
-    return [low * math.exp(step * i) for i in range(points - 1)] + [high]
+    grid: list[float] = np.geomspace(low, high, points).tolist()
+    return grid
 
 
 def crossings(points: Sequence[SweepPoint]) -> list[float]:

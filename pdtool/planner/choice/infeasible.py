@@ -17,7 +17,7 @@ _MAX_WORKERS = 64  # that are proposed
 
 def explain_infeasible(search: PlanSearch) -> NoPlanError:
     """Return the error that says why there is no plan, and what would help."""
-    options, max_stages = search.options, search.whole_space.cuts.max_stages
+    options, max_stages = search.options, search.whole_space.max_stages
     if options.straight and search.workers > max_stages:
         return NoPlanError(
             f"a straight pipeline on {search.workers} workers needs {search.workers} stages, but the model can be cut "
@@ -65,25 +65,18 @@ def _recomputing(search: PlanSearch, plan: Candidate) -> Candidate:
 
 def _more_workers(search: PlanSearch) -> str:
     """Return the fewest members of the outermost level with which a plan fits; found by doubling."""
-    cluster = search.cluster
-    while search.options.workers is None and not search.options.straight and not search.options.replicas:
-        outer = cluster.levels[0]
-        cluster = replace(cluster, levels=(replace(outer, size=2 * outer.size), *cluster.levels[1:]))
-        if cluster.workers > _MAX_WORKERS:
-            break
-        if _fits_on(search, cluster):
-            return f", or use --topology {_smallest_cluster(search, cluster).topology}"
+    options, cluster, (outer, *inner) = search.options, search.cluster, search.cluster.levels
+    if options.workers is not None or options.straight or options.replicas:
+        return ""
+    smaller = outer.size
+    while smaller * 2 * cluster.workers // outer.size <= _MAX_WORKERS:
+        sizes = range(smaller + 1, smaller * 2 + 1)
+        larger = [replace(cluster, levels=(replace(outer, size=size), *inner)) for size in sizes]
+        if _fits_on(search, larger[-1]):
+            smallest = next((cluster for cluster in larger[:-1] if _fits_on(search, cluster)), larger[-1])
+            return f", or use --topology {smallest.topology}"
+        smaller *= 2
     return ""
-
-
-def _smallest_cluster(search: PlanSearch, enough: Cluster) -> Cluster:
-    """Return the smallest cluster that is large enough, between half of `enough` and `enough`."""
-    outer, inner = enough.levels[0], enough.levels[1:]
-    for size in range(outer.size // 2 + 1, outer.size):
-        cluster = replace(enough, levels=(replace(outer, size=size), *inner))
-        if _fits_on(search, cluster):
-            return cluster
-    return enough
 
 
 def _other_schedules(search: PlanSearch) -> str:

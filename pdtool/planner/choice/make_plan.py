@@ -100,7 +100,7 @@ def _certificate(search: PlanSearch, optimum: Candidate, chosen: Candidate) -> C
     options, workers, space = search.options, search.workers, search.whole_space
     planner = PLANNERS[options.strategy]
     is_one_copy, all_updates = workers <= MAX_WORKERS_PER_COPY, planner.searches_all_updates(search)
-    is_complete = is_one_copy and all_updates and space.cuts.merged_operators is None
+    is_complete = is_one_copy and all_updates and space.merged_operators is None
     unlimited = search.without_memory_limit if is_complete else search
     bound_s = optimum.time_per_minibatch_s
     if not is_complete:
@@ -117,7 +117,7 @@ def _certificate(search: PlanSearch, optimum: Candidate, chosen: Candidate) -> C
         workers=workers,
         cuts=space.cut_count,
         max_workers_per_copy=None if is_one_copy else MAX_WORKERS_PER_COPY,
-        merged_operators=space.cuts.merged_operators,
+        merged_operators=space.merged_operators,
         all_updates=all_updates,
         without_memory_limit=unlimited is not search,
     )

@@ -19,7 +19,6 @@ from itertools import pairwise, product
 import numpy as np
 from numpy.typing import NDArray
 
-from pdtool.graph import Graph
 from pdtool.planner.choice.in_flight import with_fewest_in_flight
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, lower_bound_s
@@ -73,7 +72,7 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
         selection.simulate()
         return selection.selected() or by_formulas
     if is_too_large(simplest_plan.placement):
-        selection.simulate_patiently(simplest_plan)
+        selection.simulate_plan(simplest_plan, enough_s=simplest_plan.time_per_minibatch_s, patience=PATIENT)
     if selection.lowest_bound_s > goal_s:
         selection.add_plans_by_stage_count(selection.lowest_bound_s, slowdowns=(1.0,))
     selection.simulate()
@@ -130,12 +129,8 @@ class _Selection:
         """Simulate the plans of the shortlist that may be chosen, in order of their lower bounds."""
         for bound_s, candidate in sorted(self._shortlist, key=_by_bound):
             if self._may_win(bound_s, candidate):
-                self._simulate(candidate, enough_s=bound_s, limit_s=self.fastest_s * (1 + self.margin))
+                self.simulate_plan(candidate, enough_s=bound_s, limit_s=self.fastest_s * (1 + self.margin))
         self._shortlist = []
-
-    def simulate_patiently(self, candidate: Candidate) -> None:
-        """Simulate a plan that is too large for the shortlist."""
-        self._simulate(candidate, enough_s=candidate.time_per_minibatch_s, patience=PATIENT)
 
     def selected(self) -> Selected | None:
         """Return the fastest plan; within the margin of it the one with the fewest stages."""
@@ -171,7 +166,7 @@ class _Selection:
         has_fewer_stages = len(candidate.placement.stages) < fewest_stages
         return bound_s < self.fastest_s * ((1 + self.margin) if has_fewer_stages else 1.0)
 
-    def _simulate(self, candidate: Candidate, **limits: float) -> None:
+    def simulate_plan(self, candidate: Candidate, **limits: float) -> None:
         """Simulate a plan, and keep it if it may be chosen."""
         chosen, time_s = with_fewest_in_flight(self.search.evaluator, candidate, self.margin, **limits)
         if time_s < math.inf:
@@ -208,9 +203,9 @@ def move_to_module_borders(search: PlanSearch, selected: Selected) -> Selected:
     return moved
 
 
-def modules_divided(graph: Graph, cuts: CutSpace) -> NDArray[np.int64]:
+def modules_divided(cuts: CutSpace) -> NDArray[np.int64]:
     """Return [cuts] how many modules, at any depth, have operators on both sides of each cut."""
-    members = [names for names in graph.members.values() if len(names) > 1]
+    members = [names for names in cuts.profile.graph.members.values() if len(names) > 1]
     block_of = {name: b for b, block in enumerate(cuts.blocks) for name in block}
     held = np.zeros((len(cuts.blocks), len(members)), dtype=np.float32)
     for m, names in enumerate(members):
@@ -230,9 +225,9 @@ class _Borders:
     def __init__(self, search: PlanSearch, selected: Selected) -> None:
         placement = selected.candidate.placement
         self._search, self._limit_s, self._is_simulated = search, selected.limit_s, selected.simulated_s is not None
-        space = search.space(placement.used_workers // placement.execution.copies)
-        self._cuts, self._work_s = space.cuts, space.forward_backward_s
-        self._divided = modules_divided(search.profile.graph, space.cuts)
+        self._cuts = search.space(placement.used_workers // placement.execution.copies)
+        self._work_s = self._cuts.forward_backward_s
+        self._divided = modules_divided(self._cuts)
         self._replicas = placement.replicas
         is_found = self._numbers(selected.candidate) is not None and placement.execution.chunks == 1
         self.inner = range(1, len(placement.stages)) if is_found else range(0)

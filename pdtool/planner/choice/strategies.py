@@ -89,7 +89,7 @@ class Planner:
         """Return the search options for the best plan of the strategy on a cluster, to compare `plan` with it."""
         workers = None
         if self.strategy.is_straight:
-            max_stages = PlanSearch(profile, cluster, SearchOptions()).whole_space.cuts.max_stages
+            max_stages = PlanSearch(profile, cluster, SearchOptions()).whole_space.max_stages
             workers = min(cluster.workers, max_stages, MAX_WORKERS_PER_COPY)
         return self.options(PartitionOptions(workers=workers), cluster.workers)
 
@@ -100,7 +100,7 @@ class Planner:
             NoPlanError: the model cannot be cut into as many stages as the strategy has; or asynchronous data
                 parallelism does not fit.
         """
-        options, max_stages = search.options, search.whole_space.cuts.max_stages
+        options, max_stages = search.options, search.whole_space.max_stages
         if max_stages < options.min_stages:
             asked, remedy = f"--strategy {options.strategy}", "use --strategy data-parallel"
             if options.replicas:
@@ -116,7 +116,8 @@ class Planner:
 
     def baselines(self, search: PlanSearch, optimum: Candidate) -> list[Baseline]:
         """Return the baselines that go with the candidates, of which `optimum` is the fastest."""
-        return list(baselines(search, ExecutionConfig())) if self.strategy.is_for_speed else []
+        execution = optimum.placement.execution if self.strategy.is_own else ExecutionConfig()
+        return list(baselines(search, execution)) if self.strategy.is_for_speed else []
 
     def choose(self, search: PlanSearch, candidates: Sequence[Candidate], named: Sequence[Baseline]) -> Selected:
         """Return the candidate that is simulated fastest, of the same ones the first; the first by the formulas where
@@ -132,19 +133,6 @@ class Planner:
                 if time_s is not None and (chosen.simulated_s is None or time_s < chosen.simulated_s):
                     chosen = Selected(candidate, time_s, time_s)
         return chosen
-
-    def baseline(self, search: PlanSearch, execution: ExecutionConfig, straight: Candidate | None) -> Candidate | None:
-        """Return the plan of the strategy that every plan is compared with, which takes no further search; None: there
-        is none.
-
-        Args:
-            execution: of the plans that it is compared with.
-            straight: the fastest straight pipeline, whose stages it has here.
-        """
-        if straight is None:
-            return None
-        own = self.options(PartitionOptions(), search.workers).executions[0]
-        return search.evaluator.place(straight.placement.stages, straight.placement.workers, own)
 
     def title(self, placement: Placement) -> str:
         """`data parallelism (16)`; `GPipe (6 stages, 16 microbatches)`."""
@@ -203,9 +191,27 @@ class Planner:
 
     def _check_replicas(self, options: SearchOptions, cluster_workers: int) -> None:
         """Raise UsageError where no plan with these replicas goes with the other options, or lies on the cluster."""
-        raise UsageError(
-            f"--replicas {options.replicas_text:.80} together with --strategy {self.strategy.name}", "give one of them"
-        )
+        asked, workers, strategy = f"--replicas {options.replicas_text:.80}", sum(options.replicas or ()), self.strategy
+        if strategy.is_straight or not strategy.is_own:
+            raise UsageError(f"{asked} together with --strategy {strategy.name}", "give one of them")
+        if options.workers is not None:
+            raise UsageError(f"{asked} together with --workers {options.workers}", "leave --workers out")
+        kind = SCHEDULES.get(options.schedule)
+        if kind and kind.chunked:
+            allowed = ", ".join(name for name, kind in SCHEDULES.items() if not kind.chunked)
+            raise UsageError(f"{asked} together with --schedule {options.schedule}", f"choose of {allowed}")
+        if kind and kind.planned_as and kind.equal_replicas and len(set(options.replicas or ())) > 1:
+            remedy = f"give each stage as many, or take {kind.planned_as.name}"
+            raise UsageError(f"{asked} together with --schedule {kind.name}", remedy)
+        if options.min_stages < strategy.min_stages:
+            raise UsageError(f"{asked} is one stage", f"--strategy {strategy.name} has {strategy.min_stages} or more")
+        if workers > cluster_workers:
+            raise UsageError(
+                f"{asked} is on {workers} workers: the cluster has {cluster_workers}",
+                "give fewer replicas, or a larger --topology",
+            )
+        if workers > MAX_WORKERS_PER_COPY:
+            raise UsageError(f"{asked} is on {workers} workers", f"give at most {MAX_WORKERS_PER_COPY}")
 
     def _size_of_update(self, placement: Placement) -> str:
         return ""
@@ -236,9 +242,6 @@ class Planner:
 class _OwnPlanner(Planner):
     """PipeDream's own: chosen by simulation from a shortlist, with borders between modules."""
 
-    def baselines(self, search: PlanSearch, optimum: Candidate) -> list[Baseline]:
-        return list(baselines(search, optimum.placement.execution))
-
     def choose(self, search: PlanSearch, candidates: Sequence[Candidate], named: Sequence[Baseline]) -> Selected:
         options, execution = search.options, replace(candidates[0].placement.execution, copies=1)
         alike = [plan for _, plan in named if plan.placement.execution == execution]
@@ -246,29 +249,6 @@ class _OwnPlanner(Planner):
         if options.simplest and not options.straight and options.cost_model == "ours":
             selected = move_to_module_borders(search, selected)
         return selected
-
-    def _check_replicas(self, options: SearchOptions, cluster_workers: int) -> None:
-        asked, workers, strategy = f"--replicas {options.replicas_text:.80}", sum(options.replicas or ()), self.strategy
-        if strategy.is_straight:
-            super()._check_replicas(options, cluster_workers)
-        if options.workers is not None:
-            raise UsageError(f"{asked} together with --workers {options.workers}", "leave --workers out")
-        kind = SCHEDULES.get(options.schedule)
-        if kind and kind.chunked:
-            allowed = ", ".join(name for name, kind in SCHEDULES.items() if not kind.chunked)
-            raise UsageError(f"{asked} together with --schedule {options.schedule}", f"choose of {allowed}")
-        if kind and kind.planned_as and kind.equal_replicas and len(set(options.replicas or ())) > 1:
-            remedy = f"give each stage as many, or take {kind.planned_as.name}"
-            raise UsageError(f"{asked} together with --schedule {kind.name}", remedy)
-        if options.min_stages < strategy.min_stages:
-            raise UsageError(f"{asked} is one stage", f"--strategy {strategy.name} has {strategy.min_stages} or more")
-        if workers > cluster_workers:
-            raise UsageError(
-                f"{asked} is on {workers} workers: the cluster has {cluster_workers}",
-                "give fewer replicas, or a larger --topology",
-            )
-        if workers > MAX_WORKERS_PER_COPY:
-            raise UsageError(f"{asked} is on {workers} workers", f"give at most {MAX_WORKERS_PER_COPY}")
 
     def _is_asked_for(self, search: PlanSearch, rival: Candidate) -> bool:
         return not search.options.straight
@@ -282,18 +262,10 @@ class _OwnPlanner(Planner):
         return super()._why_slower(search, rival, chosen)
 
 
-class _StraightPlanner(_OwnPlanner):
-    def baseline(self, search: PlanSearch, execution: ExecutionConfig, straight: Candidate | None) -> Candidate | None:
-        return straight
-
-
 class _DataParallelPlanner(Planner):
     def candidates(self, search: PlanSearch) -> list[Candidate]:
         plan = search.evaluator.data_parallel(search.workers, search.options.executions[0])
         return [plan] if search.evaluator.fits(plan) else []
-
-    def baseline(self, search: PlanSearch, execution: ExecutionConfig, straight: Candidate | None) -> Candidate | None:
-        return search.evaluator.data_parallel(search.workers, execution)
 
 
 class _ModelParallelPlanner(Planner):
@@ -336,7 +308,7 @@ class _GPipePlanner(Planner):
             bound_s = optimum.time_per_minibatch_s * _MAX_SLOWDOWN
             for layout in search.layouts:
                 found = search.search_layout(layout, optimum.placement.execution, bound_s)
-                if found.is_promising and found.fastest.time_per_minibatch_s <= found.bound_s:
+                if found.fastest.time_per_minibatch_s <= found.bound_s:
                     candidates.append(found.candidate(found.fastest))
         return sorted(candidates, key=_time_s)
 
@@ -396,7 +368,7 @@ PLANNERS = {
     for name, planner in {
         "auto": _OwnPlanner,
         "pipeline": _OwnPlanner,
-        "straight": _StraightPlanner,
+        "straight": _OwnPlanner,
         "data-parallel": _DataParallelPlanner,
         "model-parallel": _ModelParallelPlanner,
         "gpipe": _GPipePlanner,
@@ -423,9 +395,14 @@ def baselines(search: PlanSearch, execution: ExecutionConfig) -> Iterator[Baseli
     plans of their kind are the candidates of their planners.
     """
     execution = replace(execution, copies=1)
-    straight = _straight_pipeline(search, execution)
-    for planner in map(PLANNERS.__getitem__, BASELINES):
-        if plan := planner.baseline(search, execution, straight):
+    data_parallel, *on_straight_stages = map(PLANNERS.__getitem__, BASELINES)
+    plan = search.evaluator.data_parallel(search.workers, execution)
+    yield data_parallel.title(plan.placement), plan
+    if straight := _straight_pipeline(search, execution):
+        stages, workers = straight.placement.stages, straight.placement.workers
+        for planner in on_straight_stages:
+            own = planner.options(PartitionOptions(), search.workers).executions[0]
+            plan = straight if planner.strategy.is_own else search.evaluator.place(stages, workers, own)
             yield planner.title(plan.placement), plan
     yield ONE_WORKER, search.evaluator.data_parallel(1, execution)
 
@@ -434,7 +411,7 @@ def _straight_pipeline(search: PlanSearch, execution: ExecutionConfig) -> Candid
     """Return the fastest pipeline of one worker a stage on as many workers as the model can be cut for; None: none
     fits."""
     max_stages = search.options.max_stages or search.workers
-    depth = min(search.workers, search.whole_space.cuts.max_stages, max_stages, MAX_WORKERS_PER_COPY)
+    depth = min(search.workers, search.whole_space.max_stages, max_stages, MAX_WORKERS_PER_COPY)
     layout_search = search.search_layout(Layout.whole(search.cluster, depth), execution, straight=True)
     fastest = layout_search.fastest
     is_possible = depth > 1 and fastest.time_per_minibatch_s < float("inf")

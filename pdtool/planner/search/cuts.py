@@ -22,7 +22,9 @@ NOT_OPERATORS = {"input": 0, "loss": -1}  # the first stage loads the data; only
 
 @dataclass(frozen=True, kw_only=True)
 class CutSpace:
-    """The cuts of a profile, and which of them may border which stage.
+    """The cuts of a profile, which of them may border which stage, and the stages between them.
+
+    c: cuts, j: the cuts that a stage may end at.
 
     Attributes:
         blocks: nodes that no cut separates, in topological order of the blocks.
@@ -33,11 +35,13 @@ class CutSpace:
             memory is short.
     """
 
+    profile: Profile
     blocks: Sequence[Sequence[str]]
     inside: NDArray[np.bool_]
     pins: Sequence[Collection[int]]
     merged_operators: MergedOperators | None = None
     merged_free_blocks: int = 0
+    _coarser: dict[int, CutSpace] = field(default_factory=dict, init=False)
 
     @cached_property
     def contains(self) -> NDArray[np.bool_]:
@@ -67,6 +71,36 @@ class CutSpace:
             for pin in pins:
                 is_allowed &= self.inside[:, block] == (pin % stages < stage)
         return is_allowed
+
+    @property
+    def cut_count(self) -> int:
+        """c: number of cuts."""
+        return len(self.inside)
+
+    @cached_property
+    def _table(self) -> StageLoadTable:
+        return StageLoadTable(self.profile, self.blocks, self.inside)
+
+    @property
+    def forward_backward_s(self) -> Array:
+        """[c] seconds of all that lies inside each cut."""
+        return self._table.forward_backward_s
+
+    @cached_property
+    def stages_from(self) -> list[tuple[Array, StageLoad]]:
+        """For each cut that a stage may begin at: the cuts where it may end [j], and its load then, each field [j]."""
+        ends = [np.flatnonzero(row) for row in self.contains]
+        return [(row, self._table.stages_from(i, row)) for i, row in enumerate(ends)]
+
+    def coarser(self, max_cuts: int) -> CutSpace:
+        """Return the space of at most `max_cuts` cuts along one order of the operators; itself where it has no more."""
+        inside = self.inside
+        if len(inside) > max_cuts and max_cuts not in self._coarser:
+            last = inside.shape[1] - inside[:, ::-1].argmax(axis=1)
+            chain = np.flatnonzero(inside.sum(axis=1) == np.where(inside.any(axis=1), last, 0))
+            chosen = chain[np.unique(np.linspace(0, len(chain) - 1, max_cuts).astype(int))]
+            self._coarser[max_cuts] = replace(self, inside=inside[chosen])
+        return self._coarser.get(max_cuts, self)
 
     def nodes(self, before: int, after: int) -> list[str]:
         """Return the nodes of the stage between two cuts."""
@@ -99,6 +133,7 @@ def find_cuts(profile: Profile, max_cuts: int = PlanOptions.max_cuts, finer: Cut
     packed = b"".join(cut.to_bytes(count // 8 + 1, "little") for cut in cuts)
     bits = np.unpackbits(np.frombuffer(packed, np.uint8).reshape(len(cuts), -1), axis=1, bitorder="little")
     return CutSpace(
+        profile=profile,
         blocks=blocks.members,
         inside=bits[:, :count].astype(bool),
         pins=blocks.pins,
@@ -135,7 +170,7 @@ def _dead_ends(
     that it takes a tensor from, or else the next, or the one before. Blocks with a pin stay where that says."""
     graph, pinned = profile.graph, profile.pin.keys()
     block_of = {name: b for b, block in enumerate(blocks) for name in block}
-    computing = [b for b, block in enumerate(blocks) if any(profile.by_name[n].op not in NOT_OPERATORS for n in block)]
+    computing = [b for b, block in enumerate(blocks) if _computes(profile, block)]
     for b in sorted({block_of[name] for name in ends}):
         if not pinned.isdisjoint(blocks[b]) or any(block_of[t] != b for n in blocks[b] for t in graph.consumers[n]):
             continue
@@ -145,6 +180,10 @@ def _dead_ends(
         neighbours = [*last_source, *(c for c in others if c > b), *reversed(others)]
         if neighbours:
             yield list(blocks[b]), neighbours[0]
+
+
+def _computes(profile: Profile, block: Sequence[str]) -> bool:
+    return any(profile.by_name[name].op not in NOT_OPERATORS for name in block)
 
 
 class _BlockGraph:
@@ -187,7 +226,7 @@ class _BlockGraph:
                     queue.append((larger, [c for c in ready if c != b] + now_ready))  # the loop comes to it too
             if len(cuts) > limit:
                 return None
-        computing = sum(1 << b for b, block in enumerate(self.members) if self._computes(block))
+        computing = sum(1 << b for b, block in enumerate(self.members) if _computes(self.profile, block))
         inner = [cut for cut in cuts if cut & computing and ~cut & computing]
         return [0, *sorted(inner, key=lambda cut: (cut.bit_count(), cut)), (1 << len(self.members)) - 1]
 
@@ -198,9 +237,6 @@ class _BlockGraph:
             if b in blocks or any(cut >> after & 1 for after in self.after[b]):
                 cut |= 1 << b
         return cut
-
-    def _computes(self, block: Sequence[str]) -> bool:
-        return any(self.profile.by_name[name].op not in NOT_OPERATORS for name in block)
 
     def without_free(self) -> _BlockGraph:
         """Merge the blocks that cost no time and hold no parameters with a neighbour, where no plan is lost but for a
@@ -283,42 +319,3 @@ class _BlockGraph:
                 downwards[b] |= downwards[c] | 1 << c
         pairs = zip(upwards, downwards, strict=True)
         return [len(self.members) - 1 - up.bit_count() - down.bit_count() for up, down in pairs]
-
-
-@dataclass(frozen=True)
-class SearchSpace:
-    """The stages between the cuts of a profile; c: cuts, j: the cuts that a stage may end at."""
-
-    profile: Profile
-    cuts: CutSpace
-    _coarser: dict[int, SearchSpace] = field(default_factory=dict)
-
-    @property
-    def cut_count(self) -> int:
-        """c: number of cuts."""
-        return len(self.cuts.inside)
-
-    @cached_property
-    def _table(self) -> StageLoadTable:
-        return StageLoadTable(self.profile, self.cuts.blocks, self.cuts.inside)
-
-    @property
-    def forward_backward_s(self) -> Array:
-        """[c] seconds of all that lies inside each cut."""
-        return self._table.forward_backward_s
-
-    @cached_property
-    def stages_from(self) -> list[tuple[Array, StageLoad]]:
-        """For each cut that a stage may begin at: the cuts where it may end [j], and its load then, each field [j]."""
-        ends = [np.flatnonzero(row) for row in self.cuts.contains]
-        return [(row, self._table.stages_from(i, row)) for i, row in enumerate(ends)]
-
-    def coarser(self, max_cuts: int) -> SearchSpace:
-        """Return the space of at most `max_cuts` cuts along one order of the operators; itself where it has no more."""
-        inside = self.cuts.inside
-        if len(inside) > max_cuts and max_cuts not in self._coarser:
-            last = inside.shape[1] - inside[:, ::-1].argmax(axis=1)
-            chain = np.flatnonzero(inside.sum(axis=1) == np.where(inside.any(axis=1), last, 0))
-            chosen = chain[np.unique(np.linspace(0, len(chain) - 1, max_cuts).astype(int))]
-            self._coarser[max_cuts] = SearchSpace(self.profile, replace(self.cuts, inside=inside[chosen]))
-        return self._coarser.get(max_cuts, self)

@@ -26,14 +26,15 @@ the slowest part; all but the loop over i is numpy.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, combinations, pairwise
 
 import numpy as np
 
 from pdtool.planner.formulas import TOLERANCE, CostModel, fractions_on_members, members_between
-from pdtool.planner.search.cuts import SearchSpace
+from pdtool.planner.search.cuts import CutSpace
 from pdtool.planner.stage_costs import Array, StageLoad
 
 
@@ -77,19 +78,21 @@ class DynamicProgram:
         bound_s: plans that take longer per minibatch are not looked for.
         minimize_memory: minimise the largest memory of a stage instead, whatever the limit, and no time.
         min_stages: 2 leaves out the plan of one stage.
+
+    Attributes:
         candidates: for each cut but the last, from the last to the first, the stages that may begin there.
         values_by_count: V for at most 0, 1, ... stages, as far as they were asked for.
     """
 
-    space: SearchSpace
+    space: CutSpace
     model: CostModel
     workers: int
     replicas: tuple[int, ...] | None = None
     bound_s: float = np.inf
     minimize_memory: bool = False
     min_stages: int = 1
-    candidates: dict[int, _CandidateStages] = field(default_factory=dict)
-    values_by_count: list[Array] = field(default_factory=list)
+    candidates: dict[int, _CandidateStages] = field(default_factory=dict, init=False)
+    values_by_count: list[Array] = field(default_factory=list, init=False)
 
     @cached_property
     def any_number_of_stages(self) -> Array:
@@ -130,7 +133,7 @@ class DynamicProgram:
         for remaining in range(1, stages + 1):
             values = np.full_like(tables[0], np.inf)
             stage = stages - remaining
-            rows = self.space.cuts.allowed_before(stage, stages) if stage else np.arange(len(values)) == 0
+            rows = self.space.allowed_before(stage, stages) if stage else np.arange(len(values)) == 0
             self._prepend_stages(tables[-1], values, rows)
             tables.append(values)
         return tables
@@ -254,7 +257,7 @@ class DynamicProgram:
         """Slots (first worker, replicas), and the pairs of a slot and one of the `candidates` for the end of the stage
         that the bound allows."""
         work_s, (ends, load) = self.space.forward_backward_s, self.space.stages_from[i]
-        first, replicas = self._slots if i else self._first_slots
+        first, replicas = self._slots[bool(i)]
         after = self.workers - first - replicas
         is_last = ends[candidates] == len(work_s) - 1
         pairs = is_last[:, None] == (after == 0)
@@ -279,23 +282,17 @@ class DynamicProgram:
 
     @cached_property
     def _slots(self) -> tuple[Array, Array]:
-        """First worker and replicas of every stage but the first, ordered by first worker."""
-        return self._slots_from(range(1, self.workers))
-
-    @cached_property
-    def _first_slots(self) -> tuple[Array, Array]:
-        """Of every first stage."""
-        first, replicas = self._slots_from(range(1 if self.replicas else self.workers))
-        is_possible = np.isin(replicas, self.model.first_replicas or replicas)
-        return first[is_possible], replicas[is_possible]
-
-    def _slots_from(self, first_workers: range) -> tuple[Array, Array]:
-        pairs = [(a, r) for a in first_workers for r in range(1, self.workers - a + 1)]
+        """[2, slots] first worker and replicas of every stage that may be the first, and of every other one; ordered by
+        first worker."""
+        stages: Iterable[tuple[int, int]] = combinations(range(self.workers + 1), 2)
         if self.replicas:
-            stages = zip(accumulate(self.replicas, initial=0), self.replicas, strict=False)
-            pairs = [(first, replicas) for first, replicas in stages if first in first_workers]
-        first, replicas = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-        return first, replicas
+            stages = pairwise(accumulate(self.replicas, initial=0))
+        first, end = np.array([*stages], dtype=np.int64).T
+        slots = np.stack([first, end - first])
+        is_first_stage = np.isin(slots[1], self.model.first_replicas or slots[1])
+        if self.replicas:
+            is_first_stage &= first == 0
+        return slots[:, is_first_stage], slots[:, first > 0]
 
     @cached_property
     def _border(self) -> Array:
@@ -311,14 +308,10 @@ class DynamicProgram:
             after = fractions_on_members(cluster, (a <= worker) & (worker < a + r))
             for depth, below in enumerate(cluster.below):
                 before[depth], after[depth] = _busiest_members(before[depth], after[depth], a // below)
-            s_per_byte[place, 1:, 1:] = self.model.border_s_per_byte(
-                before,
-                after,
-                replicas_before=q[..., 0],
-                replicas_after=r[..., 0],
-                # where that matters, the period is the whole cluster and `place` the worker itself
-                is_before_first=q[..., 0] == place,
-            )
+            # `place` is the worker itself where it matters which stage is the first: the period is the whole cluster
+            is_before_first = q[..., 0] == place
+            replicas = q[..., 0], r[..., 0]
+            s_per_byte[place, 1:, 1:] = self.model.border_s_per_byte(before, after, replicas, is_before_first)
         return s_per_byte
 
     @property

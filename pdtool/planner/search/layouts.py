@@ -18,7 +18,7 @@ import numpy as np
 from pdtool.artifacts.cluster import Cluster
 from pdtool.planner.formulas import CostModel, members_between, members_of
 from pdtool.planner.plan_cost import Candidate, Evaluator
-from pdtool.planner.search.cuts import SearchSpace
+from pdtool.planner.search.cuts import CutSpace
 from pdtool.planner.search.dynamic_programming import DynamicProgram, StageSpan
 from pdtool.planner.stage_costs import Array
 from pdtool.schedule import ExecutionConfig
@@ -45,11 +45,10 @@ class Layout:
     workers: int
 
     @classmethod
-    def whole(cls, cluster: Cluster, workers: int | None = None) -> Layout:
-        """Return one copy on all of a cluster, or on its first workers."""
+    def whole(cls, cluster: Cluster, workers: int) -> Layout:
+        """Return one copy on the first workers of a cluster."""
         sizes = tuple(level.size for level in cluster.levels)
-        used = cluster.workers if workers is None else workers
-        return cls(cluster=cluster, sizes=sizes, grid=(1,) * len(sizes), workers=used)
+        return cls(cluster=cluster, sizes=sizes, grid=(1,) * len(sizes), workers=workers)
 
     @property
     def copies(self) -> int:
@@ -69,11 +68,6 @@ class Layout:
             number += (copy % blocks * size + position % size) * below
             copy, position = copy // blocks, position // size
         return number
-
-    @property
-    def copy_members(self) -> list[int]:
-        """Members of each level that the copies lie on, one worker of each."""
-        return members_of(self.cluster, [self.worker(copy, 0) for copy in range(self.copies)])
 
 
 def layouts(cluster: Cluster, workers: int) -> list[Layout]:
@@ -123,7 +117,7 @@ class LayoutSearch:
     """
 
     evaluator: Evaluator
-    space: SearchSpace
+    space: CutSpace
     layout: Layout
     execution: ExecutionConfig
     replicas: tuple[int, ...] | None = None
@@ -134,36 +128,23 @@ class LayoutSearch:
     @cached_property
     def model(self) -> CostModel:
         """The formulas on this layout."""
-        pipeline_members = members_between(self.layout.block, 0, self.layout.workers)
-        return self.evaluator.model(self.layout.block, self.execution, pipeline_members, self.layout.copy_members)
+        layout = self.layout
+        pipeline_members = members_between(layout.block, 0, layout.workers)
+        copy_members = members_of(layout.cluster, [layout.worker(copy, 0) for copy in range(layout.copies)])
+        return self.evaluator.model(layout.block, self.execution, pipeline_members, copy_members)
 
     @cached_property
     def program(self) -> DynamicProgram:
         """The recurrence, solved as far as it was asked for."""
-        return self._program()
-
-    def _program(self, *, minimize_memory: bool = False) -> DynamicProgram:
         return DynamicProgram(
-            self.space,
-            self.model,
-            self.layout.workers,
-            self.replicas,
-            self.bound_s,
-            minimize_memory=minimize_memory,
-            min_stages=self.min_stages,
+            self.space, self.model, self.layout.workers, self.replicas, self.bound_s, min_stages=self.min_stages
         )
-
-    @property
-    def is_promising(self) -> bool:
-        """Whether there are workers enough to compute within the bound."""
-        work_s = float(self.space.forward_backward_s[-1])
-        return work_s / (self.layout.workers * self.layout.copies) <= self.bound_s
 
     @property
     def _counts_stages(self) -> bool:
         """Whether it matters how many stages a plan has."""
-        is_limited = self.max_stages < min(self.layout.workers, self.space.cuts.max_stages)
-        return is_limited or self.space.cuts.has_counted_pins
+        is_limited = self.max_stages < min(self.layout.workers, self.space.max_stages)
+        return is_limited or self.space.has_counted_pins
 
     @property
     def _stage_counts(self) -> Sequence[int]:
@@ -171,7 +152,11 @@ class LayoutSearch:
 
     @cached_property
     def fastest(self) -> Solution:
-        """The best of all `solutions`; without looking at each number of stages where nothing depends on it."""
+        """The best of all `solutions`; without looking at each number of stages where nothing depends on it, or at any
+        where there are too few workers to compute within the bound."""
+        work_s = float(self.space.forward_backward_s[-1])
+        if work_s / (self.layout.workers * self.layout.copies) > self.bound_s:
+            return Solution(np.inf, [])
         program = self.program
         unlimited = program.any_number_of_stages
         if not self.model.drains and not self._counts_stages:
@@ -218,7 +203,7 @@ class LayoutSearch:
 
     def least_memory(self) -> Candidate | None:
         """Return the plan whose largest stage needs the least memory, whatever time it takes; None: there is none."""
-        program = self._program(minimize_memory=True)
+        program = replace(self.program, minimize_memory=True)
         if self._counts_stages:
             tables_by_count = (self._tables(program, stages) for stages in self._stage_counts)
             tables = min(tables_by_count, key=lambda tables: program.best(tables[-1]))
@@ -227,7 +212,7 @@ class LayoutSearch:
         return self._traced(program.trace(tables)) if np.isfinite(program.best(tables[-1])) else None
 
     def _tables(self, program: DynamicProgram, stages: int) -> list[Array]:
-        if self.space.cuts.has_counted_pins:
+        if self.space.has_counted_pins:
             return program.exactly(stages)
         if self.replicas:  # whatever uses all workers has these stages
             return [program.any_number_of_stages]
@@ -237,7 +222,7 @@ class LayoutSearch:
         layout, names = self.layout, self.evaluator.profile.graph.names
         stages = []
         for span in spans:
-            nodes = set(self.space.cuts.nodes(span.before, span.after))
+            nodes = set(self.space.nodes(span.before, span.after))
             stages.append([name for name in names if name in nodes])
         positions = [range(span.first_worker, span.first_worker + span.replicas) for span in spans]
         workers = [[layout.worker(c, p) for p in stage for c in range(layout.copies)] for stage in positions]

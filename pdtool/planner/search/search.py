@@ -16,7 +16,7 @@ from pdtool.errors import UsageError
 from pdtool.planner.formulas import TOLERANCE
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, Evaluator
-from pdtool.planner.search.cuts import SearchSpace, find_cuts
+from pdtool.planner.search.cuts import CutSpace, find_cuts
 from pdtool.planner.search.layouts import MAX_WORKERS_PER_COPY, Layout, LayoutSearch, Solution, layouts
 from pdtool.schedule import ONE_F_ONE_B, SCHEDULES, STRATEGIES, ExecutionConfig, schedule_names
 
@@ -79,7 +79,7 @@ class PlanSearch:
     profile: Profile
     cluster: Cluster
     options: SearchOptions
-    _spaces: dict[int, SearchSpace] = field(default_factory=dict)
+    _spaces: dict[int, CutSpace] = field(default_factory=dict)
     bound_s: float = np.inf
 
     def __post_init__(self) -> None:
@@ -125,25 +125,24 @@ class PlanSearch:
     def layouts(self) -> list[Layout]:
         """The layouts to search, small blocks first."""
         if self.options.straight:
-            depths = STRATEGIES[self.options.strategy].depths(self.workers, self.whole_space.cuts.max_stages)
+            depths = STRATEGIES[self.options.strategy].depths(self.workers, self.whole_space.max_stages)
             return [Layout.whole(self.cluster, depth) for depth in depths]
         if self.options.replicas:
             return [Layout.whole(self.cluster, self.workers)]
         return [v for v in layouts(self.cluster, self.workers) if v.workers <= MAX_WORKERS_PER_COPY]
 
-    def space(self, workers: int) -> SearchSpace:
+    def space(self, workers: int) -> CutSpace:
         """Return the stages that are searched on so many workers: the more workers, the fewer cuts can be searched."""
         max_cuts = self.options.max_cuts * 16 // max(16, workers)
         if max_cuts not in self._spaces:
             space = next((space for limit, space in sorted(self._spaces.items()) if limit > max_cuts), None)
             if space is None or space.cut_count > max_cuts:
-                cuts = find_cuts(self.profile, max_cuts, space.cuts if space else None)
-                space = SearchSpace(self.profile, cuts)
+                space = find_cuts(self.profile, max_cuts, space)
             self._spaces[max_cuts] = space
         return self._spaces[max_cuts]
 
     @property
-    def whole_space(self) -> SearchSpace:
+    def whole_space(self) -> CutSpace:
         """The stages that are searched on all the workers."""
         return self.space(min(self.workers, MAX_WORKERS_PER_COPY))
 
@@ -154,7 +153,7 @@ class PlanSearch:
         Merged operators without cost stand with a neighbour, whatever they stash: with a limit a plan that parts them
         may be the only one that fits. Without one none is lost, and the optimum bounds all plans.
         """
-        if not self.whole_space.cuts.merged_free_blocks or self.cluster.memory_bytes is None:
+        if not self.whole_space.merged_free_blocks or self.cluster.memory_bytes is None:
             return self
         return PlanSearch(self.profile, replace(self.cluster, memory_bytes=None), self.options, self._spaces)
 
@@ -171,7 +170,7 @@ class PlanSearch:
             execution=replace(execution, copies=layout.copies),
             bound_s=bound_s * TOLERANCE,
             replicas=(1,) * layout.workers if is_straight else self.options.replicas,
-            max_stages=min(self.options.max_stages or layout.workers, space.cuts.max_stages),
+            max_stages=min(self.options.max_stages or layout.workers, space.max_stages),
             min_stages=self.options.min_stages,
         )
 
@@ -212,7 +211,7 @@ class PlanSearch:
         slow_cluster = replace(self.cluster, levels=tuple(levels))
         for layout in self.layouts:
             search = self.search_layout(replace(layout, cluster=slow_cluster), execution, bound_s).coarser
-            if not search.is_promising or search.fastest.time_per_minibatch_s >= bound_s:
+            if search.fastest.time_per_minibatch_s >= bound_s:
                 continue
             best_s = bound_s
             for solution in (*islice(search.solutions(), _STAGE_COUNTS_LISTED), search.fastest):
@@ -234,13 +233,11 @@ class PlanSearch:
         best_s = min([self.bound_s, *(plan.time_per_minibatch_s for plan in self._data_parallel_plans)])
         pairs = [(layout, execution) for layout in self.layouts for execution in self.options.executions]
         for layout, execution in pairs:  # the small ones first: their bounds spare most of the work on the large ones
-            search = self.search_layout(layout, execution, best_s)
-            if search.is_promising:
-                best_s = min(best_s, search.rough_time_s())
+            best_s = min(best_s, self.search_layout(layout, execution, best_s).rough_time_s())
         searches = []
         for layout, execution in reversed(pairs):
             search = self.search_layout(layout, execution, best_s * (1 + self.options.simplest))
-            if search.is_promising and search.fastest.time_per_minibatch_s <= min(search.bound_s, _MAX_TIME_S):
+            if search.fastest.time_per_minibatch_s <= min(search.bound_s, _MAX_TIME_S):
                 searches.append(search)
                 best_s = min(best_s, search.fastest.time_per_minibatch_s)
         return searches

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 from functools import partial
 
 from pdtool.artifacts.cluster import Cluster
@@ -37,7 +36,8 @@ def simulate(job: SimulationJob) -> SimulationResult:
         ScheduleError: a worker waits forever; the text holds the grid with its action marked.
     """
     recorder = Recorder(job)
-    workers, completion = _execute(job, recorder)
+    simulation = _Simulation(job, recorder)
+    workers, completion = simulation.workers, simulation.run()
     end_s = max(worker.free_s for worker in workers)
     usages = (
         worker.usage(end_s, memory, sent_bytes)
@@ -63,8 +63,7 @@ def simulated_time_s(job: SimulationJob, limit_s: float = math.inf) -> float:
     Args:
         limit_s: times above it are not looked for; then the answer is infinite.
     """
-    _, completion = _execute(job, NullRecorder(), limit_s)
-    time_s = completion.time_per_minibatch_s
+    time_s = _Simulation(job, NullRecorder(), limit_s).run().time_per_minibatch_s
     return time_s if time_s <= limit_s else math.inf
 
 
@@ -90,28 +89,30 @@ def is_too_large(placement: Placement, patience: float = 1.0) -> bool:
     return action_count(placement) * placement.used_workers > _MAX_ACTIONS_TIMES_WORKERS * patience
 
 
-def _execute(
-    job: SimulationJob, recorder: NullRecorder, limit_s: float | None = None
-) -> tuple[list[_SimulatedWorker], _Completion]:
-    """Run all workers to their end; with a limit, until the time per minibatch is known or known to be above it."""
-    clock = EventQueue()
-    network = Network(job.cluster, clock)
-    depth, stages = job.shape.pipeline_depth, list(job.shape.stage_replicas())
-    stage_workers = [[w for w, (s, _) in enumerate(stages) if s == stage % depth] for stage in range(len(job.stages))]
-    workers: list[_SimulatedWorker] = []
-    allreduces = GradientAllReduces(job, stage_workers, network, clock, recorder, lambda w: workers[w].resume())
-    messages = MessageDelivery(job, stage_workers, network, recorder, lambda w: workers[w].resume())
-    completion = _Completion(job, clock, limit_s)
-    shared = _Shared(job, clock, messages, allreduces, recorder, completion)
-    workers += [_SimulatedWorker(w, stage, shared) for w, (stage, _) in enumerate(stages)]
-    for worker in workers:
-        worker.resume()
-    clock.run()
-    for w, worker in enumerate(workers):
-        if not worker.has_finished and not completion.is_known:
-            text = grid(job.lists, mark=(w, worker.position))
-            raise ScheduleError(f"worker {w} waits forever in {job.lists[w][worker.position]}\n{text}")
-    return workers, completion
+class _Simulation:
+    """All that executes the lists of a job, to their end, or with a limit until the answer is known."""
+
+    def __init__(self, job: SimulationJob, recorder: NullRecorder, limit_s: float | None = None) -> None:
+        self.job, self.recorder, self.clock = job, recorder, EventQueue()
+        network = Network(job.cluster, self.clock)
+        self.allreduces = GradientAllReduces(job, network, recorder, self._resume)
+        self.messages = MessageDelivery(job, network, recorder, self._resume)
+        self.completion = _Completion(job, self.clock, limit_s)
+        self.workers = [_SimulatedWorker(w, stage, self) for w, (stage, _) in enumerate(job.shape.stage_replicas())]
+
+    def run(self) -> _Completion:
+        """Run all workers; return when minibatches were done."""
+        for worker in self.workers:
+            worker.resume()
+        self.clock.run()
+        for w, worker in enumerate(self.workers):
+            if not worker.has_finished and not self.completion.is_known:
+                text = grid(self.job.lists, mark=(w, worker.position))
+                raise ScheduleError(f"worker {w} waits forever in {self.job.lists[w][worker.position]}\n{text}")
+        return self.completion
+
+    def _resume(self, w: int) -> None:
+        self.workers[w].resume()
 
 
 class _Completion:
@@ -157,24 +158,12 @@ class _Completion:
         return (done_s[steady[-1]] - done_s[steady[0] - 1]) / len(steady)
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """What all workers of a simulation share."""
-
-    job: SimulationJob
-    clock: EventQueue
-    messages: MessageDelivery
-    allreduces: GradientAllReduces
-    recorder: NullRecorder
-    completion: _Completion
-
-
 class _SimulatedWorker:
     """One worker on its way through its list."""
 
-    def __init__(self, w: int, stage: int, shared: _Shared) -> None:
-        self.w, self.stage, self.shared = w, stage, shared
-        self.actions, self.clock = shared.job.lists[w], shared.clock
+    def __init__(self, w: int, stage: int, simulation: _Simulation) -> None:
+        self.w, self.stage, self.simulation = w, stage, simulation
+        self.actions, self.clock = simulation.job.lists[w], simulation.clock
         self.position, self.is_running = 0, False
         self.busy_s = self.communication_s = 0.0
         self.begun_s, self.free_s = math.inf, 0.0
@@ -189,22 +178,22 @@ class _SimulatedWorker:
             return
         action = self.actions[self.position]
         if action.kind is ActionKind.UPDATE:
-            made_s = self.shared.allreduces.ready(action.stage, action.minibatch, self.w)
+            made_s = self.simulation.allreduces.ready(action.stage, action.minibatch, self.w)
         else:
-            made_s = self.shared.messages.ready(action)
+            made_s = self.simulation.messages.ready(action)
         if made_s is not None:
             self._begin(action, made_s)
 
     def _begin(self, action: Action, made_s: float) -> None:
         """Start an action whose last input was made at `made_s`, and has been under way since."""
-        now, length_s = self.clock.now, self.shared.job.stages[action.stage].seconds[action.kind]
+        now, length_s = self.clock.now, self.simulation.job.stages[action.stage].seconds[action.kind]
         if self.position and now > self.free_s:
-            self.shared.recorder.wait(self.w, self.free_s, now - self.free_s)
-        self.shared.recorder.action(self.w, action, now, length_s)
+            self.simulation.recorder.wait(self.w, self.free_s, now - self.free_s)
+        self.simulation.recorder.action(self.w, action, now, length_s)
         self.is_running, self.begun_s = True, min(self.begun_s, now)
         self.communication_s += now - max(self.free_s, made_s)
         self.busy_s += length_s
-        self.shared.messages.take(self.w, action)
+        self.simulation.messages.take(self.w, action)
         self._offer_gradients(action, length_s)
         self.clock.at(now + length_s, partial(self._end, action))
 
@@ -212,16 +201,16 @@ class _SimulatedWorker:
         self.is_running, self.free_s = False, self.clock.now
         self.position += 1
         if action.kind.completes_backward:
-            self.shared.completion.stage_done(action.minibatch)
-        self.shared.messages.send_results(self.w, action)
+            self.simulation.completion.stage_done(action.minibatch)
+        self.simulation.messages.send_results(self.w, action)
         self.resume()
 
     def _offer_gradients(self, action: Action, length_s: float) -> None:
         """In the last backward of a round, gradients are there bucket by bucket, those of the last layers first."""
         following = self.actions[self.position + 1 : self.position + 2]
         if action.kind.completes_backward and following and following[0].kind is ActionKind.UPDATE:
-            allreduces = self.shared.allreduces
-            for n, share in enumerate(self.shared.job.stages[action.stage].buckets_ready[:-1], start=1):
+            allreduces = self.simulation.allreduces
+            for n, share in enumerate(self.simulation.job.stages[action.stage].buckets_ready[:-1], start=1):
                 offer = partial(allreduces.offer, action.stage, following[0].minibatch, self.w, n)
                 self.clock.at(self.clock.now + length_s * share, offer)
 
@@ -229,7 +218,7 @@ class _SimulatedWorker:
         """Return how the time was spent."""
         return WorkerUsage(
             stage=self.stage,
-            worker=self.shared.job.workers[self.w],
+            worker=self.simulation.job.workers[self.w],
             busy_s=self.busy_s,
             communication_s=self.communication_s,
             idle_s=makespan_s - self.busy_s - self.communication_s,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.profile import Node, Profile
@@ -68,6 +69,12 @@ class SimulationJob:
     edges: Sequence[StageEdge]
     tied: Sequence[TiedGroup] = ()
     batch_size: int = 1
+
+    @cached_property
+    def stage_workers(self) -> list[list[int]]:
+        """Of each stage, the positions of its workers' lists."""
+        depth, first_stages = self.shape.pipeline_depth, [stage for stage, _ in self.shape.stage_replicas()]
+        return [[w for w, s in enumerate(first_stages) if s == stage % depth] for stage in range(len(self.stages))]
 
     @classmethod
     def of(

@@ -123,7 +123,6 @@ class Network:
 
     def __init__(self, cluster: Cluster, clock: EventQueue) -> None:
         self.cluster, self.clock = cluster, clock
-        self._below = cluster.below
         self._paths: dict[tuple[int, int], tuple[list[Link], float]] = {}
         self._links: dict[tuple[str, int, int], Link] = {}
         self._channels: dict[Hashable, deque[Flow]] = {}
@@ -135,7 +134,7 @@ class Network:
     def path(self, a: int, b: int) -> tuple[list[Link], float]:
         """The links from worker a to worker b, and the latency: that of the slowest level on the way."""
         if (a, b) not in self._paths:
-            crossed = [(depth, below) for depth, below in enumerate(self._below) if a // below != b // below]
+            crossed = [(depth, below) for depth, below in enumerate(self.cluster.below) if a // below != b // below]
             up = [self._link("up", depth, a // below) for depth, below in crossed]
             down = [self._link("down", depth, b // below) for depth, below in crossed]
             latency_s = max((self.cluster.levels[depth].time_s(0) for depth, _ in crossed), default=0.0)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
 from pdtool.planner.simulator.job import SimulationJob, TiedGroup
-from pdtool.planner.simulator.network import EventQueue, Flow, Link, Network
+from pdtool.planner.simulator.network import Flow, Link, Network
 from pdtool.planner.simulator.result import Consumer, NullRecorder
 from pdtool.schedule import Action, ActionKind
 
@@ -35,15 +35,9 @@ class MessageDelivery:
     """
 
     def __init__(
-        self,
-        job: SimulationJob,
-        stage_workers: list[list[int]],
-        network: Network,
-        recorder: NullRecorder,
-        resume: Callable[[int], None],
+        self, job: SimulationJob, network: Network, recorder: NullRecorder, resume: Callable[[int], None]
     ) -> None:
-        self.job, self.stage_workers, self.network, self.recorder = job, stage_workers, network, recorder
-        self.resume = resume
+        self.job, self.network, self.recorder, self.resume = job, network, recorder, resume
         self.turn: dict[Consumer, int] = {}
         self.asked: Counter[tuple[int, bool]] = Counter()
         self.held: dict[_Turn, list[Flow]] = {}
@@ -89,7 +83,8 @@ class MessageDelivery:
 
     def _send(self, w: int, consumer: Consumer, size_bytes: int) -> None:
         stage, is_gradient, minibatch = consumer
-        to = self.stage_workers[stage][minibatch % len(self.stage_workers[stage])]
+        workers = self.job.stage_workers[stage]
+        to = workers[minibatch % len(workers)]
         self.departed_s[consumer] = self.network.clock.now
         if to == w:
             self._deliver(to, consumer)
@@ -118,20 +113,15 @@ class AllReduceRing:
     Attributes:
         members: positions of their lists, in order of their numbers in the cluster: so the fewest links are crossed.
         buckets: parts of equal size, sent one after the other, each as soon as all members have it.
+        sent_bytes: by each member for one bucket (Patarasuk and Yuan, JPDC 2009).
         latency_s: of all the messages of one bucket, one after the other.
     """
 
     members: Sequence[int]
-    size_bytes: int
     buckets: int
+    sent_bytes: float
     links: Counter[Link]
     latency_s: float
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that each member sends for one bucket (Patarasuk and Yuan, JPDC 2009)."""
-        n = len(self.members)
-        return 2 * (n - 1) / n * self.size_bytes / self.buckets
 
 
 @dataclass
@@ -152,33 +142,33 @@ class AllReduceRound:
     has_ended: bool = False
 
 
-@dataclass
 class GradientAllReduces:
     """All averages of a job: of each stage over its replicas, of each tied parameter over those of all its stages.
 
     Attributes:
-        stage_workers: of each stage, the positions of its workers' lists.
+        rings: of each of these.
         resume: called with each worker that may have waited for an average.
     """
 
-    job: SimulationJob
-    stage_workers: Sequence[Sequence[int]]
-    network: Network
-    clock: EventQueue
-    recorder: NullRecorder
-    resume: Callable[[int], None]
-    _rings: dict[Averaged, AllReduceRing] = field(default_factory=dict)
-    _rounds: dict[tuple[Averaged, int], AllReduceRound] = field(default_factory=dict)
+    def __init__(
+        self, job: SimulationJob, network: Network, recorder: NullRecorder, resume: Callable[[int], None]
+    ) -> None:
+        self.job, self.network, self.recorder, self.resume = job, network, recorder, resume
+        self.rings: dict[Averaged, AllReduceRing] = {
+            s: self._ring([s], work.averaged_bytes, len(work.buckets_ready)) for s, work in enumerate(job.stages)
+        }
+        self.rings |= {tied: self._ring(tied.stages, tied.size_bytes, 1) for tied in job.tied}
+        self._rounds: dict[tuple[Averaged, int], AllReduceRound] = {}
 
     def offer(self, averaged: Averaged, number: int, w: int, buckets: int) -> None:
         """Worker `w` has so many buckets of round `number` ready: start those that all members have."""
-        ring, current = self._ring(averaged), self._round(averaged, number)
+        ring, current = self.rings[averaged], self._round(averaged, number)
         if current.has_ended:  # a ring of one worker
             return
         current.ready[w] = max(current.ready[w], buckets)
         ready_everywhere = min(current.ready.values())
         if ready_everywhere == ring.buckets and current.started < ready_everywhere:
-            current.complete_s = self.clock.now
+            current.complete_s = self.network.clock.now
         while current.started < ready_everywhere:
             current.started += 1
             ended = partial(self._bucket_sent, ring, current)
@@ -188,7 +178,7 @@ class GradientAllReduces:
         """Worker `w` wants to do update `number`: return when the last member had all it waits for; None: the average
         is not there yet."""
         awaited: list[tuple[Averaged, int]] = [(stage, number)]
-        self.offer(stage, number, w, self._ring(stage).buckets)
+        self.offer(stage, number, w, self.rings[stage].buckets)
         for tied in self.job.tied:
             if stage in tied.stages:
                 self.offer(tied, number, w, 1)
@@ -196,32 +186,24 @@ class GradientAllReduces:
         rounds = [self._round(averaged, due) for averaged, due in awaited if due >= 0]
         return max(r.complete_s for r in rounds) if all(r.has_ended for r in rounds) else None
 
-    def _ring(self, averaged: Averaged) -> AllReduceRing:
-        if averaged not in self._rings:
-            stages, size_bytes, buckets = self._gradients(averaged)
-            members = sorted({w for s in stages for w in self.stage_workers[s]}, key=self.job.workers.__getitem__)
-            neighbours = zip(members, [*members[1:], members[0]], strict=True)
-            paths = [self.network.path(self.job.workers[a], self.job.workers[b]) for a, b in neighbours]
-            message_s = max(latency_s for _, latency_s in paths)
-            self._rings[averaged] = AllReduceRing(
-                members=members,
-                size_bytes=size_bytes,
-                buckets=buckets,
-                links=Counter(link for links, _ in paths for link in links),
-                latency_s=2 * (len(members) - 1) * message_s * (size_bytes > 0),
-            )
-        return self._rings[averaged]
-
-    def _gradients(self, averaged: Averaged) -> tuple[Sequence[int], int, int]:
-        """(stages that have them, bytes, buckets)."""
-        if isinstance(averaged, TiedGroup):
-            return averaged.stages, averaged.size_bytes, 1
-        work = self.job.stages[averaged]
-        return (averaged,), work.averaged_bytes, len(work.buckets_ready)
+    def _ring(self, stages: Sequence[int], size_bytes: int, buckets: int) -> AllReduceRing:
+        """The ring of all replicas of the stages that have these gradients."""
+        positions, numbers = self.job.stage_workers, self.job.workers
+        members = sorted({w for s in stages for w in positions[s]}, key=numbers.__getitem__)
+        neighbours = zip(members, [*members[1:], members[0]], strict=True)
+        paths = [self.network.path(numbers[a], numbers[b]) for a, b in neighbours]
+        message_s, messages = max(latency_s for _, latency_s in paths), 2 * (len(members) - 1)
+        return AllReduceRing(
+            members=members,
+            buckets=buckets,
+            sent_bytes=messages / len(members) * size_bytes / buckets,
+            links=Counter(link for links, _ in paths for link in links),
+            latency_s=messages * message_s * (size_bytes > 0),
+        )
 
     def _round(self, averaged: Averaged, number: int) -> AllReduceRound:
         if (averaged, number) not in self._rounds:
-            members = self._ring(averaged).members
+            members = self.rings[averaged].members
             self._rounds[averaged, number] = AllReduceRound(dict.fromkeys(members, 0), has_ended=len(members) == 1)
         return self._rounds[averaged, number]
 
@@ -230,7 +212,7 @@ class GradientAllReduces:
         for w in ring.members if flow.size_bytes else ():
             self.recorder.averaged(w, flow)
         if current.done == ring.buckets:
-            self.clock.at(self.clock.now + ring.latency_s, partial(self._end, ring, current))
+            self.network.clock.at(self.network.clock.now + ring.latency_s, partial(self._end, ring, current))
 
     def _end(self, ring: AllReduceRing, current: AllReduceRound) -> None:
         current.has_ended = True
