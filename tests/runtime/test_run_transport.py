@@ -26,6 +26,7 @@ from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec
 from pdtool.errors import UsageError
 from pdtool.options.plan_options import WIRE_BYTES
 from pdtool.runtime.groups import ProcessGroups
+from pdtool.frontend.model_io import Structure
 from pdtool.runtime.loading.minibatches import DataPass, DatasetSplit, Minibatches
 from pdtool.runtime.messages import shared_memory as shared_memory_setup
 from pdtool.runtime.messages.open_channels import Channels, open_channels
@@ -295,7 +296,7 @@ def stages_here(
     config: Any = SimpleNamespace(transport=transport, timeout_s=30.0, plan=plan)
     routes = list_routes(list_edges(bundle, []), ranks, wire_dtype=wire_dtype)
     channels = open_channels(routes, groups, config, [4], WorkerMeter(device))
-    data = DataPass("train", DatasetSplit(len(minibatches.order), ()), minibatches, 0, 1)
+    data = DataPass("train", DatasetSplit(len(minibatches.order), Structure("")), minibatches, 0, 1)
     made = {}
     for stage in [s for s, replicas in enumerate(ranks) if rank in replicas]:
         meter = WorkerMeter(device)
@@ -316,7 +317,9 @@ def test_a_missing_gradient_is_zeros_on_the_device_of_the_stage() -> None:
     sender: Any = SimpleNamespace(send=lambda minibatch, tensors: sent.extend(tensors) or 0)
     channels.senders.append((backward, sender))
     io = StageIO(bundle, 1, channels, prefetch=0, device=device, meter=WorkerMeter(torch.device("cpu")))
-    io.begin_phase(DataPass("train", DatasetSplit(BATCH, ()), Minibatches(range(BATCH), BATCH), 0, 1), None, [0], [0])
+    io.begin_phase(
+        DataPass("train", DatasetSplit(BATCH, Structure("")), Minibatches(range(BATCH), BATCH), 0, 1), None, [0], [0]
+    )
     io.send_gradients(0, [None])
     assert [(t.device, t.shape) for t in sent] == [(device, (BATCH, 3))]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from pdtool.artifacts.bundle import TensorSpec
 from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.model_io import dtype_of
+from pdtool.frontend.model_io import Structure, dtype_of
 from pdtool.frontend.random_numbers import derive_seed, random_state_kept, seed_generators
 from pdtool.frontend.user_code import is_stream
 from pdtool.runtime.loading.minibatches import VALIDATION_PASS, DatasetSplit, Shape, shapes_of, tensors_of_target
@@ -65,14 +65,15 @@ class MinibatchLoader:
             counts_within_s: seconds in which a validation set without a length is to be read once, which counts it.
 
         Raises:
-            ModelError: the first sample cannot be read, or the validation set is empty or does not end in time.
+            ModelError: the first sample cannot be read, or its target not be described to other workers, or the
+                validation set is empty or does not end in time.
         """
         samples = self.file.samples(self.data, self.where)
         if samples is None and self._split == "valid":
             samples = self._stream.count(VALIDATION_PASS, counts_within_s)
         _, target = self.file.collate(self._read([0], VALIDATION_PASS), [0], self.where)
         self._stream.close()
-        self._described = DatasetSplit(samples, target, self.is_stream)
+        self._described = DatasetSplit(samples, Structure.of(target), self.is_stream)
         self._check_target(target, 1)
         return self._described
 

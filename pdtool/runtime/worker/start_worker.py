@@ -30,7 +30,7 @@ from pdtool.runtime.config import RunConfig, assign_ranks
 from pdtool.runtime.groups import all_gather, broadcast, make_process_groups
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatch_source import MinibatchSource, usable_workers
-from pdtool.runtime.loading.minibatches import DatasetSplit, SplitData, TrainingData
+from pdtool.runtime.loading.minibatches import DatasetSplit, TrainingData
 from pdtool.runtime.messages.open_channels import Channels, open_channels
 from pdtool.runtime.messages.routes import describe_targets, list_edges, list_routes
 from pdtool.runtime.messages.stage_io import StageIO
@@ -45,13 +45,7 @@ from pdtool.runtime.stage.tied_parameters import TiedHolders, TiedParameterSync
 from pdtool.runtime.status import Status
 from pdtool.runtime.worker import checkpoint
 from pdtool.runtime.worker.worker import Place, Progress, TrainedEpoch, Worker
-from pdtool.runtime.worker.worker_model import (
-    WorkerModel,
-    digest_weights,
-    equalize_weights,
-    is_small,
-    load_stage_module,
-)
+from pdtool.runtime.worker.worker_model import WorkerModel, equalize_weights, is_small, load_stage_module
 from pdtool.schedule import gradient_delays, tied_update_lag
 
 _SPLITS = ("train", "valid")
@@ -113,7 +107,7 @@ def build_model(config: RunConfig, place: Place) -> StageModules:
     file = ModelFile.load(config.model, trusted=config.trusted, digests=bundle.digests)
     stages = config.shape.stages_on_same_workers(place.assignment.stage)
     built = WorkerModel.build(file, config.seed, bundle, stages, as_a_whole=is_small(config.plan))
-    digests = digest_weights(built.model, bundle, stages, groups) if config.resume is None else {}
+    different = equalize_weights(built.model, bundle, stages, groups) if config.resume is None else []
     if place.assignment.rank % place.local_workers == 0:  # one worker of each machine: its workers read the same files
         built.check(lambda model: check_bundle(file, model, bundle, config.check_stage_files))
     reasons = all_gather(printable(built.why_whole), str, groups.world, "the check of the stage files")
@@ -122,7 +116,6 @@ def build_model(config: RunConfig, place: Place) -> StageModules:
     first_names = {name: first.setdefault(id(tensor), name) for name, tensor in registered_state(model).items()}
     folder, named = config.stage_files or config.bundle_dir, config.bundle_dir
     modules = {s: load_stage_module(bundle, folder, s, model, named).to(place.device) for s in stages}
-    different = equalize_weights(modules, digests, bundle.tied, groups) if config.resume is None else []
     if place.assignment.rank == 0:
         _warn_of_model(built, config, reasons, different)
     return StageModules(built, modules, first_names)
@@ -182,9 +175,8 @@ def open_data(config: RunConfig, place: Place, file: ModelFile) -> tuple[Trainin
             keeps_workers=not file.has("sampler"),
         )
     count_s = config.timeout_s * _COUNTING  # the others wait for this one meanwhile
-    described = {name: loader.describe(count_s).as_data() for name, loader in loaders.items()}
-    received = broadcast(described, dict[str, SplitData], first_rank, "the description of the data")
-    splits = {name: DatasetSplit.of(data) for name, data in received.items()}
+    described = {name: loader.describe(count_s) for name, loader in loaders.items()}
+    splits = broadcast(described, dict[str, DatasetSplit], first_rank, "the description of the data")
 
     def sampled(epoch: int) -> Sequence[int]:
         """Ask each sampler(), which may tell its dataset the epoch; the first worker's chooses for all."""

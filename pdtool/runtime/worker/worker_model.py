@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pdtool.artifacts.bundle import Bundle, TiedParameter
+from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.errors import ArtifactError, PdtoolError, StaleError, TraceError, describe_error
 from pdtool.frontend.model_file import ModelFile
@@ -216,31 +216,16 @@ def _description(value: Tensor | None) -> str:
     return "missing" if value is None else f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
-def digest_weights(
-    model: nn.Module, bundle: Bundle, stages: Iterable[int], groups: ProcessGroups
-) -> dict[tuple[int, str], str]:
-    """Return the digests of the parameters and buffers of some stages, by (stage, name); {} if no stage has copies."""
-    if not _has_copies(bundle.tied, groups):
-        return {}
-    state = named_state(model)
-    names = ((s, name) for s in stages for name in (*bundle.stages[s].parameters, *bundle.stages[s].buffers))
-    return {(s, name): _digest(state[name]) for s, name in names if name in state}
-
-
-def equalize_weights(
-    modules: Mapping[int, nn.Module],
-    own_digests: Mapping[tuple[int, str], str],
-    tied: Sequence[TiedParameter],
-    groups: ProcessGroups,
-) -> list[str]:
+def equalize_weights(model: nn.Module, bundle: Bundle, stages: Iterable[int], groups: ProcessGroups) -> list[str]:
     """Give parameters and buffers that differ between copies the values of the first worker that holds them.
 
     The seeds of torch, numpy and Python make copies equal, unless model() draws from somewhere else. Digests are
-    compared, so that only what differs travels. All workers call it together.
+    compared, so that only what differs travels. All workers call it together, before anything runs a forward, which may
+    change weights.
 
     Args:
-        modules: of this worker's stages, by their number; with the names of the whole model.
-        own_digests: what `digest_weights` returned before anything ran a forward, which may change weights.
+        model: as it was built, in the memory of the CPU.
+        stages: those of this worker.
 
     Returns:
         The names of those that differed anywhere, on every worker.
@@ -248,10 +233,12 @@ def equalize_weights(
     Raises:
         PeerError: a worker is lost.
     """
-    if not _has_copies(tied, groups):
+    if not bundle.tied and all(len(group.ranks) == 1 for group in groups.replicas):  # no stage has a copy
         return []
-    own = {(s, name): tensor for s, module in modules.items() for name, tensor in _state(module).items()}
-    listed = [(s, name, own_digests.get((s, name), "")) for s, name in own]
+    state = named_state(model)
+    names = ((s, name) for s in stages for name in (*bundle.stages[s].parameters, *bundle.stages[s].buffers))
+    own = {(s, name): state[name] for s, name in names if name in state}
+    listed = [(s, name, _digest(tensor)) for (s, name), tensor in own.items()]
     gathered = all_gather(listed, list[tuple[int, str, str]], groups.world, "the digests of the initial weights")
     digests = [{(s, name): digest for s, name, digest in held} for held in gathered]
     different: dict[str, None] = {}
@@ -261,7 +248,7 @@ def equalize_weights(
                 different[key[1]] = None
                 if key in own:
                     _broadcast(own[key], group.ranks[0], group.group, group.device)
-    for parameter, tied_group in zip(tied, groups.tied, strict=True):
+    for parameter, tied_group in zip(bundle.tied, groups.tied, strict=True):
         keys = list(zip(parameter.stages, parameter.names, strict=True))
         source = groups.replicas[parameter.stages[0]].ranks[0]
         if len({held[key] for held in digests for key in keys if key in held}) > 1:
@@ -270,14 +257,6 @@ def equalize_weights(
                 if key in own:
                     _broadcast(own[key], source, tied_group, torch.device("cpu"))
     return list(different)
-
-
-def _has_copies(tied: Sequence[TiedParameter], groups: ProcessGroups) -> bool:
-    return bool(tied) or any(len(group.ranks) > 1 for group in groups.replicas)
-
-
-def _state(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _digest(tensor: Tensor) -> str:
