@@ -29,10 +29,10 @@ from pdtool.artifacts.bundle import TensorSpec
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, WorkerDiedError
 from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.model_io import Structure
 from pdtool.runtime.launch.launcher import launch
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatch_source import LoadingCost, MinibatchSource
-from pdtool.frontend.model_io import Structure
 from pdtool.runtime.loading.minibatches import DataPass, DatasetSplit, Minibatches
 from pdtool.runtime.memory import is_out_of_memory
 from pdtool.runtime.messages.stage_io import StageIO

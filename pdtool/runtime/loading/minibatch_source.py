@@ -112,7 +112,7 @@ class MinibatchSource:
         """
         left = next(self._awaited, None)
         assert left is None, f"{left} was to be loaded and never asked for"
-        self._tasks.begin_pass(data, minibatches)
+        self._tasks.data, self._tasks.minibatches = data, minibatches
         self._awaited, tasks = tee(self._tasks)
         if self._loader is None:
             self._iterator = map(self._dataset.__getitem__, tasks)
@@ -237,24 +237,18 @@ class LoadTask:
         return f"minibatch {self.minibatch} of dataset({self.split!r})"
 
 
+@dataclass
 class LoadTasks:
-    """The tasks of the present pass, in order; made one by one, for there may be many."""
+    """The tasks of some minibatches of a pass, in order; made one by one, for there may be many."""
 
-    def __init__(self) -> None:
-        self._data: DataPass | None = None
-        self._minibatches: Sequence[int] = ()
-
-    def begin_pass(self, data: DataPass, minibatches: Sequence[int]) -> None:
-        """Let the tasks be those of some minibatches of a pass."""
-        self._data, self._minibatches = data, minibatches
+    data: DataPass | None = None
+    minibatches: Sequence[int] = ()
 
     def __iter__(self) -> Iterator[LoadTask]:
-        return map(self._task, self._minibatches)
-
-    def _task(self, i: int) -> LoadTask:
-        data = self._data
+        data = self.data
         assert data
-        return LoadTask(data.split_name, i, data.minibatches[i], data.seed(i), data.stream_pass)
+        for i in self.minibatches:
+            yield LoadTask(data.split_name, i, data.minibatches[i], data.seed(i), data.stream_pass)
 
 
 class TaskDataset(Dataset[LoadedMinibatch | BaseException]):
