@@ -157,8 +157,7 @@ class ReplicaGroup:
     Attributes:
         ranks: in the order of the replicas.
         group: their process group, for gradients and buffers; None for one replica.
-        host_group: their gloo group, for numbers that the host needs without waiting for its device.
-        device: where `group` takes tensors.
+        host_group: their gloo group, for what is in the memory of the CPU.
         uses_nccl: whether `group` is one of NCCL, else of gloo.
     """
 
@@ -166,7 +165,6 @@ class ReplicaGroup:
     ranks: list[int]
     group: Any
     host_group: Any
-    device: torch.device
     uses_nccl: bool = False
 
 
@@ -203,11 +201,10 @@ def make_process_groups(config: RunConfig, device: torch.device) -> ProcessGroup
     with PeerErrorContext("the process groups were not made"):
         world = dist.new_group([a.rank for a in assignments], timeout=timeout, backend="gloo")
         uses_nccl = have_own_devices(all_gather(_nccl_device(device), str, world, "the choice of NCCL or gloo"))
-        sum_device = device if uses_nccl else torch.device("cpu")
         members = [ranks_of_stage(assignments, s % plan.pipeline_depth) for s in range(len(plan.stages))]
         host = [dist.new_group(m, timeout=timeout, backend="gloo") if len(m) > 1 else None for m in members]
         groups = [_nccl_group(m, timeout, device) if len(m) > 1 else None for m in members] if uses_nccl else host
-        replicas = [ReplicaGroup(s, members[s], groups[s], host[s], sum_device, uses_nccl) for s in range(len(members))]
+        replicas = [ReplicaGroup(s, members[s], groups[s], host[s], uses_nccl) for s in range(len(members))]
         tied = [
             dist.new_group(sorted(r for s in t.stages for r in members[s]), timeout=timeout, backend="gloo")
             for t in config.bundle.tied

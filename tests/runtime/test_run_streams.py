@@ -19,10 +19,10 @@ from pdtool.artifacts.bundle import TensorSpec
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, UsageError
 from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.model_io import Structure
 from pdtool.profiler.measure import measure_loading_s
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatch_source import MinibatchSource, usable_workers
-from pdtool.frontend.model_io import Structure
 from pdtool.runtime.loading.minibatches import DataPass, DatasetSplit, Minibatches, epochs_go_on, samples_in_epoch
 
 SYNC = {"weights": "vertical-sync"}

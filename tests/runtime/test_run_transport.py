@@ -24,9 +24,9 @@ from torch import Tensor, distributed
 
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec
 from pdtool.errors import UsageError
+from pdtool.frontend.model_io import Structure
 from pdtool.options.plan_options import WIRE_BYTES
 from pdtool.runtime.groups import ProcessGroups
-from pdtool.frontend.model_io import Structure
 from pdtool.runtime.loading.minibatches import DataPass, DatasetSplit, Minibatches
 from pdtool.runtime.messages import shared_memory as shared_memory_setup
 from pdtool.runtime.messages.open_channels import Channels, open_channels

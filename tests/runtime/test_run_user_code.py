@@ -13,8 +13,8 @@ from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import TensorSpec
 from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.frontend.model_io import Structure
+from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatches import DatasetSplit, TrainingData
 from pdtool.runtime.stage.component import pack, unpack
 from pdtool.runtime.stage.optimizer import NamedOptimizer, RunLength

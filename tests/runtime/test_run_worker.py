@@ -16,8 +16,8 @@ from torch import nn
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec
 from pdtool.artifacts.run_dir import CheckpointManifest
 from pdtool.errors import PdtoolError
-from pdtool.runtime.launch.launcher import launch
 from pdtool.frontend.model_io import Structure
+from pdtool.runtime.launch.launcher import launch
 from pdtool.runtime.loading.minibatches import DataPass, DatasetSplit, Minibatches
 from pdtool.runtime.messages.open_channels import Channels
 from pdtool.runtime.messages.routes import LocalChannel, list_edges, list_routes
@@ -26,7 +26,7 @@ from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.stage.pipeline_stage import Autocast, PipelineStage
 from pdtool.runtime.stage.stage_replica import StagePhase
 from pdtool.runtime.worker.start_worker import warn_of_length
-from pdtool.runtime.worker.worker import Place, Progress, TrainedEpoch, Worker
+from pdtool.runtime.worker.worker import Place, Progress, Worker
 from pdtool.schedule import SCHEDULES, ExecutionConfig
 
 CPU = torch.device("cpu")
@@ -77,7 +77,8 @@ def test_all_epochs_after_the_first_are_measured(monkeypatch: pytest.MonkeyPatch
     worker.run()
     times = worker._place.meter.epochs
     assert (times.minibatches, times.samples) == (9, 18)
-    assert worker.progress.epochs == [TrainedEpoch(minibatches=3, samples=6, validation_loss=1.0)] * 4
+    done = worker.progress
+    assert (done.minibatches, done.samples, done.validation_losses) == ([3] * 4, [6] * 4, [1.0] * 4)
 
 
 def warnings_of_length(

@@ -217,7 +217,7 @@ class StageReplica:
     @property
     def saved_components(self) -> list[Component]:
         """Those that write their part; the state of a tied parameter's optimizer is its first holder's."""
-        copies = [tied.optimizer for tied in self.tied if not tied.holders.is_first]
+        copies = [tied.optimizer for tied in self.tied if not tied.is_first]
         return [component for component in self.components if component not in copies]
 
     @property
@@ -314,7 +314,7 @@ class ClippedUpdates:
             for tied in replica.tied:
                 tied.take_sum()
             own = replica.averager.parameters
-            counted += [*own, *(tied.parameter for tied in replica.tied if tied.holders.is_first)]
+            counted += [*own, *(tied.parameter for tied in replica.tied if tied.is_first)]
             held += [*own, *(tied.parameter for tied in replica.tied)]
         norm = math.sqrt(self._sum_over_stages(counted))
         scale(held, norm, max_norm)

@@ -41,10 +41,10 @@ from pdtool.runtime.stage.module_state import ModuleState
 from pdtool.runtime.stage.optimizer import NamedOptimizer, RunLength
 from pdtool.runtime.stage.pipeline_stage import Autocast, PipelineStage, as_tuple
 from pdtool.runtime.stage.stage_replica import ClippedUpdates, StageReplica
-from pdtool.runtime.stage.tied_parameters import TiedHolders, TiedParameterSync
+from pdtool.runtime.stage.tied_parameters import TiedParameterSync
 from pdtool.runtime.status import Status
 from pdtool.runtime.worker import checkpoint
-from pdtool.runtime.worker.worker import Place, Progress, TrainedEpoch, Worker
+from pdtool.runtime.worker.worker import Place, Progress, Worker
 from pdtool.runtime.worker.worker_model import WorkerModel, equalize_weights, is_small, load_stage_module
 from pdtool.schedule import gradient_delays, tied_update_lag
 
@@ -199,8 +199,7 @@ def build_stages(
     channels = _channels(config, place, data)
     place.meter.memory.received_bytes = channels.device_bytes
     minibatches = math.ceil(data.epoch_samples / config.plan.batch_size)
-    losses_before = [epoch.validation_loss for epoch in progress.epochs]
-    builder = StageBuilder(config, place, model, source, channels, minibatches, losses_before)
+    builder = StageBuilder(config, place, model, source, channels, minibatches, list(progress.validation_losses))
     stages = {s: builder.build(s, module) for s, module in model.modules.items()}
     warning = next(replica.optimizer.schedule.length_warning for replica in stages.values())
     if warning and place.assignment.rank == 0:
@@ -306,10 +305,16 @@ class StageBuilder:
             names = dict(zip(described.stages, described.names, strict=True))
             if s in names:
                 first = min(names)
-                lag = tied_update_lag(self._shape, described.stages, s) if self._is_late else 0
-                holders = TiedHolders(group, len(names), lag, is_first=first == s)
-                optimizer = self._optimizer({names[first]: stage.weights.by_name[names[s]]}, first)
-                tied.append(TiedParameterSync(optimizer, holders, self.place.meter, max_norm))
+                sync = TiedParameterSync(
+                    optimizer=self._optimizer({names[first]: stage.weights.by_name[names[s]]}, first),
+                    group=group,
+                    holders=len(names),
+                    lag=tied_update_lag(self._shape, described.stages, s) if self._is_late else 0,
+                    is_first=first == s,
+                    max_norm=max_norm,
+                    meter=self.place.meter,
+                )
+                tied.append(sync)
         return tied
 
     def _optimizer(self, parameters: Mapping[str, nn.Parameter], s: int) -> NamedOptimizer:
@@ -332,8 +337,7 @@ def read_progress(manifest: CheckpointManifest, data: TrainingData) -> Progress:
     epochs, metrics = manifest.epoch, manifest.metrics
     losses = manifest.validation_losses or [metrics.get("loss", 0.0)] * epochs
     samples = manifest.samples or [data.epoch_samples] * epochs
-    trained = zip(manifest.minibatches or [0] * epochs, samples, losses, strict=True)
-    return Progress([TrainedEpoch(*epoch) for epoch in trained], metrics)
+    return Progress(list(manifest.minibatches or [0] * epochs), list(samples), list(losses), metrics)
 
 
 def resume(

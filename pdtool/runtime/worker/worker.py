@@ -76,28 +76,19 @@ class Place:
         return self.assignment.replica == 0
 
 
-class TrainedEpoch(NamedTuple):
-    """An epoch that was trained, perhaps in a run that this one resumes.
-
-    Attributes:
-        minibatches: 0 where an older pdtool trained it, which did not say.
-    """
-
-    minibatches: int
-    samples: int
-    validation_loss: float
-
-
 @dataclass
 class Progress:
-    """How far a run is.
+    """How far a run is, that which it resumes included.
 
     Attributes:
-        epochs: those that were trained.
+        minibatches, samples, validation_losses: of each epoch that was trained; 0 minibatches where an older pdtool
+            trained it, which did not say.
         metrics: of the last validation.
     """
 
-    epochs: list[TrainedEpoch] = field(default_factory=list)
+    minibatches: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    validation_losses: list[float] = field(default_factory=list)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -195,14 +186,14 @@ class Worker:
         """Train the epochs that are left, each followed by a validation and a checkpoint; return the report."""
         if not self._last_stage or not self._place.is_replica_0:
             return self._run()
-        path, done = RunDir(self._config.out).metrics_file, len(self.progress.epochs)
+        path, done = RunDir(self._config.out).metrics_file, len(self.progress.samples)
         with closing(MetricsLog(path, epochs_done=done)) as self._log:
             self._record_updates()
             return self._run()
 
     def _run(self) -> Report:
         config, meter, progress = self._config, self._place.meter, self.progress
-        resumed = done = len(progress.epochs)
+        resumed = done = len(progress.samples)
         if config.target and not done:  # fail now, not after an epoch, if the model does not report the metric
             config.target.is_reached(self.validate(0, config.plan.batch_size), self._undefined)
         meter.restart()
@@ -218,7 +209,7 @@ class Worker:
     def _train_epoch(self, epoch: int) -> None:
         """Train an epoch, validate, and step learning-rate schedules of epochs."""
         meter, progress, samples = self._place.meter, self.progress, self._data.epoch_samples
-        order = self._data.sample_order(epoch, sum(trained.samples for trained in progress.epochs))
+        order = self._data.sample_order(epoch, sum(progress.samples))
         minibatches = Minibatches(order, self._config.plan.batch_size)
         start_s = time.perf_counter()
         if self._log:
@@ -227,10 +218,11 @@ class Worker:
         meter.epoch_ended(len(minibatches), samples, time.perf_counter() - start_s)
         with meter.paused():
             progress.metrics = self.validate(epoch)
-        loss = progress.metrics["loss"]
-        progress.epochs.append(TrainedEpoch(len(minibatches), samples, loss))
+        progress.minibatches.append(len(minibatches))
+        progress.samples.append(samples)
+        progress.validation_losses.append(progress.metrics["loss"])
         for replica in self.stages.values():
-            replica.epoch_done(loss)
+            replica.epoch_done(progress.metrics["loss"])
 
     def _record_updates(self) -> None:
         """Let run.json tell how many updates and samples an epoch has, for whoever shows how far the run is."""
@@ -293,9 +285,9 @@ class Worker:
             epochs=self._config.epochs,
             seed=self._config.seed,
             metrics=dict(progress.metrics),
-            validation_losses=tuple(trained.validation_loss for trained in progress.epochs),
-            minibatches=tuple(trained.minibatches for trained in progress.epochs),
-            samples=tuple(trained.samples for trained in progress.epochs),
+            validation_losses=tuple(progress.validation_losses),
+            minibatches=tuple(progress.minibatches),
+            samples=tuple(progress.samples),
             tied=dict(self._tied),
             files={},
         )
@@ -325,7 +317,7 @@ class Worker:
             progress.metrics,
             self._undefined,
             samples=self._data.epoch_samples,
-            minibatches_by_epoch=[trained.minibatches for trained in progress.epochs],
+            minibatches_by_epoch=progress.minibatches,
             local_workers=place.local_workers,
             includes_compilation=includes_compilation,
         )

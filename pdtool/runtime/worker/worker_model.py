@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -247,7 +247,7 @@ def equalize_weights(model: nn.Module, bundle: Bundle, stages: Iterable[int], gr
             if len({digests[rank].get(key) for rank in group.ranks}) > 1:
                 different[key[1]] = None
                 if key in own:
-                    _broadcast(own[key], group.ranks[0], group.group, group.device)
+                    _broadcast(own[key], group.ranks[0], group.host_group)
     for parameter, tied_group in zip(bundle.tied, groups.tied, strict=True):
         keys = list(zip(parameter.stages, parameter.names, strict=True))
         source = groups.replicas[parameter.stages[0]].ranks[0]
@@ -255,7 +255,7 @@ def equalize_weights(model: nn.Module, bundle: Bundle, stages: Iterable[int], gr
             different[parameter.names[0]] = None
             for key in keys:
                 if key in own:
-                    _broadcast(own[key], source, tied_group, torch.device("cpu"))
+                    _broadcast(own[key], source, tied_group)
     return list(different)
 
 
@@ -264,13 +264,9 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(content.view(torch.uint8).numpy().data).hexdigest()
 
 
-def _broadcast(tensor: Tensor, source: int, group: Any, device: torch.device) -> None:
-    """Give a tensor the values that it has at rank `source`.
-
-    Args:
-        device: where the group takes tensors.
-    """
-    values = tensor.detach().to(device).contiguous()
+def _broadcast(tensor: Tensor, source: int, group: Any) -> None:
+    """Give a tensor the values that it has at rank `source`, by a group of gloo."""
+    values = tensor.detach().cpu().contiguous()
     with PeerErrorContext(f"the initial weights did not come from rank {source}", source):
         dist.broadcast(values, source, group=group)
     with torch.no_grad():
