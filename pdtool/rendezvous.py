@@ -28,6 +28,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
+from fcntl import ioctl
 from typing import Any
 
 from pdtool.errors import PdtoolError, printable
@@ -422,11 +423,9 @@ def interface_with(address: str) -> str:
 
 
 def interface_addresses() -> dict[str, str]:
-    """Return the IPv4 address of each interface that has one; empty where the system does not say (not Linux)."""
+    """Return the IPv4 address of each interface that has one."""
     addresses = {}
-    with suppress(ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
-        from fcntl import ioctl
-
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no address
                 reply = ioctl(query, _SIOCGIFADDR, struct.pack(f"{_IFREQ_BYTES}s", name.encode()))

@@ -109,15 +109,11 @@ def _failure(out: Path, rank: int, error: BaseException, at_s: float) -> WorkerF
 def _silent_neighbours(out: Path, rank: int) -> tuple[list[int], list[int]]:
     """The ranks of this machine whose processes are stopped, and those whose processes have ended."""
     first = rank - int(os.environ["LOCAL_RANK"])
-    stopped, gone = [], []
-    for other in range(first, first + int(os.environ["LOCAL_WORLD_SIZE"])):
-        pid = read_status(out, other).pid
-        state = process_state(pid) if pid else "?"
-        if state in ("T", "t"):
-            stopped.append(other)
-        elif state in ("", "Z", "X"):
-            gone.append(other)
-    return stopped, gone
+    others = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
+    pids = {other: pid for other in others if (pid := read_status(out, other).pid)}
+    states = {other: process_state(pid) for other, pid in pids.items()}
+    stopped = [other for other, state in states.items() if state in ("T", "t")]
+    return stopped, [other for other, state in states.items() if state in ("", "Z", "X")]
 
 
 def _place(error: BaseException) -> str:

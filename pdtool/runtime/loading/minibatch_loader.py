@@ -157,14 +157,13 @@ class MinibatchLoader:
 
 
 def _open_files() -> dict[str, str]:
-    """The regular files that this process has open: path by descriptor; none where the system does not say."""
+    """The regular files that this process has open: path by descriptor."""
     found = {}
-    with suppress(OSError):
-        for link in Path("/proc/self/fd").iterdir():
-            with suppress(OSError):  # that of the listing itself is gone
-                path = os.readlink(link)
-                if Path(path).is_file() and not path.startswith(("/dev/", "/proc/")):
-                    found[link.name] = path
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # that of the listing itself is gone
+            path = os.readlink(link)
+            if Path(path).is_file() and not path.startswith(("/dev/", "/proc/")):
+                found[link.name] = path
     return found
 
 

@@ -117,9 +117,7 @@ def share_memory(
 
 
 def machine_id() -> str:
-    """Return a text that is the same for processes that can connect, on one kernel; empty where there is no way to."""
-    if not hasattr(os, "memfd_create"):
-        return ""
+    """Return a text that is the same for processes that can connect, on one kernel; empty where it is unknown."""
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return kernel + os.readlink("/proc/self/ns/net")

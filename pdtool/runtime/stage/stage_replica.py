@@ -7,7 +7,6 @@ by a norm.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from pdtool.errors import FieldError
 from pdtool.runtime.groups import PeerErrorContext
@@ -23,7 +22,7 @@ from pdtool.runtime.loading.minibatch_source import MinibatchSource
 from pdtool.runtime.loading.minibatches import DataPass
 from pdtool.runtime.messages.stage_io import StageIO
 from pdtool.runtime.meter import WorkerMeter
-from pdtool.runtime.stage.averaging import ReplicaAverager, clip, scale, squared_norm
+from pdtool.runtime.stage.averaging import ReplicaAverager
 from pdtool.runtime.stage.component import Component
 from pdtool.runtime.stage.losses import LossReader, MetricTotals, RoundLoss
 from pdtool.runtime.stage.module_state import ModuleState
@@ -299,7 +298,7 @@ class ClippedUpdates:
         if not self._max_norm:
             replica.step()
         elif not self._group:
-            clip(replica.averager.parameters, self._max_norm)
+            nn.utils.clip_grad_norm_(replica.averager.parameters, self._max_norm)
             replica.step()
         else:
             self._waiting.append(replica)
@@ -316,8 +315,7 @@ class ClippedUpdates:
             own = replica.averager.parameters
             counted += [*own, *(tied.parameter for tied in replica.tied if tied.is_first)]
             held += [*own, *(tied.parameter for tied in replica.tied)]
-        norm = math.sqrt(self._sum_over_stages(counted))
-        scale(held, norm, max_norm)
+        nn.utils.clip_grads_with_norm_(held, max_norm, self._norm_over_stages(counted))
         for replica in self._waiting:
             replica.step()
             for tied in replica.tied:
@@ -325,10 +323,12 @@ class ClippedUpdates:
             replica.updated()
         self._waiting.clear()
 
-    def _sum_over_stages(self, parameters: Iterable[nn.Parameter]) -> float:
-        own = squared_norm(parameters) if self._is_replica_0 else 0.0
-        total = torch.tensor(own, dtype=torch.float64)
+    def _norm_over_stages(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """The norm of the gradients of all stages, a scalar."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients).double().item() if self._is_replica_0 else 0.0
+        total = torch.tensor(norm**2, dtype=torch.float64)
         with self._meter.averaging, PeerErrorContext("the norm of the gradients was not summed over all workers"):
             dist.all_reduce(total, group=self._group)
         self._meter.count_sent(total.nbytes)
-        return total.item()
+        return total.sqrt()

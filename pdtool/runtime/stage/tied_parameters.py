@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from pdtool.runtime.groups import PeerErrorContext
 from pdtool.runtime.messages.pinned import DeviceDownload
 from pdtool.runtime.meter import WorkerMeter
-from pdtool.runtime.stage.averaging import clip, flat_gradient, shaped_gradient
+from pdtool.runtime.stage.averaging import flat_gradient, shaped_gradient
 from pdtool.runtime.stage.optimizer import NamedOptimizer
 
 
@@ -101,7 +101,7 @@ class TiedParameterSync:
         gradient = total[:-2].div_(weight / self.holders)
         self.parameter.grad = shaped_gradient(gradient, self.parameter) if holders_with_gradient else None
         if self.max_norm:
-            clip([self.parameter], self.max_norm)
+            nn.utils.clip_grad_norm_(self.parameter, self.max_norm)
 
     def _peer_error(self) -> PeerErrorContext:
         return PeerErrorContext(
