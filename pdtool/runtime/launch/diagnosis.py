@@ -34,7 +34,7 @@ from pdtool.files import write_atomically
 from pdtool.processes import describe_exit
 from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.runtime.memory import killed_for_memory_error
-from pdtool.runtime.status import ANY_PEER, NOBODY, LastStatus, WorkerFailure, read_failure, read_status, read_traceback
+from pdtool.runtime.status import ANY_PEER, NOBODY, LastStatus, WorkerFailure, read_failure, read_status
 from pdtool.runtime.worker_end import describe_end
 from pdtool.units import format_seconds
 
@@ -203,7 +203,7 @@ class WorkersLeft:
             lines.append(f"  its launcher saw it end with {self._exit_codes[rank]}")
         if failure:
             lines.append(f"  it said: {failure.error.what}")
-        lines += [f"  {line}" for line in read_traceback(self._config.out, rank).splitlines()]
+            lines += [f"  {line}" for line in failure.traceback.splitlines()]
         return "\n".join(lines)
 
 
