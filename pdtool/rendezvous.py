@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from fcntl import ioctl
-from typing import Any
+from typing import Any, get_type_hints
 
 from pdtool.errors import PdtoolError, printable
 from pdtool.machines import Machines
@@ -50,7 +50,7 @@ _SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 _IFREQ_BYTES = 40
 
 
-def gather_machines(machines: Machines, timeout_s: float, notify: Notify | None = None) -> list[MachineFacts]:
+def gather_machines(machines: Machines, timeout_s: float, notify: Notify = lambda line: None) -> list[MachineFacts]:
     """Wait until all machines of the launch are there; return what each says of itself, in order of node rank.
 
     Args:
@@ -71,7 +71,6 @@ def gather_machines(machines: Machines, timeout_s: float, notify: Notify | None 
     if machines.count == 1:
         return [own]
     meeting = (_MeetingServer if machines.node_rank == 0 else _MeetingClient)(own, machines)
-    notify = notify or (lambda line: None)
     facts = asyncio.run(meeting.gather(timeout_s, notify))
     _take_interface(facts[own.node_rank], any(machine.is_remote for machine in facts), notify)
     return facts
@@ -111,16 +110,13 @@ class MachineFacts:
     def parse(cls, fields: Mapping[str, Any]) -> MachineFacts:
         """Read what a machine says of itself; raises ValueError or TypeError when no machine says that."""
         machine = cls(**fields)
-        numbers = (machine.node_rank, machine.count, machine.pid)
+        if any(type(getattr(machine, name)) is not kind for name, kind in get_type_hints(cls).items()):
+            raise ValueError("a fact is of another type")
+        if not (0 <= machine.node_rank < machine.count < _MAX_NUMBER and 0 <= machine.pid < _MAX_NUMBER):
+            raise ValueError("a rank, count or pid cannot be one")
         texts = (machine.host, machine.gloo_address, machine.interface)
-        if not all(type(number) is int and 0 <= number < _MAX_NUMBER for number in numbers):
-            raise ValueError("a rank, count or pid is no number")
-        if machine.node_rank >= machine.count:
-            raise ValueError("a rank is none of the machines'")
-        if not all(isinstance(text, str) and text.isprintable() and len(text) <= _MAX_CHARACTERS for text in texts):
-            raise ValueError("a name is no text")
-        if not all(type(flag) is bool for flag in (machine.is_remote, machine.has_own_choice)):
-            raise ValueError("a flag is neither true nor false")
+        if not all(text.isprintable() and len(text) <= _MAX_CHARACTERS for text in texts):
+            raise ValueError("a name is not one")
         if machine.gloo_address:
             ipaddress.ip_address(machine.gloo_address.partition("%")[0])
         return machine

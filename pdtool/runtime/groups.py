@@ -13,6 +13,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -326,13 +327,10 @@ def check_shared(out: Path, group: Any, timeout_s: float) -> None:
 
 def _comes_to_hold(path: Path, text: str, limit_s: float) -> bool:
     """Whether a file holds a text, or comes to hold it within the limit."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        try:
-            if path.read_text(encoding="ascii") == text:
+    deadline_s = time.monotonic() + limit_s
+    while time.monotonic() < deadline_s:
+        with suppress(OSError):
+            if path.read_bytes() == text.encode():
                 return True
-        except (OSError, UnicodeDecodeError):
-            pass
-        if time.monotonic() > deadline:
-            return False
         time.sleep(_POLL_S)
+    return False

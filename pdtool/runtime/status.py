@@ -157,8 +157,8 @@ def read_failure(out: Path, rank: int) -> WorkerFailure | None:
     try:
         path = RunDir(out).worker_file(rank, "failure")
         text, _, traceback = path.read_text(encoding="utf-8", errors="replace").partition("\n")
-        raised, *rest = json.loads(text)
-        return WorkerFailure(revived(*raised), *rest, traceback=traceback)
+        raised, at_s, stopped, gone = json.loads(text)
+        return WorkerFailure(revived(*raised), at_s, stopped, gone, traceback)
     except (OSError, ValueError, TypeError):
         return None
 

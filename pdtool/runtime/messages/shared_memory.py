@@ -95,9 +95,12 @@ def share_memory(
         PeerError: a worker does not come.
     """
     machine = machine_id()
-    with _listen(machine, len(routes)) as listener:
-        address = listener.getsockname() if machine else b""
-        workers = all_gather((machine, address), tuple[str, bytes], world, "the place of each worker")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind("")  # Linux chooses a free abstract name
+        listener.listen(len(routes))
+        listener.settimeout(HANDSHAKE_TIMEOUT_S)
+        place = (machine, listener.getsockname())
+        workers = all_gather(place, tuple[str, bytes], world, "the place of each worker")
         offered: dict[int, SharedMemory] = {}
         for route in routes:
             receiver_machine, receiver_address = workers[route.receiver]
@@ -125,28 +128,16 @@ def machine_id() -> str:
         return ""
 
 
-def _listen(machine: str, backlog: int) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX if machine else socket.AF_INET, socket.SOCK_STREAM)
-    if machine:
-        listener.bind("")  # Linux chooses a free abstract name
-        listener.listen(backlog)
-        listener.settimeout(HANDSHAKE_TIMEOUT_S)
-    return listener
-
-
 def offer_memory(address: bytes, number: int, size_bytes: int) -> SharedMemory | None:
     """Connect to the receiver of route `number` and pass new memory; None when it cannot be reached."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(HANDSHAKE_TIMEOUT_S)
     try:
         connection.connect(address)
-        descriptor = os.memfd_create("pdtool")
-        try:
-            os.ftruncate(descriptor, size_bytes)
-            socket.send_fds(connection, [ROUTE_NUMBER.pack(number)], [descriptor])
-            return SharedMemory(mmap.mmap(descriptor, size_bytes), connection)
-        finally:
-            os.close(descriptor)
+        with open(os.memfd_create("pdtool"), "r+b") as file:
+            file.truncate(size_bytes)
+            socket.send_fds(connection, [ROUTE_NUMBER.pack(number)], [file.fileno()])
+            return SharedMemory(mmap.mmap(file.fileno(), size_bytes), connection)
     except OSError:
         connection.close()
         return None

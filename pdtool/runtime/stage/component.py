@@ -25,6 +25,7 @@ from torch import Tensor
 from pdtool.errors import with_article
 
 MODEL_KEY = "model"  # of the component whose entries are the model itself, which can be exported
+_NUMBERS: dict[str, type] = {"float": float, "complex": complex}
 _CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _NUMBER = ":number"  # how an older checkpoint marks an entry that is a Python number
 
@@ -101,7 +102,7 @@ def _packed(value: object, key: str, tensors: dict[str, Tensor]) -> Any:
         return ["tensor", key]
     if isinstance(value, np.generic):
         return _packed(value.item(), key, tensors)
-    if type(value) in (float, complex):
+    if type(value) in _NUMBERS.values():
         return [type(value).__name__, repr(value)]  # exact, and also where it is infinite
     dot = "." if key else ""
     if isinstance(value, dict):
@@ -116,13 +117,10 @@ def _unpacked(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
     if not isinstance(packed, list):
         return packed
     kind, content = packed
-    match kind:
-        case "tensor":
-            return tensors[content]
-        case "float":
-            return float(content)
-        case "complex":
-            return complex(content)
-        case "dict":
-            return {_unpacked(key, tensors): _unpacked(value, tensors) for key, value in content}
+    if kind == "tensor":
+        return tensors[content]
+    if kind in _NUMBERS:
+        return _NUMBERS[kind](content)
+    if kind == "dict":
+        return {_unpacked(key, tensors): _unpacked(value, tensors) for key, value in content}
     return _CONTAINERS[kind](_unpacked(value, tensors) for value in content)
