@@ -178,13 +178,12 @@ class _Meeting:
 
     async def _say_for_whom(self, timeout_s: float, notify: Notify) -> None:
         said = ""
-        await asyncio.sleep(_NOTICE_S)
         while True:
+            await asyncio.sleep(_NOTICE_S)
             line = f"waiting for {self._whom()} at {self.endpoint}, for {timeout_s:g} s at most{self._because()}"
             if line != said:
                 notify(line)
             said = line
-            await asyncio.sleep(_NOTICE_S)
 
     def _because(self) -> str:
         return f" ({self.hint})" if self.hint else ""

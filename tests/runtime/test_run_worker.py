@@ -25,8 +25,9 @@ from pdtool.runtime.messages.stage_io import StageIO
 from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.stage.pipeline_stage import Autocast, PipelineStage
 from pdtool.runtime.stage.stage_replica import StagePhase
+from pdtool.runtime.worker.run_report import Progress
 from pdtool.runtime.worker.start_worker import warn_of_length
-from pdtool.runtime.worker.worker import Place, Progress, Worker
+from pdtool.runtime.worker.worker import Place, Worker
 from pdtool.schedule import SCHEDULES, ExecutionConfig
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -232,17 +232,14 @@ def local_assignments(config: RunConfig) -> list[RankAssignment]:
     return local
 
 
-@contextmanager
-def _meeting_folder(config: RunConfig) -> Iterator[str]:
+def _meeting_folder(config: RunConfig) -> AbstractContextManager[str]:
     """Make the folder through which the workers of one machine meet, which no other user can read; "" for several.
 
     It lies in multiprocessing's, which the reaper removes when this process is killed.
     """
     if config.machines.count > 1:
-        yield ""
-        return
-    with tempfile.TemporaryDirectory(prefix="meeting-", dir=multiprocessing.util.get_temp_dir()) as folder:
-        yield folder
+        return nullcontext("")
+    return tempfile.TemporaryDirectory(prefix="meeting-", dir=multiprocessing.util.get_temp_dir())
 
 
 def _forget_threads_of_torchrun() -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import math
-import multiprocessing
 import signal
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -119,7 +118,7 @@ class MinibatchSource:
         elif minibatches:
             if not self._keeps_workers:
                 self._iterator, self._processes = iter(()), []  # those of the pass before end
-            self._iterator = self._begin(self._loader)
+            self._begin(self._loader)
 
     def load(self, minibatch: int) -> LoadedMinibatch:
         """Return a minibatch, the next one of the pass.
@@ -137,17 +136,12 @@ class MinibatchSource:
             raise loaded
         return loaded
 
-    def _begin(self, loader: DataLoader[Any]) -> Iterator[LoadedMinibatch | BaseException]:
+    def _begin(self, loader: DataLoader[Any]) -> None:
         """Let the loader workers begin with the tasks; start them for the first pass."""
-        others = None if self._processes else multiprocessing.active_children()
-        if others is not None:
+        if not self._processes:
             gc.collect()  # what is garbage here may have threads, which a forked process lacks when it collects that
-        iterator: Iterator[LoadedMinibatch | BaseException] = self._answer(
-            partial(iter, loader), next(iter(self._tasks))
-        )
-        if others is not None:
-            self._processes = [process for process in multiprocessing.active_children() if process not in others]
-        return iterator
+        iterator: Any = self._answer(partial(iter, loader), next(iter(self._tasks)))
+        self._iterator, self._processes = iterator, iterator._workers
 
     def _answer(self, ask: Callable[[], _T], task: LoadTask) -> _T:
         """Return what the DataLoader answers; raise the error of a loader worker that ends meanwhile, or is silent."""

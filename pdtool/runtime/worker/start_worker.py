@@ -44,7 +44,8 @@ from pdtool.runtime.stage.stage_replica import ClippedUpdates, StageReplica
 from pdtool.runtime.stage.tied_parameters import TiedParameterSync
 from pdtool.runtime.status import Status
 from pdtool.runtime.worker import checkpoint
-from pdtool.runtime.worker.worker import Place, Progress, Worker
+from pdtool.runtime.worker.run_report import Progress
+from pdtool.runtime.worker.worker import Place, Worker
 from pdtool.runtime.worker.worker_model import WorkerModel, equalize_weights, is_small, load_stage_module
 from pdtool.schedule import gradient_delays, tied_update_lag
 

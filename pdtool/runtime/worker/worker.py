@@ -31,7 +31,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -51,7 +51,7 @@ from pdtool.runtime.stage.losses import MetricTotals, RoundLoss
 from pdtool.runtime.stage.stage_replica import StagePhase, StageReplica
 from pdtool.runtime.status import Status
 from pdtool.runtime.worker import checkpoint
-from pdtool.runtime.worker.run_report import WorkerMeasurements, assemble_report
+from pdtool.runtime.worker.run_report import Progress, WorkerMeasurements, assemble_report
 from pdtool.schedule import Action, ActionKind, Actions, steady_minibatches
 
 
@@ -74,22 +74,6 @@ class Place:
     def is_replica_0(self) -> bool:
         """Whether this worker writes the checkpoints and metrics of its stages."""
         return self.assignment.replica == 0
-
-
-@dataclass
-class Progress:
-    """How far a run is, that which it resumes included.
-
-    Attributes:
-        minibatches, samples, validation_losses: of each epoch that was trained; 0 minibatches where an older pdtool
-            trained it, which did not say.
-        metrics: of the last validation.
-    """
-
-    minibatches: list[int] = field(default_factory=list)
-    samples: list[int] = field(default_factory=list)
-    validation_losses: list[float] = field(default_factory=list)
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class ActionList(NamedTuple):
@@ -126,7 +110,6 @@ class Worker:
         self.stages, self.progress = stages, progress
         self._shape = config.shape
         self._last_stage = stages.get(len(self._shape.replicas) - 1)
-        self._undefined: frozenset[str] = frozenset()  # metrics without a figure in the last validation
         self._log: MetricsLog | None = None
         self._action_lists: dict[int, ActionList] = {}
 
@@ -177,9 +160,9 @@ class Worker:
             replica.end_phase()
         where = f"the validation after epoch {epoch}"
         figures = totals.summarize(self._place.groups.world, where)
-        self._undefined = totals.undefined
-        if self._undefined and self._log:
-            sys.stderr.write(f"warning: {where} gives no {', '.join(sorted(self._undefined))}: the count is 0\n")
+        undefined = self.progress.undefined = totals.undefined
+        if undefined and self._log:
+            sys.stderr.write(f"warning: {where} gives no {', '.join(sorted(undefined))}: the count is 0\n")
         return figures
 
     def run(self) -> Report:
@@ -195,7 +178,7 @@ class Worker:
         config, meter, progress = self._config, self._place.meter, self.progress
         resumed = done = len(progress.samples)
         if config.target and not done:  # fail now, not after an epoch, if the model does not report the metric
-            config.target.is_reached(self.validate(0, config.plan.batch_size), self._undefined)
+            config.target.is_reached(self.validate(0, config.plan.batch_size), self.progress.undefined)
         meter.restart()
         meter.memory.start(replica.stage.module for replica in self.stages.values())
         while done < config.epochs and not self._is_target_reached():
@@ -269,8 +252,8 @@ class Worker:
             )
 
     def _is_target_reached(self) -> bool:
-        target, metrics = self._config.target, self.progress.metrics
-        return bool(target and metrics and target.is_reached(metrics, self._undefined))
+        target, progress = self._config.target, self.progress
+        return bool(target and progress.metrics and target.is_reached(progress.metrics, progress.undefined))
 
     def _save(self, epoch: int) -> None:
         progress = self.progress
@@ -314,10 +297,8 @@ class Worker:
         report = assemble_report(
             self._config,
             workers,
-            progress.metrics,
-            self._undefined,
+            progress,
             samples=self._data.epoch_samples,
-            minibatches_by_epoch=progress.minibatches,
             local_workers=place.local_workers,
             includes_compilation=includes_compilation,
         )
