@@ -79,7 +79,7 @@ def start_worker(config: RunConfig, rank: int, device: torch.device, local_worke
     check_last_minibatch(model.modules, config.bundle, data.epoch_samples, device)
     resumed = RunDir(config.resume).latest_checkpoint() if config.resume else None
     progress = read_progress(resumed.manifest(), data) if resumed else Progress()
-    stages = build_stages(config, place, model, data, source, progress)
+    stages = StageBuilder(config, place, model, data, source, progress).build()
     if resumed:
         resume(config, place, data, stages, resumed)
     tied = {name: first for name, first in model.first_names.items() if name != first}
@@ -187,53 +187,16 @@ def open_data(config: RunConfig, place: Place, file: ModelFile) -> tuple[Trainin
     return TrainingData(config, file, splits, sampled if file.has("sampler") else None), source
 
 
-def build_stages(
-    config: RunConfig,
-    place: Place,
-    model: StageModules,
-    data: TrainingData,
-    source: MinibatchSource | None,
-    progress: Progress,
-) -> dict[int, StageReplica]:
-    """Open the channels to other workers, and build this worker's stage replicas, by the stage's number."""
-    Status.of_this_process.set("the building of the stages")
-    channels = _channels(config, place, data)
-    place.meter.memory.received_bytes = channels.device_bytes
-    minibatches = math.ceil(data.epoch_samples / config.plan.batch_size)
-    builder = StageBuilder(config, place, model, source, channels, minibatches, list(progress.validation_losses))
-    stages = {s: builder.build(s, module) for s, module in model.modules.items()}
-    warning = next(replica.optimizer.schedule.length_warning for replica in stages.values())
-    if warning and place.assignment.rank == 0:
-        sys.stderr.write(f"warning: {warning}\n")
-    return stages
-
-
-def _channels(config: RunConfig, place: Place, data: TrainingData) -> Channels:
-    shape, groups = config.shape, place.groups
-    targets = describe_targets(data.splits["train"].leaves)
-    edges, optional = list_edges(config.bundle, targets), config.bundle.optional_gradients
-    ranks = [replicas.ranks for replicas in groups.replicas]
-    routes = list_routes(edges, ranks, optional_gradients=optional, wire_dtype=config.plan.wire_dtype)
-    in_flight = [w * r for w, r in zip(shape.in_flight, shape.replicas[: shape.pipeline_depth], strict=True)]
-    return open_channels(routes, groups, config, in_flight, place.meter)
-
-
 @dataclass
 class StageBuilder:
-    """Builds the stage replicas of a worker.
-
-    Attributes:
-        minibatches: in an epoch.
-        losses_before: see RunLength.
-    """
+    """Opens the channels to other workers, and builds the stage replicas of this one."""
 
     config: RunConfig
     place: Place
     model: StageModules
+    data: TrainingData
     source: MinibatchSource | None
-    channels: Channels
-    minibatches: int
-    losses_before: Sequence[float]
+    progress: Progress
 
     def __post_init__(self) -> None:
         built, plan = self.model.built, self.config.plan
@@ -248,7 +211,27 @@ class StageBuilder:
             meter=self.place.meter,
         )
 
-    def build(self, s: int, module: nn.Module) -> StageReplica:
+    def build(self) -> dict[int, StageReplica]:
+        """Build the replicas, by the stage's number; all workers call it together."""
+        Status.of_this_process.set("the building of the stages")
+        channels = self._open_channels()
+        self.place.meter.memory.received_bytes = channels.device_bytes
+        stages = {s: self._replica(s, module, channels) for s, module in self.model.modules.items()}
+        warning = next(replica.optimizer.schedule.length_warning for replica in stages.values())
+        if warning and self.place.assignment.rank == 0:
+            sys.stderr.write(f"warning: {warning}\n")
+        return stages
+
+    def _open_channels(self) -> Channels:
+        config, shape, groups = self.config, self._shape, self.place.groups
+        targets = describe_targets(self.data.splits["train"].leaves)
+        edges, optional = list_edges(config.bundle, targets), config.bundle.optional_gradients
+        ranks = [replicas.ranks for replicas in groups.replicas]
+        routes = list_routes(edges, ranks, optional_gradients=optional, wire_dtype=config.plan.wire_dtype)
+        in_flight = [w * r for w, r in zip(shape.in_flight, shape.replicas[: shape.pipeline_depth], strict=True)]
+        return open_channels(routes, groups, config, in_flight, self.place.meter)
+
+    def _replica(self, s: int, module: nn.Module, channels: Channels) -> StageReplica:
         """Build this worker's replica of stage `s` from its module."""
         config, meter, device = self.config, self.place.meter, self.place.device
         stage = self._pipeline_stage(s, module)
@@ -261,7 +244,7 @@ class StageBuilder:
         replicas = self.place.groups.replicas[s]
         return StageReplica(
             stage=stage,
-            io=StageIO(config.bundle, s, self.channels, prefetch=in_flight + 1, device=device, meter=meter),
+            io=StageIO(config.bundle, s, channels, prefetch=in_flight + 1, device=device, meter=meter),
             source=self.source if s == 0 else None,
             averager=ReplicaAverager(replicas, untied.values(), meter, config.bucket_bytes),
             optimizer=optimizer,
@@ -320,12 +303,13 @@ class StageBuilder:
 
     def _optimizer(self, parameters: Mapping[str, nn.Parameter], s: int) -> NamedOptimizer:
         config = self.config
-        updates = config.epochs * math.ceil(self.minibatches / self._shape.update_every[s])
+        minibatches = math.ceil(self.data.epoch_samples / config.plan.batch_size)
+        updates = config.epochs * math.ceil(minibatches / self._shape.update_every[s])
         return NamedOptimizer(
             self._file,
             self._model_parameters,
             parameters,
-            RunLength(config.epochs, updates, self.losses_before),
+            RunLength(config.epochs, updates, list(self.progress.validation_losses)),
             config.delay_compensation,
             self._delays[s],
             config.seed,
