@@ -37,13 +37,10 @@ class Graph:
         seen: set[str] = set()
         for index, (name, sources) in enumerate(self.inputs.items()):
             for source in sources:
-                if source not in self.inputs:
-                    raise FieldError(f"nodes[{index}].inputs", f"node {name!r} takes {source!r}, which is no node")
                 if source not in seen:
-                    raise FieldError(
-                        f"nodes[{index}].inputs",
-                        f"node {name!r} takes {source!r}, which comes after it (a cycle, or not in topological order)",
-                    )
+                    later = "comes after it (a cycle, or not in topological order)"
+                    fault = later if source in self.inputs else "is no node"
+                    raise FieldError(f"nodes[{index}].inputs", f"node {name!r} takes {source!r}, which {fault}")
             seen.add(name)
 
     @property

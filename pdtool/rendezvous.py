@@ -25,7 +25,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from fcntl import ioctl
@@ -225,7 +225,7 @@ class _MeetingServer(_Meeting):
 
     def _is_own_endpoint(self) -> bool:
         try:
-            return is_own_name(self.host)
+            return any(_own_addresses(self.host))
         except OSError as error:
             what = f"machine 0 cannot resolve {self.host} of the endpoint {self.endpoint} ({error.strerror})"
             raise PdtoolError(what, "give a name or address of machine 0 that every machine knows") from error
@@ -395,10 +395,8 @@ def gloo_address() -> str:
     """
     if name := os.environ.get(GLOO_VARIABLE, "").partition(",")[0]:
         return interface_addresses().get(name, "")
-    with suppress(OSError):
-        for family, _, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            if _can_bind(family, str(address[0])):
-                return str(address[0])
+    with suppress(OSError, StopIteration):
+        return next(_own_addresses(socket.gethostname()))
     return "127.0.0.1"
 
 
@@ -436,10 +434,11 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def is_own_name(host: str) -> bool:
-    """Whether a host name or address means this machine; raises OSError when it cannot be resolved."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return any(_can_bind(family, str(address[0])) for family, _, _, _, address in found)
+def _own_addresses(host: str) -> Iterator[str]:
+    """Yield those of a host's addresses that belong to this machine; raises OSError when it cannot be resolved."""
+    for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+        if _can_bind(family, str(address[0])):
+            yield str(address[0])
 
 
 def _can_bind(family: int, address: str) -> bool:

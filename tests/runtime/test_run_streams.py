@@ -232,14 +232,14 @@ def test_an_epoch_is_a_pass_or_what_follows(tmp_path: Path) -> None:
 
     def epoch(samples: int | None, steps: int | None) -> tuple[int, bool]:
         config = replace(spec, steps=steps)
-        split = DatasetSplit(samples, Structure(""), is_stream=True)
+        split = DatasetSplit(samples, Structure.of(()), is_stream=True)
         return samples_in_epoch(samples, config, drop_last=False), epochs_go_on(split, config)
 
     assert epoch(26, None) == epoch(26, 7) == epoch(26, 100) == (26, False)
     assert epoch(26, 6) == epoch(None, 6) == (24, True)
     with pytest.raises(UsageError, match=r"without a length.*; give it with --steps"):
         epoch(None, None)
-    assert not epochs_go_on(DatasetSplit(26, Structure("")), replace(spec, steps=2)), (
+    assert not epochs_go_on(DatasetSplit(26, Structure.of(())), replace(spec, steps=2)), (
         "samples with numbers are shuffled"
     )
 

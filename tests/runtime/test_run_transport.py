@@ -296,7 +296,7 @@ def stages_here(
     config: Any = SimpleNamespace(transport=transport, timeout_s=30.0, plan=plan)
     routes = list_routes(list_edges(bundle, []), ranks, wire_dtype=wire_dtype)
     channels = open_channels(routes, groups, config, [4], WorkerMeter(device))
-    data = DataPass("train", DatasetSplit(len(minibatches.order), Structure("")), minibatches, 0, 1)
+    data = DataPass("train", DatasetSplit(len(minibatches.order), Structure.of(())), minibatches, 0, 1)
     made = {}
     for stage in [s for s, replicas in enumerate(ranks) if rank in replicas]:
         meter = WorkerMeter(device)
@@ -318,7 +318,7 @@ def test_a_missing_gradient_is_zeros_on_the_device_of_the_stage() -> None:
     channels.senders.append((backward, sender))
     io = StageIO(bundle, 1, channels, prefetch=0, device=device, meter=WorkerMeter(torch.device("cpu")))
     io.begin_phase(
-        DataPass("train", DatasetSplit(BATCH, Structure("")), Minibatches(range(BATCH), BATCH), 0, 1), None, [0], [0]
+        DataPass("train", DatasetSplit(BATCH, Structure.of(())), Minibatches(range(BATCH), BATCH), 0, 1), None, [0], [0]
     )
     io.send_gradients(0, [None])
     assert [(t.device, t.shape) for t in sent] == [(device, (BATCH, 3))]
@@ -421,7 +421,10 @@ def test_where_memory_cannot_be_shared_gloo_carries_the_tensors(tmp_path: Path, 
 
 def test_callers_that_are_no_workers_are_sent_away() -> None:
     """Somebody who says nothing sensible, then one without memory, then the worker."""
-    listener = shared_memory_setup._listen("here", 4)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("")
+    listener.listen(4)
+    listener.settimeout(10)
     address = listener.getsockname()
     strangers = []
     for said in (b"hi", shared_memory_setup.ROUTE_NUMBER.pack(9), shared_memory_setup.ROUTE_NUMBER.pack(5)):

@@ -538,7 +538,7 @@ def test_a_sampler_must_choose_as_many_samples_in_each_epoch(tmp_path):
     plan = SimpleNamespace(batch_size=1)
     config = SimpleNamespace(plan=plan, steps=None, seed=0)
     data = TrainingData(
-        config, file, {"train": DatasetSplit(9, Structure(""))}, lambda epoch: file.sampler(None, epoch)
+        config, file, {"train": DatasetSplit(9, Structure.of(()))}, lambda epoch: file.sampler(None, epoch)
     )
     assert data.sample_order(1, 0) == [0]
     with pytest.raises(ModelError, match=r"^user.py: sampler\(\) gives 2 samples in epoch 2, and 1 in epoch 1; return"):

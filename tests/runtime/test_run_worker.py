@@ -132,7 +132,7 @@ def two_stages() -> list[StageIO]:
     bundle = Bundle(name="b", batch_size=2, proof="values", inputs=(), stages=modules, tensors=(tensor,))
     local = [(route, LocalChannel()) for route in list_routes(list_edges(bundle, []), [[0], [0]])]
     channels = Channels(senders=list(local), receivers=list(local))
-    data = DataPass("train", DatasetSplit(8, Structure("")), Minibatches(range(8), 2), 0, 1)
+    data = DataPass("train", DatasetSplit(8, Structure.of(())), Minibatches(range(8), 2), 0, 1)
     stages = [StageIO(bundle, s, channels, prefetch=2, device=CPU, meter=WorkerMeter(CPU)) for s in (0, 1)]
     for io in stages:
         io.begin_phase(data, None, range(4), range(4))

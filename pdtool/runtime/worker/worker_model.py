@@ -241,21 +241,16 @@ def equalize_weights(model: nn.Module, bundle: Bundle, stages: Iterable[int], gr
     listed = [(s, name, _digest(tensor)) for (s, name), tensor in own.items()]
     gathered = all_gather(listed, list[tuple[int, str, str]], groups.world, "the digests of the initial weights")
     digests = [{(s, name): digest for s, name, digest in held} for held in gathered]
+    keys_of = {r.stage: [key for key in digests[r.ranks[0]] if key[0] == r.stage] for r in groups.replicas}
+    copies = [([key], r.host_group) for r in groups.replicas for key in keys_of[r.stage]]  # what is equal, and for whom
+    copies += [(list(zip(t.stages, t.names, strict=True)), g) for t, g in zip(bundle.tied, groups.tied, strict=True)]
     different: dict[str, None] = {}
-    for group in groups.replicas:
-        for key in [key for key in digests[group.ranks[0]] if key[0] == group.stage]:
-            if len({digests[rank].get(key) for rank in group.ranks}) > 1:
-                different[key[1]] = None
-                if key in own:
-                    _broadcast(own[key], group.ranks[0], group.host_group)
-    for parameter, tied_group in zip(bundle.tied, groups.tied, strict=True):
-        keys = list(zip(parameter.stages, parameter.names, strict=True))
-        source = groups.replicas[parameter.stages[0]].ranks[0]
+    for keys, group in copies:
         if len({held[key] for held in digests for key in keys if key in held}) > 1:
-            different[parameter.names[0]] = None
-            for key in keys:
-                if key in own:
-                    _broadcast(own[key], source, tied_group)
+            first_stage, first_name = keys[0]
+            different[first_name] = None
+            for key in own.keys() & keys:  # one at most: no worker has two stages with one parameter
+                _broadcast(own[key], groups.replicas[first_stage].ranks[0], group)
     return list(different)
 
 
