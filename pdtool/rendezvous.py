@@ -285,14 +285,10 @@ class _MeetingServer(_Meeting):
         if machine.is_remote:
             own_address = str(writer.get_extra_info("sockname")[0])
             self._present[0] = replace(self.own, interface=interface_with(own_address))
-        self.missing = [rank for rank in self.missing if rank != machine.node_rank]
-        if not self.missing:
-            self._result.set_result([self._present[rank] for rank in range(self.own.count)])
 
     def _dismiss(self, machine: MachineFacts) -> None:
         if self._present.get(machine.node_rank) is machine and not self._result.done():
             del self._present[machine.node_rank], self._admitted[machine.node_rank]
-            self.missing = sorted([*self.missing, machine.node_rank])
 
     def _problem_with(self, machine: MachineFacts, mac: bytes, expected: bytes) -> PdtoolError | None:
         if not hmac.compare_digest(mac, expected):
@@ -314,8 +310,14 @@ class _MeetingServer(_Meeting):
         return None
 
     async def _tell_missing(self) -> None:
-        if not self._result.done():
-            await self._tell_all({"missing": list(self.missing)})
+        """Tell all machines who is missing; when nobody is, the meeting is over."""
+        if self._result.done():
+            return
+        self.missing = [rank for rank in range(self.own.count) if rank not in self._present]
+        if self.missing:
+            await self._tell_all({"missing": self.missing})
+        else:
+            self._result.set_result([self._present[rank] for rank in range(self.own.count)])
 
     async def _tell_all(self, message: Mapping[str, object]) -> None:
         for writer, nonce in list(self._admitted.values()):

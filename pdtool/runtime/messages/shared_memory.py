@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,18 +153,15 @@ def accept_memory(listener: socket.socket, expected: Mapping[int, int]) -> dict[
         Route number -> memory; without those that did not come in time.
     """
     accepted: dict[int, SharedMemory] = {}
-    while len(accepted) < len(expected):
-        try:
+    with suppress(TimeoutError):
+        while len(accepted) < len(expected):
             connection, _ = listener.accept()
-        except TimeoutError:
-            break
-        connection.settimeout(HANDSHAKE_TIMEOUT_S)
-        received = receive_memory(connection, expected)
-        if received is None:
-            connection.close()
-        else:
-            number, memory = received
-            accepted[number] = SharedMemory(memory, connection)
+            connection.settimeout(HANDSHAKE_TIMEOUT_S)
+            if received := receive_memory(connection, expected):
+                number, memory = received
+                accepted[number] = SharedMemory(memory, connection)
+            else:
+                connection.close()
     return accepted
 
 

@@ -23,9 +23,8 @@ from pdtool.runtime.loading.minibatches import DataPass
 from pdtool.runtime.messages.stage_io import StageIO
 from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.stage.averaging import ReplicaAverager
-from pdtool.runtime.stage.component import Component
+from pdtool.runtime.stage.component import Component, ModuleState
 from pdtool.runtime.stage.losses import LossReader, MetricTotals, RoundLoss
-from pdtool.runtime.stage.module_state import ModuleState
 from pdtool.runtime.stage.optimizer import NamedOptimizer
 from pdtool.runtime.stage.pipeline_stage import PipelineStage
 from pdtool.runtime.stage.tied_parameters import TiedParameterSync

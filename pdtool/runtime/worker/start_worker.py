@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,6 @@ from pdtool.errors import ModelError, printable
 from pdtool.frontend.graph_digest import check_bundle
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import dtype_of
-from pdtool.frontend.operators import registered_state
 from pdtool.frontend.random_numbers import OperatorSeeds
 from pdtool.runtime.config import RunConfig, assign_ranks
 from pdtool.runtime.groups import all_gather, broadcast, make_process_groups
@@ -36,8 +34,8 @@ from pdtool.runtime.messages.routes import describe_targets, list_edges, list_ro
 from pdtool.runtime.messages.stage_io import StageIO
 from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.stage.averaging import ReplicaAverager
+from pdtool.runtime.stage.component import ModuleState
 from pdtool.runtime.stage.losses import LossReader
-from pdtool.runtime.stage.module_state import ModuleState
 from pdtool.runtime.stage.optimizer import NamedOptimizer, RunLength
 from pdtool.runtime.stage.pipeline_stage import Autocast, PipelineStage, as_tuple
 from pdtool.runtime.stage.stage_replica import ClippedUpdates, StageReplica
@@ -74,35 +72,24 @@ def start_worker(config: RunConfig, rank: int, device: torch.device, local_worke
         meter=WorkerMeter(device),
         groups=make_process_groups(config, device),
     )
-    model = build_model(config, place)
-    data, source = open_data(config, place, model.built.file)
-    check_last_minibatch(model.modules, config.bundle, data.epoch_samples, device)
+    model, modules = build_model(config, place)
+    data, source = open_data(config, place, model.file)
+    check_last_minibatch(modules, config.bundle, data.epoch_samples, device)
     resumed = RunDir(config.resume).latest_checkpoint() if config.resume else None
     progress = read_progress(resumed.manifest(), data) if resumed else Progress()
-    stages = StageBuilder(config, place, model, data, source, progress).build()
+    stages = StageBuilder(config, place, model, modules, data, source, progress).build()
     if resumed:
         resume(config, place, data, stages, resumed)
     tied = {name: first for name, first in model.first_names.items() if name != first}
     return Worker(config, place, data, stages, progress, tied)
 
 
-class StageModules(NamedTuple):
-    """The model, and the modules of this worker's stages.
+def build_model(config: RunConfig, place: Place) -> tuple[WorkerModel, dict[int, nn.Module]]:
+    """Build the model, check that the stage files were made for it, and load those of this worker.
 
-    Attributes:
-        built: the model that the modules take their tensors from.
-        modules: by the stage's number, on the worker's device.
-        first_names: name of a parameter or buffer -> its first name in the whole model, under which the optimizer state
-            of a parameter is saved.
+    Returns:
+        The model, and the modules of this worker's stages by their number, on its device: they have its tensors.
     """
-
-    built: WorkerModel
-    modules: dict[int, nn.Module]
-    first_names: dict[str, str]
-
-
-def build_model(config: RunConfig, place: Place) -> StageModules:
-    """Build the model, check that the stage files were made for it, and load those of this worker."""
     bundle, groups = config.bundle, place.groups
     Status.of_this_process.set("the loading of the model")
     file = ModelFile.load(config.model, trusted=config.trusted, digests=bundle.digests)
@@ -112,14 +99,11 @@ def build_model(config: RunConfig, place: Place) -> StageModules:
     if place.assignment.rank % place.local_workers == 0:  # one worker of each machine: its workers read the same files
         built.check(lambda model: check_bundle(file, model, bundle, config.check_stage_files))
     reasons = all_gather(printable(built.why_whole), str, groups.world, "the check of the stage files")
-    first: dict[int, str] = {}
-    model = built.model
-    first_names = {name: first.setdefault(id(tensor), name) for name, tensor in registered_state(model).items()}
     folder, named = config.stage_files or config.bundle_dir, config.bundle_dir
-    modules = {s: load_stage_module(bundle, folder, s, model, named).to(place.device) for s in stages}
+    modules = {s: load_stage_module(bundle, folder, s, built.model, named).to(place.device) for s in stages}
     if place.assignment.rank == 0:
         _warn_of_model(built, config, reasons, different)
-    return StageModules(built, modules, first_names)
+    return built, modules
 
 
 def _warn_of_model(built: WorkerModel, config: RunConfig, reasons: Sequence[str], different: Sequence[str]) -> None:
@@ -193,20 +177,21 @@ class StageBuilder:
 
     config: RunConfig
     place: Place
-    model: StageModules
+    model: WorkerModel
+    modules: Mapping[int, nn.Module]
     data: TrainingData
     source: MinibatchSource | None
     progress: Progress
 
     def __post_init__(self) -> None:
-        built, plan = self.model.built, self.config.plan
-        self._shape, self._file, self._first_names = self.config.shape, built.file, self.model.first_names
-        self._model_state, self._model_parameters = built.model.state_dict(keep_vars=True), built.optimizer_parameters()
+        model, plan = self.model, self.config.plan
+        self._shape, self._file, self._first_names = self.config.shape, model.file, model.first_names
+        self._model_state, self._model_parameters = model.model.state_dict(keep_vars=True), model.optimizer_parameters()
         self._delays, self._is_late = gradient_delays(plan.kind, self._shape), not plan.kind.flushes
         self._updates = ClippedUpdates(
             self._file.training.max_grad_norm,
             self.place.groups.world if not self._is_late and len(plan.stages) > 1 else None,
-            stages=len(self.model.modules),
+            stages=len(self.modules),
             is_replica_0=self.place.is_replica_0,
             meter=self.place.meter,
         )
@@ -216,7 +201,7 @@ class StageBuilder:
         Status.of_this_process.set("the building of the stages")
         channels = self._open_channels()
         self.place.meter.memory.received_bytes = channels.device_bytes
-        stages = {s: self._replica(s, module, channels) for s, module in self.model.modules.items()}
+        stages = {s: self._replica(s, module, channels) for s, module in self.modules.items()}
         warning = next(replica.optimizer.schedule.length_warning for replica in stages.values())
         if warning and self.place.assignment.rank == 0:
             sys.stderr.write(f"warning: {warning}\n")

@@ -12,6 +12,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.errors import ArtifactError, PdtoolError, StaleError, TraceError, describe_error
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.operators import empty_in_same_place, named_state
+from pdtool.frontend.operators import empty_in_same_place, named_state, registered_state
 from pdtool.frontend.user_modules import user_modules_importable
 from pdtool.runtime.groups import PeerErrorContext, ProcessGroups, all_gather
 from pdtool.runtime.worker.partial_build import build_partially, tensors_in
@@ -49,6 +50,12 @@ class WorkerModel:
     model: nn.Module
     outline: nn.Module | None = None
     why_whole: str = ""
+
+    @cached_property
+    def first_names(self) -> dict[str, str]:
+        """Name of a parameter or buffer -> its first name in the model, under which optimizer state is saved."""
+        first: dict[int, str] = {}
+        return {name: first.setdefault(id(tensor), name) for name, tensor in registered_state(self.model).items()}
 
     @classmethod
     def build(
