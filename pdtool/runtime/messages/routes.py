@@ -243,7 +243,8 @@ class Sender(Protocol):
         """
 
     def flush(self) -> None:
-        """Wait until what was sent needs this worker no longer; raises PeerError."""
+        """Wait until what was sent needs this worker no longer; raises PeerError. Unless overridden it never does."""
+        return
 
 
 class Receiver(Protocol):
@@ -254,13 +255,17 @@ class Receiver(Protocol):
     """
 
     def expect(self, minibatch: int, samples: int) -> None:
-        """Prepare to receive the message of a minibatch of `samples`, after those expected before; raises PeerError."""
+        """Prepare to receive the message of a minibatch of `samples`, after those expected before; raises PeerError.
+
+        Unless overridden nothing needs preparing: a sender does not wait to be asked.
+        """
+        return
 
     def receive(self, minibatch: int, samples: int) -> list[Tensor]:
         """Wait for the oldest expected message, that of `minibatch`, and return its parts; raises PeerError."""
 
 
-class LocalChannel:
+class LocalChannel(Sender, Receiver):
     """Both ends of a channel between two stages on one worker: nothing travels."""
 
     def __init__(self) -> None:
@@ -270,12 +275,6 @@ class LocalChannel:
         """Keep the parts for the stage that will ask for them."""
         self._sent.append(list(parts))
         return 0
-
-    def flush(self) -> None:
-        """Nothing is under way."""
-
-    def expect(self, minibatch: int, samples: int) -> None:
-        """Nothing needs preparing."""
 
     def receive(self, minibatch: int, samples: int) -> list[Tensor]:
         """Return what was sent."""

@@ -41,7 +41,7 @@ class SharedMemory(NamedTuple):
 
 
 class SharedMemorySender(SlotSender):
-    """Sends through shared memory.
+    """Sends through shared memory, which outlives this worker.
 
     Args:
         waiting: context that times a wait for a free slot.
@@ -52,9 +52,6 @@ class SharedMemorySender(SlotSender):
     ) -> None:
         memory = torch.frombuffer(shared.memory, dtype=torch.uint8)
         super().__init__(route, layout, memory, shared.connection, waiting)
-
-    def flush(self) -> None:
-        """Return at once: what was sent is in memory that outlives this worker."""
 
 
 class SharedMemoryReceiver(SlotReceiver):

@@ -8,8 +8,8 @@ of parameters or buffers, and entries of each; worker/checkpoint.py puts the par
     optimizer.features.0.weight                  by NamedOptimizer: JSON, as bytes, of the state of the parameter
     optimizer.features.0.weight.state.exp_avg    a tensor in that, which the JSON names: ["tensor", "state.exp_avg"]
 
-`ModuleState` is the component of the module itself. `pack` and `unpack` go between such records and entries. Checkpoints of pdtool before 0.1 have an entry for each value
-of the state instead, which `unpack` reads as well.
+`ModuleState` is the component of the module itself. `pack` and `unpack` go between such records and entries.
+Checkpoints of pdtool before 0.1 have an entry for each value of the state instead, which `unpack` reads as well.
 """
 
 from __future__ import annotations

@@ -171,10 +171,7 @@ class StageReplica:
         if not self._is_training:
             return None
         self.stage.weights.bind_newest()
-        for tied in self.tied:
-            while not tied.is_drained:
-                tied.take_sum()
-                tied.optimizer.step()
+        self._take_due_tied_steps(is_drained=True)
         self.adopt_changes()
         self.averager.average_buffers(dict(self.stage.module.named_buffers()), len(self._phase.forwards))
         return self.averager.sum_loss(loss) if loss else None
@@ -190,13 +187,13 @@ class StageReplica:
         self._is_first_step = False
         self.updated()
 
-    def _take_due_tied_steps(self) -> None:
+    def _take_due_tied_steps(self, *, is_drained: bool = False) -> None:
         """Take the steps of tied parameters that are due, before the stage's next action.
 
         Not in the update itself: another holder may wait for what this worker's other stages have yet to do.
         """
         for tied in self.tied:
-            while tied.is_step_due:
+            while tied.has_step_due(is_drained=is_drained):
                 tied.take_sum()
                 tied.optimizer.step()
                 self.updated()

@@ -77,15 +77,9 @@ class TiedParameterSync:
         self._due.append((wait, time.perf_counter()))
         self.meter.count_sent(message.nbytes)
 
-    @property
-    def is_step_due(self) -> bool:
-        """Whether a step is due in this round."""
-        return len(self._due) > self.lag
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether all steps were taken."""
-        return not self._due
+    def has_step_due(self, *, is_drained: bool) -> bool:
+        """Whether a step is due in this round; when the pipeline is drained all are that were not taken."""
+        return len(self._due) > (0 if is_drained else self.lag)
 
     def take_sum(self) -> None:
         """Give the parameter its oldest gradient: summed over the holders, the mean over the samples of its round.
