@@ -148,9 +148,8 @@ class _ChannelOpener:
             )
         is_pinned = self.device.type == "cuda"
         waiting = nullcontext() if is_pinned else self.meter.waiting  # the wait of a thread holds nobody up
-        sender: Sender
         if number in self.memory:
-            sender = SharedMemorySender(route, layout, self.memory[number], waiting)
+            sender: Sender = SharedMemorySender(route, layout, self.memory[number], waiting)
         else:
             sender = distributed.DistributedSender(route, self.by_gloo[number], layout.depth, _HOST, waiting)
         return PinnedSender(route, sender, self.device) if is_pinned else sender
@@ -162,9 +161,8 @@ class _ChannelOpener:
         if number in self.by_nccl:
             return distributed.NcclReceiver(route, self.by_nccl[number], self.device)
         is_pinned = self.device.type == "cuda"
-        receiver: Receiver
         if number in self.memory:
-            receiver = SharedMemoryReceiver(route, self.layouts[number], self.memory[number])
+            receiver: Receiver = SharedMemoryReceiver(route, self.layouts[number], self.memory[number])
         else:
             receiver = distributed.DistributedReceiver(route, self.by_gloo[number], _HOST, pinned=is_pinned)
         return PinnedReceiver(receiver, self.device) if is_pinned else receiver

@@ -335,11 +335,12 @@ class LearningRateSchedule:
         self._watched = optimizer.param_groups if optimizer and steps_by_user_code(file, optimizer) else []
         self._own: set[str] = set()  # keys that it has set
         self._of_others: set[str] = set()  # keys that were set between its steps
-        before = self._values()
+        self._noted: list[dict[str, Any]] = []  # what was in the parameter groups when `_note` was called last
+        self._note(self._of_others)
         is_by_epoch = file.training.scheduler_step == "epoch"
         self._steps = length.epochs if is_by_epoch else length.updates
         self._scheduler = file.scheduler(optimizer, self._steps) if optimizer else None
-        self._after = self._note(self._own, before)
+        self._note(self._own)
         self.is_by_user_code = schedules_by_user_code(self._scheduler)
         self._takes_loss = isinstance(self._scheduler, ReduceLROnPlateau)
         self._is_by_epoch = is_by_epoch or self._takes_loss
@@ -383,16 +384,12 @@ class LearningRateSchedule:
             for loss in losses:
                 self.epoch_done(loss)
 
-    def _values(self) -> list[dict[str, Any]]:
-        """What is in the parameter groups now, where somebody else than the schedule may change it as well."""
-        return [dict(group) for group in self._watched]
-
-    def _note(self, keys: set[str], before: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Add to `keys` those whose values are not what they were before; return what they are now."""
-        now = self._values()
-        for group, values in zip(now, before, strict=False):
-            keys |= {key for key, value in group.items() if value is not values.get(key)}
-        return now
+    def _note(self, keys: set[str]) -> None:
+        """Add to `keys` those whose values in the parameter groups have changed since the last call."""
+        now = [dict(group) for group in self._watched]
+        for group, before in zip(now, self._noted, strict=False):
+            keys |= {key for key, value in group.items() if value is not before.get(key)}
+        self._noted = now
 
     @property
     def sets(self) -> set[str]:
@@ -403,10 +400,10 @@ class LearningRateSchedule:
         if not self._scheduler:
             return
         name = type(self._scheduler).__name__
-        before = self._note(self._of_others, self._after)
+        self._note(self._of_others)
         try:
             self._scheduler.step(*metrics)
-            self._after = self._note(self._own, before)
+            self._note(self._own)
         except TypeError as error:
             raise self._file.error(
                 f"the learning-rate schedule {name} cannot be stepped ({error})",
