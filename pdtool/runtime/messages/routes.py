@@ -117,6 +117,11 @@ class Route:
         ]
         return dtypes + [torch.uint8] * self.has_flags
 
+    @cached_property
+    def _tensor_dtypes(self) -> list[torch.dtype]:
+        """The dtype of each edge's tensor at both stages."""
+        return [dtype_of(edge.tensor) for edge in self.edges]
+
     def parts(self, samples: int) -> list[Part]:
         """Return the parts of the message of a minibatch of `samples`."""
         shapes = [edge.tensor.sizes(samples) for edge in self.edges] + [(len(self.edges),)] * self.has_flags
@@ -142,9 +147,10 @@ class Route:
 
     def unpack(self, parts: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the tensor of each edge, [samples, ...]; None for one whose flag says that it has no gradient."""
-        is_there = parts[-1].tolist() if self.has_flags else [True] * len(self.edges)
-        received = zip(self.edges, parts, is_there, strict=False)
-        return [part.to(dtype_of(edge.tensor)) if there else None for edge, part, there in received]
+        tensors: list[Tensor | None] = list(map(Tensor.to, parts, self._tensor_dtypes))  # but for the flags
+        if self.has_flags:
+            return [t if is_there else None for t, is_there in zip(tensors, parts[-1].tolist(), strict=True)]
+        return tensors
 
     def describe(self, minibatch: int) -> str:
         """Return `forward 'b' of minibatch 4`."""
