@@ -10,11 +10,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import secrets
+import shutil
 import stat
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import AnyStr, BinaryIO
@@ -146,36 +147,26 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises:
         PdtoolError: the file could not be written; nothing is left behind.
     """
-    temporary = None
+    target = path.resolve()
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             with path.open("wb") as file:
                 yield file
             return
-        target = path.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        with os.fdopen(descriptor, "wb") as file:
+        with temporary.open("xb") as file:
+            if target.is_file():
+                shutil.copymode(target, temporary)
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, _mode(target))
         os.replace(temporary, target)
-        temporary = None
     except OSError as error:
         raise PdtoolError(f"{path} could not be written ({error.strerror})", write_remedy(error)) from error
     finally:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
-
-
-def _mode(path: Path) -> int:
-    """Return the permissions of a file that is replaced, or those that a new one gets."""
-    if path.is_file():
-        return stat.S_IMODE(path.stat().st_mode)
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def write_remedy(error: OSError) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from pdtool.errors import FieldError, suggestion
@@ -36,13 +37,10 @@ class Graph:
         seen: set[str] = set()
         for index, (name, sources) in enumerate(self.inputs.items()):
             for source in sources:
-                if source not in self.inputs:
-                    raise FieldError(f"nodes[{index}].inputs", f"node {name!r} takes {source!r}, which is no node")
                 if source not in seen:
-                    raise FieldError(
-                        f"nodes[{index}].inputs",
-                        f"node {name!r} takes {source!r}, which comes after it (a cycle, or not in topological order)",
-                    )
+                    later = "comes after it (a cycle, or not in topological order)"
+                    fault = later if source in self.inputs else "is no node"
+                    raise FieldError(f"nodes[{index}].inputs", f"node {name!r} takes {source!r}, which {fault}")
             seen.add(name)
 
     @property
@@ -108,12 +106,8 @@ class Graph:
         """Write a set of nodes as module paths where it holds all nodes of a module, as node names elsewhere."""
         chosen = set(nodes)
         complete = {m for m in self.members if m and self.members[m] <= chosen}
-        entries: dict[str, None] = {}
-        for name in self.inputs:
-            if name in chosen:
-                outermost = next((m for m in _prefixes(self.modules[name]) if m in complete), name)
-                entries[outermost] = None
-        return list(entries)
+        names = [name for name in self.inputs if name in chosen]
+        return list(dict.fromkeys(next((m for m in _prefixes(self.modules[n]) if m in complete), n) for n in names))
 
     def expand(self, entries: Iterable[str]) -> list[str]:
         """Return the nodes that `compress` wrote as these entries, in topological order; unknown entries are kept."""
@@ -140,5 +134,4 @@ class Graph:
 
 def _prefixes(path: str) -> list[str]:
     """Return `a`, `a.b` and `a.b.c` for `a.b.c`."""
-    parts = path.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))] if path else []
+    return list(accumulate(path.split("."), "{}.{}".format)) if path else []

@@ -1,6 +1,6 @@
 """The host of this process: the cores that it may use, its parent and children, its memory and what bounds that.
 
-Linux reports all of it. On other systems the memory is unknown, and the end of the parent is not noticed.
+Linux reports all of it; a sandbox that does not leaves the memory unknown.
 Pages of files do not count as memory: the code of libraries becomes resident when it is first used.
 """
 
@@ -33,20 +33,16 @@ _KEEP_OPTIONS = {-1: 2**31 - 1, -2: 2**24, -4: 0}  # never trim, grow in steps o
 
 def usable_cores() -> frozenset[int]:
     """Return the numbers of the CPU cores that this process may use: those that `taskset` or SLURM has left it."""
-    try:
-        return frozenset(os.sched_getaffinity(0))
-    except (AttributeError, OSError):  # not Linux
-        return frozenset(range(os.cpu_count() or 1))
+    return frozenset(os.sched_getaffinity(0))
 
 
 def end_with_parent(parent: int | None = None, number: signal.Signals = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when its parent ends; where it cannot (not Linux), nothing happens.
+    """Let the kernel send this process a signal when its parent ends.
 
     Args:
         parent: its process id, for one that may have ended already; None: the parent that pdtool was imported under.
     """
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if parent is None and os.getpid() == _PROCESS_AT_START[0]:
         parent = _PROCESS_AT_START[1]
     if parent not in (None, os.getppid()):  # it ended before that
@@ -61,12 +57,9 @@ def check_may_start_processes() -> None:
 
 
 def process_start_s() -> float:
-    """Return when this process started, in seconds since 1970; 0 where the system does not say."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
-        return 0.0
+    """Return when this process started, in seconds since 1970."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
@@ -121,8 +114,7 @@ def reset_peak() -> None:
 
 def trim_heap() -> None:
     """Let glibc return freed memory to the system; until then it counts as resident."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def keep_freed_memory() -> None:
@@ -133,10 +125,8 @@ def keep_freed_memory() -> None:
     mallopt(3): glibc read them when this process, or its fork server, began.
     """
     if not os.environ.keys() & {*_MALLOC_VARIABLES, "GLIBC_TUNABLES"}:
-        with suppress(OSError, AttributeError):
-            libc = ctypes.CDLL(None)
-            for option, value in _KEEP_OPTIONS.items():
-                libc.mallopt(option, value)
+        for option, value in _KEEP_OPTIONS.items():
+            ctypes.CDLL(None).mallopt(option, value)
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,11 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from fcntl import ioctl
+from typing import Any, get_type_hints
 
 from pdtool.errors import PdtoolError, printable
 from pdtool.machines import Machines
@@ -49,7 +50,7 @@ _SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 _IFREQ_BYTES = 40
 
 
-def gather_machines(machines: Machines, timeout_s: float, notify: Notify | None = None) -> list[MachineFacts]:
+def gather_machines(machines: Machines, timeout_s: float, notify: Notify = lambda line: None) -> list[MachineFacts]:
     """Wait until all machines of the launch are there; return what each says of itself, in order of node rank.
 
     Args:
@@ -70,7 +71,6 @@ def gather_machines(machines: Machines, timeout_s: float, notify: Notify | None 
     if machines.count == 1:
         return [own]
     meeting = (_MeetingServer if machines.node_rank == 0 else _MeetingClient)(own, machines)
-    notify = notify or (lambda line: None)
     facts = asyncio.run(meeting.gather(timeout_s, notify))
     _take_interface(facts[own.node_rank], any(machine.is_remote for machine in facts), notify)
     return facts
@@ -110,16 +110,13 @@ class MachineFacts:
     def parse(cls, fields: Mapping[str, Any]) -> MachineFacts:
         """Read what a machine says of itself; raises ValueError or TypeError when no machine says that."""
         machine = cls(**fields)
-        numbers = (machine.node_rank, machine.count, machine.pid)
+        if any(type(getattr(machine, name)) is not kind for name, kind in get_type_hints(cls).items()):
+            raise ValueError("a fact is of another type")
+        if not (0 <= machine.node_rank < machine.count < _MAX_NUMBER and 0 <= machine.pid < _MAX_NUMBER):
+            raise ValueError("a rank, count or pid cannot be one")
         texts = (machine.host, machine.gloo_address, machine.interface)
-        if not all(type(number) is int and 0 <= number < _MAX_NUMBER for number in numbers):
-            raise ValueError("a rank, count or pid is no number")
-        if machine.node_rank >= machine.count:
-            raise ValueError("a rank is none of the machines'")
-        if not all(isinstance(text, str) and text.isprintable() and len(text) <= _MAX_CHARACTERS for text in texts):
-            raise ValueError("a name is no text")
-        if not all(type(flag) is bool for flag in (machine.is_remote, machine.has_own_choice)):
-            raise ValueError("a flag is neither true nor false")
+        if not all(text.isprintable() and len(text) <= _MAX_CHARACTERS for text in texts):
+            raise ValueError("a name is not one")
         if machine.gloo_address:
             ipaddress.ip_address(machine.gloo_address.partition("%")[0])
         return machine
@@ -181,13 +178,12 @@ class _Meeting:
 
     async def _say_for_whom(self, timeout_s: float, notify: Notify) -> None:
         said = ""
-        await asyncio.sleep(_NOTICE_S)
         while True:
+            await asyncio.sleep(_NOTICE_S)
             line = f"waiting for {self._whom()} at {self.endpoint}, for {timeout_s:g} s at most{self._because()}"
             if line != said:
                 notify(line)
             said = line
-            await asyncio.sleep(_NOTICE_S)
 
     def _because(self) -> str:
         return f" ({self.hint})" if self.hint else ""
@@ -229,7 +225,7 @@ class _MeetingServer(_Meeting):
 
     def _is_own_endpoint(self) -> bool:
         try:
-            return is_own_name(self.host)
+            return any(_own_addresses(self.host))
         except OSError as error:
             what = f"machine 0 cannot resolve {self.host} of the endpoint {self.endpoint} ({error.strerror})"
             raise PdtoolError(what, "give a name or address of machine 0 that every machine knows") from error
@@ -289,14 +285,10 @@ class _MeetingServer(_Meeting):
         if machine.is_remote:
             own_address = str(writer.get_extra_info("sockname")[0])
             self._present[0] = replace(self.own, interface=interface_with(own_address))
-        self.missing = [rank for rank in self.missing if rank != machine.node_rank]
-        if not self.missing:
-            self._result.set_result([self._present[rank] for rank in range(self.own.count)])
 
     def _dismiss(self, machine: MachineFacts) -> None:
         if self._present.get(machine.node_rank) is machine and not self._result.done():
             del self._present[machine.node_rank], self._admitted[machine.node_rank]
-            self.missing = sorted([*self.missing, machine.node_rank])
 
     def _problem_with(self, machine: MachineFacts, mac: bytes, expected: bytes) -> PdtoolError | None:
         if not hmac.compare_digest(mac, expected):
@@ -318,8 +310,14 @@ class _MeetingServer(_Meeting):
         return None
 
     async def _tell_missing(self) -> None:
-        if not self._result.done():
-            await self._tell_all({"missing": list(self.missing)})
+        """Tell all machines who is missing; when nobody is, the meeting is over."""
+        if self._result.done():
+            return
+        self.missing = [rank for rank in range(self.own.count) if rank not in self._present]
+        if self.missing:
+            await self._tell_all({"missing": self.missing})
+        else:
+            self._result.set_result([self._present[rank] for rank in range(self.own.count)])
 
     async def _tell_all(self, message: Mapping[str, object]) -> None:
         for writer, nonce in list(self._admitted.values()):
@@ -399,10 +397,8 @@ def gloo_address() -> str:
     """
     if name := os.environ.get(GLOO_VARIABLE, "").partition(",")[0]:
         return interface_addresses().get(name, "")
-    with suppress(OSError):
-        for family, _, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            if _can_bind(family, str(address[0])):
-                return str(address[0])
+    with suppress(OSError, StopIteration):
+        return next(_own_addresses(socket.gethostname()))
     return "127.0.0.1"
 
 
@@ -422,11 +418,9 @@ def interface_with(address: str) -> str:
 
 
 def interface_addresses() -> dict[str, str]:
-    """Return the IPv4 address of each interface that has one; empty where the system does not say (not Linux)."""
+    """Return the IPv4 address of each interface that has one."""
     addresses = {}
-    with suppress(ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
-        from fcntl import ioctl
-
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no address
                 reply = ioctl(query, _SIOCGIFADDR, struct.pack(f"{_IFREQ_BYTES}s", name.encode()))
@@ -442,10 +436,11 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def is_own_name(host: str) -> bool:
-    """Whether a host name or address means this machine; raises OSError when it cannot be resolved."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return any(_can_bind(family, str(address[0])) for family, _, _, _, address in found)
+def _own_addresses(host: str) -> Iterator[str]:
+    """Yield those of a host's addresses that belong to this machine; raises OSError when it cannot be resolved."""
+    for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+        if _can_bind(family, str(address[0])):
+            yield str(address[0])
 
 
 def _can_bind(family: int, address: str) -> bool:

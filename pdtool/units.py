@@ -28,29 +28,30 @@ def parse_bandwidth(text: str) -> float:
     Raises:
         UsageError: it does not say whether bits or bytes (`10`, `10G`); or a slip.
     """
-    match = _RATE.fullmatch(text.strip())
-    if not match:
-        what = f"bandwidth {_short(text)} is not a positive rate in bits or bytes"
-        raise UsageError(what, "write 10Gbit/s or 10Gbps for bits, 1.25GB/s for bytes")
+    remedy = "write 10Gbit/s or 10Gbps for bits, 1.25GB/s for bytes"
+    match = _matched(_RATE, "bandwidth", text, "a positive rate in bits or bytes", remedy)
     rate = _scaled_number(match, text) / (1 if match[3] == "B" else 8)
     return _within("bandwidth", text, rate, _RATES)
 
 
 def parse_bytes(text: str) -> int:
     """Read `16GB`, `16G`, `16GiB` or `1.5TB` as a number of bytes; raises UsageError."""
-    match = _SIZE.fullmatch(text.strip())
-    if not match:
-        raise UsageError(f"size {_short(text)} is not a positive number with a unit", "write 16GB, 16G or 16GiB")
+    match = _matched(_SIZE, "size", text, "a positive number with a unit", "write 16GB, 16G or 16GiB")
     return round(_within("size", text, _scaled_number(match, text), _SIZES))
 
 
 def parse_seconds(text: str) -> float:
     """Read `50us` or `1.5s` as seconds; raises UsageError."""
-    match = _TIME.fullmatch(text.strip())
-    if not match:
-        raise UsageError(f"time {_short(text)} is not a number with a unit", "write 50us, 1ms or 1.5s")
+    match = _matched(_TIME, "time", text, "a number with a unit", "write 50us, 1ms or 1.5s")
     value = _number(match, text) * _SECONDS[match[2]]
     return _within("time", text, value, _TIMES) if value else 0.0
+
+
+def _matched(pattern: re.Pattern[str], name: str, text: str, expected: str, remedy: str) -> re.Match[str]:
+    match = pattern.fullmatch(text.strip())
+    if not match:
+        raise UsageError(f"{name} {_short(text)} is not {expected}", remedy)
+    return match
 
 
 def _number(match: re.Match[str], text: str) -> float:

@@ -233,7 +233,7 @@ class RunDir:
         self.workers, self.stages, self.checkpoints_folder = path / ".workers", path / "stages", path / "checkpoints"
 
     def worker_file(self, rank: int, kind: str) -> Path:
-        """Return the file in which a worker keeps its `status`, its `failure` or its `traceback`."""
+        """Return the file in which a worker keeps its `status` or its `failure`."""
         return self.workers / f"{rank}.{kind}"
 
     def emulated(self, plan: str) -> RunDir:

@@ -13,6 +13,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -157,8 +158,7 @@ class ReplicaGroup:
     Attributes:
         ranks: in the order of the replicas.
         group: their process group, for gradients and buffers; None for one replica.
-        host_group: their gloo group, for numbers that the host needs without waiting for its device.
-        device: where `group` takes tensors.
+        host_group: their gloo group, for what is in the memory of the CPU.
         uses_nccl: whether `group` is one of NCCL, else of gloo.
     """
 
@@ -166,7 +166,6 @@ class ReplicaGroup:
     ranks: list[int]
     group: Any
     host_group: Any
-    device: torch.device
     uses_nccl: bool = False
 
 
@@ -203,11 +202,10 @@ def make_process_groups(config: RunConfig, device: torch.device) -> ProcessGroup
     with PeerErrorContext("the process groups were not made"):
         world = dist.new_group([a.rank for a in assignments], timeout=timeout, backend="gloo")
         uses_nccl = have_own_devices(all_gather(_nccl_device(device), str, world, "the choice of NCCL or gloo"))
-        sum_device = device if uses_nccl else torch.device("cpu")
         members = [ranks_of_stage(assignments, s % plan.pipeline_depth) for s in range(len(plan.stages))]
         host = [dist.new_group(m, timeout=timeout, backend="gloo") if len(m) > 1 else None for m in members]
         groups = [_nccl_group(m, timeout, device) if len(m) > 1 else None for m in members] if uses_nccl else host
-        replicas = [ReplicaGroup(s, members[s], groups[s], host[s], sum_device, uses_nccl) for s in range(len(members))]
+        replicas = [ReplicaGroup(s, members[s], groups[s], host[s], uses_nccl) for s in range(len(members))]
         tied = [
             dist.new_group(sorted(r for s in t.stages for r in members[s]), timeout=timeout, backend="gloo")
             for t in config.bundle.tied
@@ -329,13 +327,10 @@ def check_shared(out: Path, group: Any, timeout_s: float) -> None:
 
 def _comes_to_hold(path: Path, text: str, limit_s: float) -> bool:
     """Whether a file holds a text, or comes to hold it within the limit."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        try:
-            if path.read_text(encoding="ascii") == text:
+    deadline_s = time.monotonic() + limit_s
+    while time.monotonic() < deadline_s:
+        with suppress(OSError):
+            if path.read_bytes() == text.encode():
                 return True
-        except (OSError, UnicodeDecodeError):
-            pass
-        if time.monotonic() > deadline:
-            return False
         time.sleep(_POLL_S)
+    return False

@@ -301,23 +301,20 @@ class Timings:
         for wait_start_s, wait_end_s, total in waits:
             wait_s = wait_end_s - wait_start_s
             compute_s -= wait_s
-            self._add(total, wait_s)
+            vars(self.totals)[total] += wait_s
             if wait_s > MIN_DRAWN_S:  # it divides the action
                 if wait_start_s - drawn_from_s > MIN_DRAWN_S:
                     self._draw(action, drawn_from_s, wait_start_s)
                 self._draw("data" if total == "data_s" else "wait", wait_start_s, wait_end_s)
                 drawn_from_s = wait_end_s
         if action:
-            self._add(_FIELD[action.kind], compute_s)
+            vars(self.totals)[_FIELD[action.kind]] += compute_s
             self._draw(action, drawn_from_s, end_s)
 
     def add_message(self, track: str, name: str, start_s: float, end_s: float, size_bytes: int) -> None:
         """Add a message to one of the trace's tracks: `send`, `receive` or `all-reduce`."""
         if len(self._messages) < MAX_EVENTS:
             self._messages.append((track, name, track, start_s, end_s, size_bytes))
-
-    def _add(self, total: str, seconds: float) -> None:
-        setattr(self.totals, total, getattr(self.totals, total) + seconds)
 
     def _draw(self, action: Action | str | None, start_s: float, end_s: float) -> None:
         """Draw a part of an action, or a wait by its name."""

@@ -122,12 +122,14 @@ class WorkerFailure:
         at_s: when, in seconds of time.time.
         stopped: ranks of its machine whose processes were stopped then (SIGSTOP).
         gone: ranks of its machine whose processes had ended then.
+        traceback: of the error; "" for none.
     """
 
     error: PdtoolError
     at_s: float = 0.0
     stopped: list[int] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
+    traceback: str = ""
 
     @property
     def peer(self) -> int | None:
@@ -141,36 +143,24 @@ class WorkerFailure:
 
 
 def write_failure(out: Path, rank: int, failure: WorkerFailure) -> None:
-    """Write a failure where `read_failure` reads it, into the bytes that were reserved for it."""
+    """Write a failure where `read_failure` reads it, into the bytes that were reserved for it; then its traceback."""
     error, path = failure.error, RunDir(out).worker_file(rank, "failure")
     raised = [type(error).__name__, error.what, error.remedy, error.fields]
     text = json.dumps([raised, failure.at_s, failure.stopped, failure.gone], default=str)
     with suppress(OSError, ArtifactError), open_in_place(path) as file:  # it may be gone
         file.write(text.encode().ljust(_FAILURE_BYTES))
+        file.write(b"\n" + failure.traceback.encode(errors="backslashreplace"))
 
 
 def read_failure(out: Path, rank: int) -> WorkerFailure | None:
     """Return what the worker wrote when it failed; None when it wrote nothing."""
     try:
-        raised, *rest = json.loads(RunDir(out).worker_file(rank, "failure").read_text(encoding="utf-8"))
-        return WorkerFailure(revived(*raised), *rest)
+        path = RunDir(out).worker_file(rank, "failure")
+        text, _, traceback = path.read_text(encoding="utf-8", errors="replace").partition("\n")
+        raised, at_s, stopped, gone = json.loads(text)
+        return WorkerFailure(revived(*raised), at_s, stopped, gone, traceback)
     except (OSError, ValueError, TypeError):
         return None
-
-
-def write_traceback(out: Path, rank: int, text: str) -> None:
-    """Keep the traceback of a worker's failure, for the failure file."""
-    with open_in_place(RunDir(out).worker_file(rank, "traceback")) as file:
-        file.truncate(0)
-        file.write(text.encode(errors="backslashreplace"))
-
-
-def read_traceback(out: Path, rank: int) -> str:
-    """Return the traceback of a worker's failure; "" when it left none."""
-    try:
-        return RunDir(out).worker_file(rank, "traceback").read_text(encoding="utf-8")
-    except OSError:
-        return ""
 
 
 def read_status(out: Path, rank: int) -> LastStatus:
@@ -206,7 +196,6 @@ def prepare_folder(out: Path, ranks: Sequence[int], *, keep_metrics: bool) -> No
         run_dir.failure_file.unlink(missing_ok=True)
         for rank in ranks:
             _make_files(out, rank)
-            run_dir.worker_file(rank, "traceback").unlink(missing_ok=True)
         if not keep_metrics:
             run_dir.metrics_file.unlink(missing_ok=True)
     except OSError as error:

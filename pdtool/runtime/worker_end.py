@@ -14,12 +14,13 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from pdtool.errors import PdtoolError, WorkerDiedError, describe_error
 from pdtool.processes import describe_exit
-from pdtool.runtime.status import PeerError, WorkerFailure, process_state, read_status, write_failure, write_traceback
+from pdtool.runtime.status import PeerError, WorkerFailure, process_state, read_status, write_failure
 
 _THREADS_GRACE_S = 1.0  # for threads of the user's code, when the work is done
 _ENDING_S = 0.1  # a process that is killed closes its connections a little earlier than it is gone
@@ -29,10 +30,10 @@ end_process = os._exit  # kept, for `explain_exits` replaces it
 
 def record_failure(out: Path, rank: int, error: BaseException) -> int:
     """Write what ended this worker where the launcher reads it; return the exit code of the process."""
-    if not isinstance(error, PeerError):  # whose traceback ends in our own waiting
-        with suppress(Exception):  # of a full disk or memory, or of an error that cannot be printed
-            write_traceback(out, rank, "".join(traceback.format_exception(error)))
     failure = _failure(out, rank, error, time.time())
+    if not isinstance(error, PeerError):  # whose traceback ends in our own waiting
+        with suppress(Exception):  # of a full memory, or of an error that cannot be printed
+            failure = replace(failure, traceback="".join(traceback.format_exception(error)))
     write_failure(out, rank, failure)
     return failure.error.exit_code
 
@@ -109,15 +110,11 @@ def _failure(out: Path, rank: int, error: BaseException, at_s: float) -> WorkerF
 def _silent_neighbours(out: Path, rank: int) -> tuple[list[int], list[int]]:
     """The ranks of this machine whose processes are stopped, and those whose processes have ended."""
     first = rank - int(os.environ["LOCAL_RANK"])
-    stopped, gone = [], []
-    for other in range(first, first + int(os.environ["LOCAL_WORLD_SIZE"])):
-        pid = read_status(out, other).pid
-        state = process_state(pid) if pid else "?"
-        if state in ("T", "t"):
-            stopped.append(other)
-        elif state in ("", "Z", "X"):
-            gone.append(other)
-    return stopped, gone
+    others = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
+    pids = {other: pid for other in others if (pid := read_status(out, other).pid)}
+    states = {other: process_state(pid) for other, pid in pids.items()}
+    stopped = [other for other, state in states.items() if state in ("T", "t")]
+    return stopped, [other for other, state in states.items() if state in ("", "Z", "X")]
 
 
 def _place(error: BaseException) -> str:

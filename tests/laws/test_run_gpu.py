@@ -26,7 +26,7 @@ from pdtool.errors import WorkerDiedError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.runtime.launch.launcher import launch
 from pdtool.runtime.loading.minibatches import Minibatches
-from pdtool.runtime.messages import open_channels
+from pdtool.runtime.messages import cuda_ipc
 from pdtool.runtime.messages.pinned import DeviceUpload
 from pdtool.runtime.worker import checkpoint
 from pdtool.runtime.worker.worker import Worker
@@ -89,14 +89,14 @@ def named(cases: Sequence[Any], names: Sequence[str]) -> list[Any]:
 
 def require_cuda_ipc() -> None:
     """In a worker: fail unless all messages between workers go through memory of a GPU."""
-    share = open_channels.share_device_memory
+    share = cuda_ipc.share_device_memory
 
     def checked(routes: Any, *args: Any) -> Any:
         agreed, memory = share(routes, *args)
         assert agreed == {route.number for route in routes if not route.is_local}, "CUDA IPC was refused"
         return agreed, memory
 
-    open_channels.share_device_memory = checked
+    cuda_ipc.share_device_memory = checked
 
 
 def test_messages_go_through_memory_of_the_gpu(shares_memory: bool) -> None:

@@ -183,8 +183,7 @@ def install_with_all_routes() -> None:
 
 def install_with_receives_ahead() -> None:
     """As `install`, with receives posted before they are needed, as on gloo."""
-    from pdtool.runtime.messages import open_channels
-    from pdtool.runtime.messages.distributed import DistributedReceiver
+    from pdtool.runtime.messages import distributed
 
     install(timeout_s=5.0)
-    open_channels.NcclReceiver = DistributedReceiver
+    distributed.NcclReceiver = distributed.DistributedReceiver

@@ -462,8 +462,8 @@ def test_a_reaper_that_dies_as_it_starts_is_named(monkeypatch: pytest.MonkeyPatc
 def test_every_workers_story_is_in_a_file(left: Left) -> None:
     left.status(0, "0B3", waits_for=1)
     left.status(1, "1F3")
-    left.failure(0, "backward 'a' did not get here (Timed out waiting 5 s)", peer=1)
-    (RunDir(left.config.out).workers / "0.traceback").write_text("Traceback of rank 0")
+    lost = "backward 'a' did not get here (Timed out waiting 5 s)"
+    left.failure(0, lost, peer=1, traceback="Traceback of rank 0\nline\udc81 two")
     error = left.diagnosis({0: 5})
     assert f"see {RunDir(left.config.out).failure_file} for what each worker did" in error.remedy
     assert "did not get here" not in str(error)
@@ -471,7 +471,7 @@ def test_every_workers_story_is_in_a_file(left: Left) -> None:
     assert "rank 0 (stage 0, replica 0): last at 0B3" in story
     assert "waiting for rank 1 for the last" in story
     assert "it said: backward 'a' did not get here" in story
-    assert "Traceback of rank 0" in story
+    assert "  Traceback of rank 0\n  line\\udc81 two\n" in story
     assert "rank 3 (stage 2, replica 0): last at the start, it has not begun" in story
     prepare_folder(left.config.out, range(4), keep_metrics=False)
     assert not (RunDir(left.config.out).failure_file).exists()

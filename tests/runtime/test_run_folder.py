@@ -195,7 +195,7 @@ def test_what_an_earlier_run_left_of_its_workers_is_removed(tmp_path: Path, kind
     (spec.out / ".workers").mkdir(parents=True)
     target = tmp_path / "mine"
     target.write_text("mine")
-    for name in ("0.status", "1.failure", "1.traceback", "node-0"):
+    for name in ("0.status", "1.failure", "node-0"):
         links_to(target)[kind](spec.out / ".workers" / name)
     launch(spec)
     assert target.read_text() == "mine"

@@ -29,6 +29,7 @@ from pdtool.artifacts.bundle import TensorSpec
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, WorkerDiedError
 from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.model_io import Structure
 from pdtool.runtime.launch.launcher import launch
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatch_source import LoadingCost, MinibatchSource
@@ -165,7 +166,7 @@ def source(folder: Path, workers: int, statement: str = "pass", timeout_s: float
 
 def one_pass(split: str = "train", epoch: int = 1) -> DataPass:
     """Six minibatches of two samples."""
-    described = DatasetSplit(12, torch.zeros(1, dtype=torch.int64))
+    described = DatasetSplit(12, Structure.of(torch.zeros(1, dtype=torch.int64)))
     return DataPass(split, described, Minibatches(range(12), 2), 0, epoch)
 
 

@@ -19,6 +19,7 @@ from pdtool.artifacts.bundle import TensorSpec
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, UsageError
 from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.model_io import Structure
 from pdtool.profiler.measure import measure_loading_s
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatch_source import MinibatchSource, usable_workers
@@ -154,7 +155,7 @@ def loader(folder: Path, text: str = TEXT, split: str = "train", seed: int = 5) 
 
 def epoch_of(epoch: int, *, goes_on: bool = True) -> DataPass:
     """Five minibatches of four samples."""
-    described = DatasetSplit(None, torch.zeros(1, dtype=torch.int64), is_stream=True)
+    described = DatasetSplit(None, Structure.of(torch.zeros(1, dtype=torch.int64)), is_stream=True)
     first = EPOCH * (epoch - 1) if goes_on else 0
     minibatches = Minibatches(range(first, first + EPOCH), SIZE)
     return DataPass("train", described, minibatches, 5, epoch, None if goes_on else epoch)
@@ -231,14 +232,16 @@ def test_an_epoch_is_a_pass_or_what_follows(tmp_path: Path) -> None:
 
     def epoch(samples: int | None, steps: int | None) -> tuple[int, bool]:
         config = replace(spec, steps=steps)
-        split = DatasetSplit(samples, (), is_stream=True)
+        split = DatasetSplit(samples, Structure.of(()), is_stream=True)
         return samples_in_epoch(samples, config, drop_last=False), epochs_go_on(split, config)
 
     assert epoch(26, None) == epoch(26, 7) == epoch(26, 100) == (26, False)
     assert epoch(26, 6) == epoch(None, 6) == (24, True)
     with pytest.raises(UsageError, match=r"without a length.*; give it with --steps"):
         epoch(None, None)
-    assert not epochs_go_on(DatasetSplit(26, ()), replace(spec, steps=2)), "samples with numbers are shuffled"
+    assert not epochs_go_on(DatasetSplit(26, Structure.of(())), replace(spec, steps=2)), (
+        "samples with numbers are shuffled"
+    )
 
 
 @pytest.mark.parametrize("body", ["raise TypeError", "raise NotImplementedError"])

@@ -13,6 +13,7 @@ from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import TensorSpec
 from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.model_io import Structure
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatches import DatasetSplit, TrainingData
 from pdtool.runtime.stage.component import pack, unpack
@@ -536,7 +537,9 @@ def test_a_sampler_must_choose_as_many_samples_in_each_epoch(tmp_path):
     file = load(tmp_path, more="def sampler(data, epoch): return range(epoch)\n")
     plan = SimpleNamespace(batch_size=1)
     config = SimpleNamespace(plan=plan, steps=None, seed=0)
-    data = TrainingData(config, file, {"train": DatasetSplit(9, ())}, lambda epoch: file.sampler(None, epoch))
+    data = TrainingData(
+        config, file, {"train": DatasetSplit(9, Structure.of(()))}, lambda epoch: file.sampler(None, epoch)
+    )
     assert data.sample_order(1, 0) == [0]
     with pytest.raises(ModelError, match=r"^user.py: sampler\(\) gives 2 samples in epoch 2, and 1 in epoch 1; return"):
         data.sample_order(2, 1)

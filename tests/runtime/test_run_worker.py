@@ -16,6 +16,7 @@ from torch import nn
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec
 from pdtool.artifacts.run_dir import CheckpointManifest
 from pdtool.errors import PdtoolError
+from pdtool.frontend.model_io import Structure
 from pdtool.runtime.launch.launcher import launch
 from pdtool.runtime.loading.minibatches import DataPass, DatasetSplit, Minibatches
 from pdtool.runtime.messages.open_channels import Channels
@@ -24,8 +25,9 @@ from pdtool.runtime.messages.stage_io import StageIO
 from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.stage.pipeline_stage import Autocast, PipelineStage
 from pdtool.runtime.stage.stage_replica import StagePhase
+from pdtool.runtime.worker.run_report import Progress
 from pdtool.runtime.worker.start_worker import warn_of_length
-from pdtool.runtime.worker.worker import Place, Progress, TrainedEpoch, Worker
+from pdtool.runtime.worker.worker import Place, Worker
 from pdtool.schedule import SCHEDULES, ExecutionConfig
 
 CPU = torch.device("cpu")
@@ -76,7 +78,8 @@ def test_all_epochs_after_the_first_are_measured(monkeypatch: pytest.MonkeyPatch
     worker.run()
     times = worker._place.meter.epochs
     assert (times.minibatches, times.samples) == (9, 18)
-    assert worker.progress.epochs == [TrainedEpoch(minibatches=3, samples=6, validation_loss=1.0)] * 4
+    done = worker.progress
+    assert (done.minibatches, done.samples, done.validation_losses) == ([3] * 4, [6] * 4, [1.0] * 4)
 
 
 def warnings_of_length(
@@ -129,7 +132,7 @@ def two_stages() -> list[StageIO]:
     bundle = Bundle(name="b", batch_size=2, proof="values", inputs=(), stages=modules, tensors=(tensor,))
     local = [(route, LocalChannel()) for route in list_routes(list_edges(bundle, []), [[0], [0]])]
     channels = Channels(senders=list(local), receivers=list(local))
-    data = DataPass("train", DatasetSplit(8, ()), Minibatches(range(8), 2), 0, 1)
+    data = DataPass("train", DatasetSplit(8, Structure.of(())), Minibatches(range(8), 2), 0, 1)
     stages = [StageIO(bundle, s, channels, prefetch=2, device=CPU, meter=WorkerMeter(CPU)) for s in (0, 1)]
     for io in stages:
         io.begin_phase(data, None, range(4), range(4))

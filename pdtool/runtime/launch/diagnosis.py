@@ -34,7 +34,7 @@ from pdtool.files import write_atomically
 from pdtool.processes import describe_exit
 from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.runtime.memory import killed_for_memory_error
-from pdtool.runtime.status import ANY_PEER, NOBODY, LastStatus, WorkerFailure, read_failure, read_status, read_traceback
+from pdtool.runtime.status import ANY_PEER, NOBODY, LastStatus, WorkerFailure, read_failure, read_status
 from pdtool.runtime.worker_end import describe_end
 from pdtool.units import format_seconds
 
@@ -68,8 +68,8 @@ class WorkersLeft:
         self._config, self._exit_codes = config, exit_codes
         self._local = {assignment.rank for assignment in local}
         self._assignments = {assignment.rank: assignment for assignment in assign_ranks(config.plan)}
-        failures = {rank: read_failure(config.out, rank) for rank in self._assignments}
-        self._failures: dict[int, WorkerFailure] = {rank: failure for rank, failure in failures.items() if failure}
+        failures = ((rank, read_failure(config.out, rank)) for rank in self._assignments)
+        self._failures = {rank: failure for rank, failure in failures if failure}
         self._statuses = {rank: read_status(config.out, rank) for rank in self._assignments}
 
     def own_error(self) -> PdtoolError | None:
@@ -125,8 +125,7 @@ class WorkersLeft:
 
     def write_story(self, error: PdtoolError) -> bool:
         """Write what became of every worker to the run's folder; returns whether that could be written."""
-        now_s = time.time()
-        stories = [self._story(rank, now_s) for rank in self._assignments]
+        stories = [self._story(rank) for rank in self._assignments]
         try:
             text = "\n\n".join([str(error), *stories]) + "\n"
             write_atomically(RunDir(self._config.out).failure_file, text.encode(errors="backslashreplace").decode())
@@ -196,14 +195,14 @@ class WorkersLeft:
             return "the kernel kills so when memory runs out" if code else ""
         return f"most likely memory ran out: the kernel has killed {kills - before} process(es) for that since it began"
 
-    def _story(self, rank: int, now_s: float) -> str:
+    def _story(self, rank: int) -> str:
         status, failure = self._statuses[rank], self._failures.get(rank)
-        lines = [f"{self._assignments[rank]}: last at {status.text}{_state(status, now_s)}"]
+        lines = [f"{self._assignments[rank]}: last at {status.text}{_state(status)}"]
         if rank in self._exit_codes:
             lines.append(f"  its launcher saw it end with {self._exit_codes[rank]}")
         if failure:
             lines.append(f"  it said: {failure.error.what}")
-        lines += [f"  {line}" for line in read_traceback(self._config.out, rank).splitlines()]
+            lines += [f"  {line}" for line in failure.traceback.splitlines()]
         return "\n".join(lines)
 
 
@@ -214,11 +213,11 @@ def _how_to_go_on(config: RunConfig, *, is_needed: bool) -> list[str]:
     return ["start it again"] if is_needed else []
 
 
-def _state(status: LastStatus, now_s: float) -> str:
+def _state(status: LastStatus) -> str:
     if not status.pid:
         return ", it has not begun"
     doing = f"waiting for {_peer(status.waits_for)}" if status.is_waiting else "computing"
-    return f", process {status.pid}, {doing} for the last {format_seconds(max(0.0, now_s - status.since_s))}"
+    return f", process {status.pid}, {doing} for the last {format_seconds(max(0.0, time.time() - status.since_s))}"
 
 
 def _peer(rank: int) -> str:

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,15 +29,8 @@ from pdtool.machines import is_started_by_torchrun, rank_variables, worker_envir
 from pdtool.processes import WorkerProcesses
 from pdtool.rendezvous import gather_machines
 from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
+from pdtool.runtime.launch import process_group
 from pdtool.runtime.launch.diagnosis import diagnose, fork_server_end
-from pdtool.runtime.launch.process_group import (
-    Reaper,
-    StopSignal,
-    end_by_signal,
-    handling_signals,
-    stop_message,
-    stop_name,
-)
 from pdtool.runtime.launch.worker_main import run_worker, worker_main
 from pdtool.runtime.status import prepare_folder, read_failure, read_status
 from pdtool.runtime.worker_end import remove_counters
@@ -150,10 +143,10 @@ def _launch_workers(
     stop_signal = None
     try:
         with (
-            handling_signals() as hand_over,
+            process_group.handling_signals() as hand_over,
             _start_errors_explained(),
             following_metrics(run_dir.metrics_file, on_metrics, after=epochs_done),
-            closing(Reaper()) as reaper,
+            closing(process_group.Reaper()) as reaper,
             _meeting_folder(config) as meeting_folder,
             WorkerProcesses("forkserver") as workers,
         ):
@@ -163,17 +156,17 @@ def _launch_workers(
                 arguments = (config, environment, os.getcwd(), reaper.pid, meeting_folder)
                 workers.start(assignment.rank, worker_main, *arguments)
             reports, exit_codes = wait_for_workers(workers, config.out)
-    except StopSignal as error:
+    except process_group.StopSignal as error:
         stop_signal = error.number
     finally:
         for assignment in local:  # those that were killed left some
             remove_counters(read_status(config.out, assignment.rank).pid)
     if stop_signal:
         if config.machines.node_rank == 0:
-            run_dir.update_state(end="stopped", reason=stop_name(stop_signal))
+            run_dir.update_state(end="stopped", reason=process_group.stop_name(stop_signal))
         with suppress(OSError):  # of a terminal that has hung up
-            notify(stop_message(stop_signal, config.out))
-        end_by_signal(stop_signal)
+            notify(process_group.stop_message(stop_signal, config.out))
+        process_group.end_by_signal(stop_signal)
         raise KeyboardInterrupt
     if len(reports) < len(local):
         if not run_dir.workers.is_dir():
@@ -249,17 +242,14 @@ def local_assignments(config: RunConfig) -> list[RankAssignment]:
     return local
 
 
-@contextmanager
-def _meeting_folder(config: RunConfig) -> Iterator[str]:
+def _meeting_folder(config: RunConfig) -> AbstractContextManager[str]:
     """Make the folder through which the workers of one machine meet, which no other user can read; "" for several.
 
     It lies in multiprocessing's, which the reaper removes when this process is killed.
     """
     if config.machines.count > 1:
-        yield ""
-        return
-    with tempfile.TemporaryDirectory(prefix="meeting-", dir=multiprocessing.util.get_temp_dir()) as folder:
-        yield folder
+        return nullcontext("")
+    return tempfile.TemporaryDirectory(prefix="meeting-", dir=multiprocessing.util.get_temp_dir())
 
 
 def _forget_threads_of_torchrun() -> None:

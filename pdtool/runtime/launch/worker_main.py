@@ -19,19 +19,13 @@ from pdtool.errors import UsageError
 from pdtool.frontend.compute_mode import compiler_error, is_compiler_error
 from pdtool.machines import use_loopback
 from pdtool.rendezvous import loopback_hint
+from pdtool.runtime import worker_end
 from pdtool.runtime.config import RunConfig, assign_ranks
 from pdtool.runtime.groups import PeerErrorContext, check_agreement, check_shared
 from pdtool.runtime.launch.process_group import join_group
 from pdtool.runtime.memory import is_out_of_memory, out_of_memory_error
 from pdtool.runtime.status import Status
 from pdtool.runtime.worker.start_worker import start_worker
-from pdtool.runtime.worker_end import (
-    end_process,
-    exit_error,
-    explain_exits,
-    keep_threads_from_lingering,
-    record_failure,
-)
 
 
 def worker_main(
@@ -59,12 +53,12 @@ def worker_main(
     os.chdir(folder)
     config = config.with_absolute_paths()
     rank = int(os.environ["RANK"])
-    keep_threads_from_lingering()
-    explain_exits(config.out, rank)
+    worker_end.keep_threads_from_lingering()
+    worker_end.explain_exits(config.out, rank)
     try:
         report = run_worker(config, meeting_folder)
     except BaseException as error:  # end at once: destructors of process groups may wait for peers
-        end_process(record_failure(config.out, rank, error))
+        worker_end.end_process(worker_end.record_failure(config.out, rank, error))
     launcher.send(report.dump())
 
 
@@ -102,7 +96,7 @@ def run_worker(config: RunConfig, meeting_folder: str = "") -> Report:
             check_shared(config.out, dist.group.WORLD, config.timeout_s)
         report = start_worker(config, rank, device, local_workers).run()
     except SystemExit as error:
-        raise exit_error(error) from error
+        raise worker_end.exit_error(error) from error
     except Exception as error:
         if is_out_of_memory(error):
             raise out_of_memory_error(error, config.plan, assignments[rank], device) from error

@@ -6,6 +6,7 @@ dataset.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,11 @@ from torch import Tensor
 from pdtool.artifacts.bundle import TensorSpec
 from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.model_io import dtype_of
+from pdtool.frontend.model_io import Structure, dtype_of
 from pdtool.frontend.random_numbers import derive_seed, random_state_kept, seed_generators
 from pdtool.frontend.user_code import is_stream
 from pdtool.runtime.loading.minibatches import VALIDATION_PASS, DatasetSplit, Shape, shapes_of, tensors_of_target
 from pdtool.units import format_seconds
-
-_END = object()
 
 
 class MinibatchLoader:
@@ -65,14 +65,15 @@ class MinibatchLoader:
             counts_within_s: seconds in which a validation set without a length is to be read once, which counts it.
 
         Raises:
-            ModelError: the first sample cannot be read, or the validation set is empty or does not end in time.
+            ModelError: the first sample cannot be read, or its target not be described to other workers, or the
+                validation set is empty or does not end in time.
         """
         samples = self.file.samples(self.data, self.where)
         if samples is None and self._split == "valid":
             samples = self._stream.count(VALIDATION_PASS, counts_within_s)
         _, target = self.file.collate(self._read([0], VALIDATION_PASS), [0], self.where)
         self._stream.close()
-        self._described = DatasetSplit(samples, target, self.is_stream)
+        self._described = DatasetSplit(samples, Structure.of(target), self.is_stream)
         self._check_target(target, 1)
         return self._described
 
@@ -156,14 +157,13 @@ class MinibatchLoader:
 
 
 def _open_files() -> dict[str, str]:
-    """The regular files that this process has open: path by descriptor; none where the system does not say."""
+    """The regular files that this process has open: path by descriptor."""
     found = {}
-    with suppress(OSError):
-        for link in Path("/proc/self/fd").iterdir():
-            with suppress(OSError):  # that of the listing itself is gone
-                path = os.readlink(link)
-                if Path(path).is_file() and not path.startswith(("/dev/", "/proc/")):
-                    found[link.name] = path
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # that of the listing itself is gone
+            path = os.readlink(link)
+            if Path(path).is_file() and not path.startswith(("/dev/", "/proc/")):
+                found[link.name] = path
     return found
 
 
@@ -213,10 +213,9 @@ class SampleStream:
             if self._samples is None or pass_number != self._counted_pass or numbers[0] < self._next:
                 self._warn_of_samples_beyond_the_length()
                 self._counted_pass, self._next = pass_number, 0
-                self._begin_pass(1 if pass_number is None else pass_number)
-            while self._next < numbers[0]:
-                self._read_next()
-            return [self._read_next() for _ in numbers]
+                self._samples = self._samples_from(pass_number)
+            first, self._next = numbers[0] - self._next, numbers[0] + len(numbers)
+            return list(islice(self._samples, first, first + len(numbers)))
 
     def count(self, pass_number: int, within_s: float) -> int:
         """Return how many samples a pass has, by reading it.
@@ -226,23 +225,28 @@ class SampleStream:
         """
         end_s = time.monotonic() + within_s
         with self._own_generators():
-            self._begin_pass(pass_number)
-            while self._try_next() is not _END:
+            for _ in self._pass_of(pass_number):
                 if time.monotonic() > end_s:
                     raise self._file.error(
                         f"{self._name} has no length, and has not ended within {format_seconds(within_s)}, after "
                         f"{self._read_of_pass} samples",
                         "let it have a length (__len__), of which a validation takes no more, or give more --timeout",
                     )
-        self.close()
         return self._read_of_pass
 
     def close(self) -> None:
         """Stop to read: files that the dataset has opened since are closed."""
         self._samples = None
 
-    def _begin_pass(self, number: int) -> None:
-        self.close()
+    def _samples_from(self, pass_number: int | None) -> Iterator[Any]:
+        """Yield the samples of a pass, or of all passes; raises ModelError where more are asked for."""
+        for number in itertools.count(1) if pass_number is None else [pass_number]:
+            yield from self._pass_of(number)
+            if not self._read_of_pass:
+                break
+        raise self._ended()
+
+    def _pass_of(self, number: int) -> Iterator[Any]:
         self._pass, self._read_of_pass = number, 0
         seed_generators(derive_seed(self._seed, self._name, number, "stream"))
         if hasattr(self._data, "set_epoch"):
@@ -250,37 +254,22 @@ class SampleStream:
                 self._data.set_epoch(number)
             except Exception as error:
                 raise self._file.error_at(error, f"set_epoch({number}) of {self._name}") from error
-        self._samples = self._file.stream(self._data, self._name)
-
-    def _try_next(self) -> Any:
-        """The next sample of the pass, or _END."""
-        sample = next(self._samples or iter(()), _END)
-        if sample is not _END:
+        for sample in self._file.stream(self._data, self._name):
             self._read_of_pass += 1
             self._is_empty = False
-        return sample
-
-    def _read_next(self) -> Any:
-        sample = self._try_next()
-        if sample is _END:
-            if self._counted_pass is not None or not self._read_of_pass:
-                raise self._ended()
-            self._begin_pass(self._pass + 1)
-            return self._read_next()
-        self._next += 1
-        return sample
+            yield sample
 
     def _warn_of_samples_beyond_the_length(self) -> None:
         """Say once, at the end of a pass that was read up to its length, that it goes on after that."""
-        if self._has_warned or self._counted_pass is None or self._read_of_pass != self._length:
+        if self._has_warned or not self._samples or self._counted_pass is None or self._read_of_pass != self._length:
             return
-        with suppress(ModelError):  # of what nobody has asked for
-            if self._try_next() is not _END:
-                self._has_warned = True
-                sys.stderr.write(
-                    f"warning: {self._name} has more than the {self._length} samples that its length promises: the "
-                    "others are not used\n"
-                )
+        with suppress(ModelError):  # it ends, or fails in what nobody has asked for
+            next(self._samples)
+            self._has_warned = True
+            sys.stderr.write(
+                f"warning: {self._name} has more than the {self._length} samples that its length promises: the "
+                "others are not used\n"
+            )
 
     @property
     def _length(self) -> int | None:

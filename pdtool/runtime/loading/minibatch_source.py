@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import gc
 import math
-import multiprocessing
 import signal
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import tee
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -101,25 +99,21 @@ class MinibatchSource:
                 timeout=timeout_s,
             )
         self._iterator: Iterator[LoadedMinibatch | BaseException] = iter(())
-        self._awaited: Iterator[LoadTask] = iter(())
         self._processes: list[BaseProcess] = []
 
     def begin_pass(self, data: DataPass, minibatches: Sequence[int]) -> None:
         """Begin to load some minibatches of a pass.
 
         Args:
-            minibatches: in the order in which `load` will ask for them.
+            minibatches: in the order in which `load` will ask for them, which StageIO asserts.
         """
-        left = next(self._awaited, None)
-        assert left is None, f"{left} was to be loaded and never asked for"
-        self._tasks.begin_pass(data, minibatches)
-        self._awaited, tasks = tee(self._tasks)
+        self._tasks.data, self._tasks.minibatches = data, minibatches
         if self._loader is None:
-            self._iterator = map(self._dataset.__getitem__, tasks)
+            self._iterator = map(self._dataset.__getitem__, self._tasks)
         elif minibatches:
             if not self._keeps_workers:
                 self._iterator, self._processes = iter(()), []  # those of the pass before end
-            self._iterator = self._begin(self._loader)
+            self._begin(self._loader, minibatches[0])
 
     def load(self, minibatch: int) -> LoadedMinibatch:
         """Return a minibatch, the next one of the pass.
@@ -129,35 +123,32 @@ class MinibatchSource:
                 were generated for.
             WorkerDiedError: a loader worker has ended, or does not answer.
         """
-        task = next(self._awaited)
-        assert task.minibatch == minibatch, f"minibatch {minibatch} was asked for, {task} comes next"
-        loaded: LoadedMinibatch | BaseException = self._answer(partial(next, self._iterator), task)
+        loaded: LoadedMinibatch | BaseException = self._answer(partial(next, self._iterator), minibatch)
         if isinstance(loaded, BaseException):
             self._kill()
             raise loaded
         return loaded
 
-    def _begin(self, loader: DataLoader[Any]) -> Iterator[LoadedMinibatch | BaseException]:
+    def _begin(self, loader: DataLoader[Any], first: int) -> None:
         """Let the loader workers begin with the tasks; start them for the first pass."""
-        others = None if self._processes else multiprocessing.active_children()
-        if others is not None:
+        if not self._processes:
             gc.collect()  # what is garbage here may have threads, which a forked process lacks when it collects that
-        iterator: Iterator[LoadedMinibatch | BaseException] = self._answer(
-            partial(iter, loader), next(iter(self._tasks))
-        )
-        if others is not None:
-            self._processes = [process for process in multiprocessing.active_children() if process not in others]
-        return iterator
+        iterator: Any = self._answer(partial(iter, loader), first)
+        self._iterator, self._processes = iterator, iterator._workers
 
-    def _answer(self, ask: Callable[[], _T], task: LoadTask) -> _T:
-        """Return what the DataLoader answers; raise the error of a loader worker that ends meanwhile, or is silent."""
+    def _answer(self, ask: Callable[[], _T], minibatch: int) -> _T:
+        """Return what the DataLoader answers when it is asked for a minibatch.
+
+        Raises:
+            WorkerDiedError: a loader worker ends meanwhile, or is silent.
+        """
         if self._loader is None:
             return ask()
         try:
             with _interrupted_by_end(self._processes):
                 return ask()
         except Exception as error:
-            died = self._death(error, task)
+            died = self._death(error, self._tasks.task(minibatch))
             if died is None:
                 raise
             self._kill()  # some may wait for what the dead one held
@@ -237,24 +228,20 @@ class LoadTask:
         return f"minibatch {self.minibatch} of dataset({self.split!r})"
 
 
+@dataclass
 class LoadTasks:
-    """The tasks of the present pass, in order; made one by one, for there may be many."""
+    """The tasks of some minibatches of a pass, in order; made one by one, for there may be many."""
 
-    def __init__(self) -> None:
-        self._data: DataPass | None = None
-        self._minibatches: Sequence[int] = ()
-
-    def begin_pass(self, data: DataPass, minibatches: Sequence[int]) -> None:
-        """Let the tasks be those of some minibatches of a pass."""
-        self._data, self._minibatches = data, minibatches
+    data: DataPass | None = None
+    minibatches: Sequence[int] = ()
 
     def __iter__(self) -> Iterator[LoadTask]:
-        return map(self._task, self._minibatches)
+        return map(self.task, self.minibatches)
 
-    def _task(self, i: int) -> LoadTask:
-        data = self._data
-        assert data
-        return LoadTask(data.split_name, i, data.minibatches[i], data.seed(i), data.stream_pass)
+    def task(self, i: int) -> LoadTask:
+        """Return the task of a minibatch."""
+        assert self.data
+        return LoadTask(self.data.split_name, i, self.data.minibatches[i], self.data.seed(i), self.data.stream_pass)
 
 
 class TaskDataset(Dataset[LoadedMinibatch | BaseException]):

@@ -20,7 +20,6 @@ from pdtool.runtime.config import RunConfig
 NO_LENGTH = "dataset('train') is an IterableDataset without a length, so that an epoch has no number of minibatches"
 VALIDATION_PASS = 0  # over a stream: each validation reads the same pass
 Shape = tuple[tuple[int, ...], torch.dtype]
-SplitData = tuple[int | None, Structure, bool]  # the fields of a DatasetSplit as they are sent
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
@@ -30,23 +29,18 @@ class DatasetSplit:
 
     Attributes:
         samples: its length; None for a training set that is a stream which does not know it.
-        target: of a minibatch of one sample, which shows the structure of any target.
+        structure: of the target of a minibatch of one sample.
         is_stream: whether it is an IterableDataset.
     """
 
     samples: int | None
-    target: Any
+    structure: Structure
     is_stream: bool = False
 
-    @classmethod
-    def of(cls, data: SplitData) -> DatasetSplit:
-        """Return the split that another worker describes; raises ModelError when its targets cannot be made here."""
-        samples, target, is_stream = data
-        return cls(samples, target.example(), is_stream)
-
-    def as_data(self) -> SplitData:
-        """Describe the split to other workers; raises ModelError when its targets cannot be described."""
-        return self.samples, Structure.of(self.target), self.is_stream
+    @cached_property
+    def target(self) -> Any:
+        """A target of that structure; raises ModelError when it cannot be made in this process."""
+        return self.structure.example()
 
     @cached_property
     def leaves(self) -> list[Any]:

@@ -14,20 +14,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.errors import UsageError
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.groups import ProcessGroups, all_gather
-from pdtool.runtime.messages.cuda_ipc import (
-    SPARE_SLOTS,
-    CudaIpcReceiver,
-    CudaIpcSender,
-    DeviceMemory,
-    share_device_memory,
-)
-from pdtool.runtime.messages.distributed import (
-    DistributedReceiver,
-    DistributedSender,
-    NcclReceiver,
-    make_gloo_groups,
-    make_nccl_groups,
-)
+from pdtool.runtime.messages import cuda_ipc, distributed
 from pdtool.runtime.messages.pinned import PinnedReceiver, PinnedSender
 from pdtool.runtime.messages.routes import LocalChannel, Receiver, Route, Sender
 from pdtool.runtime.messages.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender, share_memory
@@ -75,10 +62,10 @@ def open_channels(
         sizes_bytes = {number: layout.total_bytes for number, layout in layouts.items()}
         agreed, memory = share_memory(routes, rank, groups.world, sizes_bytes, config.timeout_s)
     by_ipc: set[int] = set()
-    device_memory: dict[int, DeviceMemory] = {}
+    device_memory: dict[int, cuda_ipc.DeviceMemory] = {}
     if by_device:
         within = [route for route in routes if route.number in agreed]
-        by_ipc, device_memory = share_device_memory(within, memory, layouts, rank, groups.world, device)
+        by_ipc, device_memory = cuda_ipc.share_device_memory(within, memory, layouts, rank, groups.world, device)
     uses_nccl = groups.uses_nccl and config.transport == "auto"
     by_nccl = [r for r in routes if uses_nccl and r.number not in by_ipc and can_use_nccl(r, config.plan)]
     by_gloo = [r for r in routes if not r.is_local and r.number not in agreed and r not in by_nccl]
@@ -91,8 +78,8 @@ def open_channels(
         layouts,
         device_memory,
         memory,
-        make_gloo_groups(by_gloo, config.timeout_s),
-        make_nccl_groups(by_nccl, config.timeout_s, groups.device),
+        distributed.make_gloo_groups(by_gloo, config.timeout_s),
+        distributed.make_nccl_groups(by_nccl, config.timeout_s, groups.device),
         groups.device,
         meter,
     )
@@ -118,7 +105,7 @@ def _host_layout(route: Route, batch_size: int, in_flight: Sequence[int]) -> Slo
 def _device_layout(route: Route, batch_size: int, in_flight: Sequence[int]) -> SlotLayout:
     """Memory of a GPU is dear: slots for what is in flight from the stage nearer the input on, and few to spare."""
     nearer = min(route.source, route.destination) % len(in_flight)
-    return SlotLayout.of(route, batch_size, route.depth(in_flight[nearer]), SPARE_SLOTS)
+    return SlotLayout.of(route, batch_size, route.depth(in_flight[nearer]), cuda_ipc.SPARE_SLOTS)
 
 
 def can_use_nccl(route: Route, plan: Plan) -> bool:
@@ -144,7 +131,7 @@ class _ChannelOpener:
     """
 
     layouts: Mapping[int, SlotLayout]
-    device_memory: Mapping[int, DeviceMemory]
+    device_memory: Mapping[int, cuda_ipc.DeviceMemory]
     memory: Mapping[int, SharedMemory]
     by_gloo: Mapping[int, Any]
     by_nccl: Mapping[int, Any]
@@ -154,28 +141,28 @@ class _ChannelOpener:
     def sender(self, route: Route) -> Sender:
         layout, number = self.layouts[route.number], route.number
         if number in self.device_memory:
-            return CudaIpcSender(route, layout, self.device_memory[number], self.meter.waiting)
+            return cuda_ipc.CudaIpcSender(route, layout, self.device_memory[number], self.meter.waiting)
         if number in self.by_nccl:
-            return DistributedSender(route, self.by_nccl[number], layout.depth, self.device, self.meter.waiting)
+            return distributed.DistributedSender(
+                route, self.by_nccl[number], layout.depth, self.device, self.meter.waiting
+            )
         is_pinned = self.device.type == "cuda"
         waiting = nullcontext() if is_pinned else self.meter.waiting  # the wait of a thread holds nobody up
-        sender: Sender
         if number in self.memory:
-            sender = SharedMemorySender(route, layout, self.memory[number], waiting)
+            sender: Sender = SharedMemorySender(route, layout, self.memory[number], waiting)
         else:
-            sender = DistributedSender(route, self.by_gloo[number], layout.depth, _HOST, waiting)
+            sender = distributed.DistributedSender(route, self.by_gloo[number], layout.depth, _HOST, waiting)
         return PinnedSender(route, sender, self.device) if is_pinned else sender
 
     def receiver(self, route: Route) -> Receiver:
         number = route.number
         if number in self.device_memory:
-            return CudaIpcReceiver(route, self.layouts[number], self.device_memory[number])
+            return cuda_ipc.CudaIpcReceiver(route, self.layouts[number], self.device_memory[number])
         if number in self.by_nccl:
-            return NcclReceiver(route, self.by_nccl[number], self.device)
+            return distributed.NcclReceiver(route, self.by_nccl[number], self.device)
         is_pinned = self.device.type == "cuda"
-        receiver: Receiver
         if number in self.memory:
-            receiver = SharedMemoryReceiver(route, self.layouts[number], self.memory[number])
+            receiver: Receiver = SharedMemoryReceiver(route, self.layouts[number], self.memory[number])
         else:
-            receiver = DistributedReceiver(route, self.by_gloo[number], _HOST, pinned=is_pinned)
+            receiver = distributed.DistributedReceiver(route, self.by_gloo[number], _HOST, pinned=is_pinned)
         return PinnedReceiver(receiver, self.device) if is_pinned else receiver

@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ class SharedMemory(NamedTuple):
 
 
 class SharedMemorySender(SlotSender):
-    """Sends through shared memory.
+    """Sends through shared memory, which outlives this worker.
 
     Args:
         waiting: context that times a wait for a free slot.
@@ -52,9 +52,6 @@ class SharedMemorySender(SlotSender):
     ) -> None:
         memory = torch.frombuffer(shared.memory, dtype=torch.uint8)
         super().__init__(route, layout, memory, shared.connection, waiting)
-
-    def flush(self) -> None:
-        """Return at once: what was sent is in memory that outlives this worker."""
 
 
 class SharedMemoryReceiver(SlotReceiver):
@@ -95,9 +92,12 @@ def share_memory(
         PeerError: a worker does not come.
     """
     machine = machine_id()
-    with _listen(machine, len(routes)) as listener:
-        address = listener.getsockname() if machine else b""
-        workers = all_gather((machine, address), tuple[str, bytes], world, "the place of each worker")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind("")  # Linux chooses a free abstract name
+        listener.listen(len(routes))
+        listener.settimeout(HANDSHAKE_TIMEOUT_S)
+        place = (machine, listener.getsockname())
+        workers = all_gather(place, tuple[str, bytes], world, "the place of each worker")
         offered: dict[int, SharedMemory] = {}
         for route in routes:
             receiver_machine, receiver_address = workers[route.receiver]
@@ -117,23 +117,12 @@ def share_memory(
 
 
 def machine_id() -> str:
-    """Return a text that is the same for processes that can connect, on one kernel; empty where there is no way to."""
-    if not hasattr(os, "memfd_create"):
-        return ""
+    """Return a text that is the same for processes that can connect, on one kernel; empty where it is unknown."""
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return kernel + os.readlink("/proc/self/ns/net")
     except OSError:
         return ""
-
-
-def _listen(machine: str, backlog: int) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX if machine else socket.AF_INET, socket.SOCK_STREAM)
-    if machine:
-        listener.bind("")  # Linux chooses a free abstract name
-        listener.listen(backlog)
-        listener.settimeout(HANDSHAKE_TIMEOUT_S)
-    return listener
 
 
 def offer_memory(address: bytes, number: int, size_bytes: int) -> SharedMemory | None:
@@ -142,13 +131,10 @@ def offer_memory(address: bytes, number: int, size_bytes: int) -> SharedMemory |
     connection.settimeout(HANDSHAKE_TIMEOUT_S)
     try:
         connection.connect(address)
-        descriptor = os.memfd_create("pdtool")
-        try:
-            os.ftruncate(descriptor, size_bytes)
-            socket.send_fds(connection, [ROUTE_NUMBER.pack(number)], [descriptor])
-            return SharedMemory(mmap.mmap(descriptor, size_bytes), connection)
-        finally:
-            os.close(descriptor)
+        with open(os.memfd_create("pdtool"), "r+b") as file:
+            file.truncate(size_bytes)
+            socket.send_fds(connection, [ROUTE_NUMBER.pack(number)], [file.fileno()])
+            return SharedMemory(mmap.mmap(file.fileno(), size_bytes), connection)
     except OSError:
         connection.close()
         return None
@@ -164,18 +150,15 @@ def accept_memory(listener: socket.socket, expected: Mapping[int, int]) -> dict[
         Route number -> memory; without those that did not come in time.
     """
     accepted: dict[int, SharedMemory] = {}
-    while len(accepted) < len(expected):
-        try:
+    with suppress(TimeoutError):
+        while len(accepted) < len(expected):
             connection, _ = listener.accept()
-        except TimeoutError:
-            break
-        connection.settimeout(HANDSHAKE_TIMEOUT_S)
-        received = receive_memory(connection, expected)
-        if received is None:
-            connection.close()
-        else:
-            number, memory = received
-            accepted[number] = SharedMemory(memory, connection)
+            connection.settimeout(HANDSHAKE_TIMEOUT_S)
+            if received := receive_memory(connection, expected):
+                number, memory = received
+                accepted[number] = SharedMemory(memory, connection)
+            else:
+                connection.close()
     return accepted
 
 

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from pdtool.runtime.groups import Reason
 from pdtool.runtime.memory import is_out_of_memory
-from pdtool.runtime.messages.routes import Route
-from pdtool.runtime.messages.wire_formats import Part
+from pdtool.runtime.messages.routes import Part, Receiver, Route, Sender
 
 _HEADER = struct.Struct("<qqq")  # minibatch, slot, bytes
 _SLOT = struct.Struct("=H")
@@ -78,7 +77,7 @@ class SlotLayout:
         return self.slots * self.slot_bytes
 
 
-class SlotSender(ABC):
+class SlotSender(Sender, ABC):
     """Sends through slots.
 
     Args:
@@ -117,10 +116,6 @@ class SlotSender(ABC):
             raise self._route.not_sent(minibatch, _reason(error, self._connection)) from error
         return size_bytes
 
-    @abstractmethod
-    def flush(self) -> None:
-        """Wait until what was sent needs this worker no longer."""
-
     def _next_slot(self) -> int:
         """Take a free slot: the last one freed, which is in the cache."""
         return self._free.pop()
@@ -152,17 +147,13 @@ class SlotSender(ABC):
         return self._memory[start : start + size].view(dtype).view(shape)
 
 
-class SlotReceiver(ABC):
+class SlotReceiver(Receiver, ABC):
     """Receives through slots; the tensors can be written to, and kept."""
 
     def __init__(self, route: Route, layout: SlotLayout, connection: socket.socket) -> None:
         self._route, self._layout, self._connection = route, layout, connection
         self._lent: dict[int, Any] = {}  # slot -> weak reference to what all its tensors refer to
         self._views: dict[int, tuple[int, list[PartView]]] = {}
-
-    def expect(self, minibatch: int, samples: int) -> None:
-        """Return at once: a sender does not wait to be asked."""
-        return
 
     def receive(self, minibatch: int, samples: int) -> list[Tensor]:
         """Wait for the announcement of a message and return the tensors in its slot.

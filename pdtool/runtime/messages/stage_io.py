@@ -75,6 +75,7 @@ class StageIO:
             forwards, backwards: the minibatches whose inputs, and whose gradients, are received, in order.
         """
         self._data, self._source = data, source
+        assert not self._unloaded, f"minibatches {list(self._unloaded)} were to be loaded and never asked for"
         if source:
             source.begin_pass(data, forwards)
             self._unloaded = deque(forwards)
@@ -175,7 +176,8 @@ class StageIO:
 
     def _load(self, source: MinibatchSource, minibatch: int) -> None:
         """Load a minibatch, the next one, and start to copy to a GPU what this stage takes of it."""
-        self._unloaded.popleft()
+        next_one = self._unloaded.popleft()
+        assert next_one == minibatch, f"minibatch {minibatch} was asked for, {next_one} comes next"
         with self._meter.loading:
             inputs, target = source.load(minibatch)
         targets = {target_name(i): leaf for i, leaf in enumerate(target)}

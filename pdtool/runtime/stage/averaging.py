@@ -1,8 +1,5 @@
-"""Averages over the replicas of one stage, and the norm that gradients are clipped by.
-
-`ReplicaAverager` averages the gradients of each round, and buffers at the end of an epoch. Clipping uses the formula of
-torch.nn.utils.clip_grad_norm_.
-"""
+"""Averages over the replicas of one stage: `ReplicaAverager` averages the gradients of each round, and buffers at the
+end of an epoch."""
 
 from __future__ import annotations
 
@@ -19,8 +16,6 @@ from torch._utils import _take_tensors
 from pdtool.runtime.groups import PeerErrorContext, ReplicaGroup, all_gather
 from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.stage.losses import RoundLoss
-
-_EPSILON = 1e-6  # as in clip_grad_norm_
 
 
 class ReplicaAverager:
@@ -244,29 +239,3 @@ def without_repetition(tensor: Tensor, expanded: Tensor | None = None) -> Tensor
     """
     strides = (tensor if expanded is None else expanded).stride()
     return tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in strides)]
-
-
-def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> None:
-    """Clip the gradients of the parameters, of any shapes, by the norm of all of them.
-
-    On a GPU the host does not read the norm, and a gradient that is not clipped is multiplied by 1.
-    """
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if norm.is_cuda:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    else:
-        scale(parameters, norm.double().item(), max_norm)
-
-
-def squared_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """Return the square of the norm of all gradients, taken as one vector."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients).double().item() ** 2
-
-
-def scale(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
-    """Scale gradients of norm `norm`, together with those of other workers, to `max_norm` if that is less."""
-    factor = max_norm / (norm + _EPSILON)
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if gradients and not factor >= 1.0:  # nor where it is not a number, which shows in the weights as in a plain loop
-        torch._foreach_mul_(gradients, factor)

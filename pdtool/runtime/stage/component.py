@@ -8,23 +8,27 @@ of parameters or buffers, and entries of each; worker/checkpoint.py puts the par
     optimizer.features.0.weight                  by NamedOptimizer: JSON, as bytes, of the state of the parameter
     optimizer.features.0.weight.state.exp_avg    a tensor in that, which the JSON names: ["tensor", "state.exp_avg"]
 
-`pack` and `unpack` go between such records and entries. Checkpoints of pdtool before 0.1 have an entry for each value
-of the state instead, which `unpack` reads as well.
+`ModuleState` is the component of the module itself. `pack` and `unpack` go between such records and entries.
+Checkpoints of pdtool before 0.1 have an entry for each value of the state instead, which `unpack` reads as well.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pdtool.errors import with_article
+from pdtool.artifacts.bundle import Bundle
+from pdtool.errors import FieldError, with_article
+from pdtool.runtime.stage.averaging import without_repetition
+from pdtool.runtime.stage.pipeline_stage import PipelineStage
 
 MODEL_KEY = "model"  # of the component whose entries are the model itself, which can be exported
+_NUMBERS: dict[str, type] = {"float": float, "complex": complex}
 _CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _NUMBER = ":number"  # how an older checkpoint marks an entry that is a Python number
 
@@ -52,6 +56,62 @@ class Component(Protocol):
         Raises:
             FieldError: it is of another model; the field is what the model has, the text what the checkpoint has.
         """
+
+
+class ModuleState:
+    """The parameters and persistent buffers of a stage.
+
+    It also writes what no stage reads: second names of the stage's parameters and buffers and, at the first stage, what
+    no operator uses.
+
+    Args:
+        model_state: the whole model's.
+        first_names: name of a parameter or buffer -> its first name in the model.
+    """
+
+    key = MODEL_KEY
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        bundle: Bundle,
+        number: int,
+        model_state: Mapping[str, Tensor],
+        first_names: Mapping[str, str],
+    ) -> None:
+        self._stage = stage
+        self.names: Sequence[str] = [name for name in stage.module.state_dict() if name in model_state]
+        name_here = {first_names.get(name, name): name for name in self.names}
+        held = stage.weights.by_name | dict(stage.module.named_buffers(remove_duplicate=False))
+        used = {name for described in bundle.stages for name in (*described.parameters, *described.buffers)}
+        used_first = {first_names.get(name, name) for name in used}
+        self._unread: dict[str, Tensor] = {}
+        for name in model_state.keys() - used:
+            first_name = first_names.get(name, name)
+            if first_name in name_here:
+                self._unread[name] = held[name_here[first_name]]
+            elif number == 0 and first_name not in used_first:
+                self._unread[name] = model_state[name].detach()
+
+    def state_dict(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield the newest values, by name."""
+        state = self._stage.module.state_dict()
+        for name in self.names:
+            yield name, "", state[name]
+        for name, value in self._unread.items():
+            yield name, "", value
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Write the values into the newest parameters and buffers; raises FieldError where one has another shape."""
+        self._stage.weights.bind_newest()
+        current = self._stage.module.state_dict() | self._stage.weights.by_name
+        for name in self.names:
+            value, shape = state[name].get(""), list(current[name].shape)
+            if value is None or list(value.shape) != shape:
+                described = "none" if value is None else f"one of shape {list(value.shape)}"
+                raise FieldError(f"{name} of shape {shape}", described)
+            with torch.no_grad():
+                without_repetition(current[name]).copy_(without_repetition(value, current[name]))
 
 
 class CannotPackError(ValueError):
@@ -101,7 +161,7 @@ def _packed(value: object, key: str, tensors: dict[str, Tensor]) -> Any:
         return ["tensor", key]
     if isinstance(value, np.generic):
         return _packed(value.item(), key, tensors)
-    if type(value) in (float, complex):
+    if type(value) in _NUMBERS.values():
         return [type(value).__name__, repr(value)]  # exact, and also where it is infinite
     dot = "." if key else ""
     if isinstance(value, dict):
@@ -116,13 +176,10 @@ def _unpacked(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
     if not isinstance(packed, list):
         return packed
     kind, content = packed
-    match kind:
-        case "tensor":
-            return tensors[content]
-        case "float":
-            return float(content)
-        case "complex":
-            return complex(content)
-        case "dict":
-            return {_unpacked(key, tensors): _unpacked(value, tensors) for key, value in content}
+    if kind == "tensor":
+        return tensors[content]
+    if kind in _NUMBERS:
+        return _NUMBERS[kind](content)
+    if kind == "dict":
+        return {_unpacked(key, tensors): _unpacked(value, tensors) for key, value in content}
     return _CONTAINERS[kind](_unpacked(value, tensors) for value in content)

@@ -83,16 +83,21 @@ class NamedOptimizer:
         self._may_draw = self._is_step_by_user_code or file.has("after_update")
         self.schedule = LearningRateSchedule(file, self.optimizer, length or RunLength())
         self.is_by_user_code = self._may_draw or self.schedule.is_by_user_code
-        groups = self.optimizer.param_groups if self.optimizer else []
         self._first_trained = {name: p.requires_grad for name, p in self._saved.items()}
-        self._groups = len(groups)
+        self._groups = len(self._param_groups)
         self._first_attributes = _attributes(self.optimizer) if self.optimizer else {}
-        self._first_groups = [copy.deepcopy({k: group[k] for k in group.keys() - NAMES_OF_GROUP}) for group in groups]
+        self._first_groups = [
+            copy.deepcopy({k: group[k] for k in group.keys() - NAMES_OF_GROUP}) for group in self._param_groups
+        ]
+
+    @property
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups if self.optimizer else []
 
     @property
     def learning_rate(self) -> float | None:
         """That of the first parameter group; None where there is none, or none that the CPU knows."""
-        rate = self.optimizer.param_groups[0].get("lr") if self.optimizer else None
+        rate = next((group.get("lr") for group in self._param_groups), None)
         if isinstance(rate, Tensor) and rate.device.type == "cpu":
             rate = float(rate)
         return rate if isinstance(rate, (int, float)) else None
@@ -120,9 +125,9 @@ class NamedOptimizer:
 
     def _keep_own_parameters(self) -> None:
         """Leave out, of a group that was added since, the parameters that are not stepped here."""
-        if self.optimizer and len(self.optimizer.param_groups) != self._groups:
+        if self.optimizer and len(self._param_groups) != self._groups:
             keep_parameters(self.optimizer, {id(p) for p in self.parameters.values()})
-            self._groups = len(self.optimizer.param_groups)
+            self._groups = len(self._param_groups)
 
     def set_mode(self, *, training: bool) -> None:
         """Put an optimizer that has modes, as schedule-free ones, into that of training or of evaluation.
@@ -152,10 +157,9 @@ class NamedOptimizer:
         Of what the user's code can set (values of groups, whether a parameter is trained) only that is saved which has
         changed since it was made: what the user has changed in model.py holds in a resumed run.
         """
-        groups = self.optimizer.param_groups if self.optimizer else []
         whole = self._of_whole_optimizer()
         kept = [self._packable(self._changed(group, first)) for group, first in self._groups_and_first()]
-        group_of = {p: state for group, state in zip(groups, kept, strict=True) for p in group["params"]}
+        group_of = {p: state for group, state in zip(self._param_groups, kept, strict=True) for p in group["params"]}
         for name, parameter in self._saved.items():
             state = self.optimizer.state.get(parameter, {}) if self.optimizer else {}
             record = {"updates": self.updates, "state": self._packable(state), "group": group_of.get(parameter, {})}
@@ -167,8 +171,7 @@ class NamedOptimizer:
 
     def _groups_and_first(self) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
         """Each parameter group with what was in it when optimizer() and scheduler() had made it; {} for a later one."""
-        groups = self.optimizer.param_groups if self.optimizer else []
-        return zip_longest(groups, self._first_groups, fillvalue={})
+        return zip_longest(self._param_groups, self._first_groups, fillvalue={})
 
     def _changed(self, group: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
         """What a step keeps in a group: values that are not as optimizer() made them, nor a schedule's."""
@@ -245,8 +248,7 @@ class NamedOptimizer:
     def _keeps_counts_on_device(self, parameter: nn.Parameter) -> bool:
         """Whether the step count of a parameter is where the parameter is: Adam and its kind keep it on the CPU,
         unless they are fused or capturable."""
-        groups = self.optimizer.param_groups if self.optimizer else []
-        own = [group for group in groups if any(p is parameter for p in group["params"])]
+        own = (group for group in self._param_groups if any(p is parameter for p in group["params"]))
         return any(group.get("fused") or group.get("capturable") for group in own)
 
 
@@ -333,11 +335,12 @@ class LearningRateSchedule:
         self._watched = optimizer.param_groups if optimizer and steps_by_user_code(file, optimizer) else []
         self._own: set[str] = set()  # keys that it has set
         self._of_others: set[str] = set()  # keys that were set between its steps
-        before = self._values()
+        self._noted: list[dict[str, Any]] = []  # what was in the parameter groups when `_note` was called last
+        self._note(self._of_others)
         is_by_epoch = file.training.scheduler_step == "epoch"
         self._steps = length.epochs if is_by_epoch else length.updates
         self._scheduler = file.scheduler(optimizer, self._steps) if optimizer else None
-        self._after = self._note(self._own, before)
+        self._note(self._own)
         self.is_by_user_code = schedules_by_user_code(self._scheduler)
         self._takes_loss = isinstance(self._scheduler, ReduceLROnPlateau)
         self._is_by_epoch = is_by_epoch or self._takes_loss
@@ -381,16 +384,12 @@ class LearningRateSchedule:
             for loss in losses:
                 self.epoch_done(loss)
 
-    def _values(self) -> list[dict[str, Any]]:
-        """What is in the parameter groups now, where somebody else than the schedule may change it as well."""
-        return [dict(group) for group in self._watched]
-
-    def _note(self, keys: set[str], before: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Add to `keys` those whose values are not what they were before; return what they are now."""
-        now = self._values()
-        for group, values in zip(now, before, strict=False):
-            keys |= {key for key, value in group.items() if value is not values.get(key)}
-        return now
+    def _note(self, keys: set[str]) -> None:
+        """Add to `keys` those whose values in the parameter groups have changed since the last call."""
+        now = [dict(group) for group in self._watched]
+        for group, before in zip(now, self._noted, strict=False):
+            keys |= {key for key, value in group.items() if value is not before.get(key)}
+        self._noted = now
 
     @property
     def sets(self) -> set[str]:
@@ -401,10 +400,10 @@ class LearningRateSchedule:
         if not self._scheduler:
             return
         name = type(self._scheduler).__name__
-        before = self._note(self._of_others, self._after)
+        self._note(self._of_others)
         try:
             self._scheduler.step(*metrics)
-            self._after = self._note(self._own, before)
+            self._note(self._own)
         except TypeError as error:
             raise self._file.error(
                 f"the learning-rate schedule {name} cannot be stepped ({error})",

@@ -281,7 +281,8 @@ def operand_gradients(node: Node, wanted: Sequence[bool]) -> OperandGradients | 
     """
     name, saved = type(node).__name__, partial(_saved_value, node)
     if name == "ConvolutionBackward0":
-        return partial(_convolution_gradients, [saved("input"), saved("weight"), *map(saved, _OPTIONS), wanted])
+        arguments = [saved("input"), saved("weight"), *map(saved, _OPTIONS), wanted]
+        return lambda gradient: torch.ops.aten.convolution_backward(gradient, *arguments)
     if name not in _FACTORS or saved("alpha", 1) != 1 or saved("beta", 1) != 1:
         return None
     factors = _FACTORS[name]
@@ -314,8 +315,3 @@ def _product_gradients(
     if left is not None:
         of_right = (gradient.mT @ left.conj()).mT if by_columns[1] else left.mH @ gradient
     return [*[gradient] * has_addend, of_left, of_right]
-
-
-def _convolution_gradients(saved: Sequence[Any], gradient: Tensor) -> Sequence[Tensor | None]:
-    gradients: Sequence[Tensor | None] = torch.ops.aten.convolution_backward(gradient, *saved)
-    return gradients

@@ -7,7 +7,6 @@ by a norm.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from pdtool.errors import FieldError
 from pdtool.runtime.groups import PeerErrorContext
@@ -23,10 +22,9 @@ from pdtool.runtime.loading.minibatch_source import MinibatchSource
 from pdtool.runtime.loading.minibatches import DataPass
 from pdtool.runtime.messages.stage_io import StageIO
 from pdtool.runtime.meter import WorkerMeter
-from pdtool.runtime.stage.averaging import ReplicaAverager, clip, scale, squared_norm
-from pdtool.runtime.stage.component import Component
+from pdtool.runtime.stage.averaging import ReplicaAverager
+from pdtool.runtime.stage.component import Component, ModuleState
 from pdtool.runtime.stage.losses import LossReader, MetricTotals, RoundLoss
-from pdtool.runtime.stage.module_state import ModuleState
 from pdtool.runtime.stage.optimizer import NamedOptimizer
 from pdtool.runtime.stage.pipeline_stage import PipelineStage
 from pdtool.runtime.stage.tied_parameters import TiedParameterSync
@@ -173,10 +171,7 @@ class StageReplica:
         if not self._is_training:
             return None
         self.stage.weights.bind_newest()
-        for tied in self.tied:
-            while not tied.is_drained:
-                tied.take_sum()
-                tied.optimizer.step()
+        self._take_due_tied_steps(is_drained=True)
         self.adopt_changes()
         self.averager.average_buffers(dict(self.stage.module.named_buffers()), len(self._phase.forwards))
         return self.averager.sum_loss(loss) if loss else None
@@ -192,13 +187,13 @@ class StageReplica:
         self._is_first_step = False
         self.updated()
 
-    def _take_due_tied_steps(self) -> None:
+    def _take_due_tied_steps(self, *, is_drained: bool = False) -> None:
         """Take the steps of tied parameters that are due, before the stage's next action.
 
         Not in the update itself: another holder may wait for what this worker's other stages have yet to do.
         """
         for tied in self.tied:
-            while tied.is_step_due:
+            while tied.has_step_due(is_drained=is_drained):
                 tied.take_sum()
                 tied.optimizer.step()
                 self.updated()
@@ -217,7 +212,7 @@ class StageReplica:
     @property
     def saved_components(self) -> list[Component]:
         """Those that write their part; the state of a tied parameter's optimizer is its first holder's."""
-        copies = [tied.optimizer for tied in self.tied if not tied.holders.is_first]
+        copies = [tied.optimizer for tied in self.tied if not tied.is_first]
         return [component for component in self.components if component not in copies]
 
     @property
@@ -299,7 +294,7 @@ class ClippedUpdates:
         if not self._max_norm:
             replica.step()
         elif not self._group:
-            clip(replica.averager.parameters, self._max_norm)
+            nn.utils.clip_grad_norm_(replica.averager.parameters, self._max_norm)
             replica.step()
         else:
             self._waiting.append(replica)
@@ -314,10 +309,9 @@ class ClippedUpdates:
             for tied in replica.tied:
                 tied.take_sum()
             own = replica.averager.parameters
-            counted += [*own, *(tied.parameter for tied in replica.tied if tied.holders.is_first)]
+            counted += [*own, *(tied.parameter for tied in replica.tied if tied.is_first)]
             held += [*own, *(tied.parameter for tied in replica.tied)]
-        norm = math.sqrt(self._sum_over_stages(counted))
-        scale(held, norm, max_norm)
+        nn.utils.clip_grads_with_norm_(held, max_norm, self._norm_over_stages(counted))
         for replica in self._waiting:
             replica.step()
             for tied in replica.tied:
@@ -325,10 +319,12 @@ class ClippedUpdates:
             replica.updated()
         self._waiting.clear()
 
-    def _sum_over_stages(self, parameters: Iterable[nn.Parameter]) -> float:
-        own = squared_norm(parameters) if self._is_replica_0 else 0.0
-        total = torch.tensor(own, dtype=torch.float64)
+    def _norm_over_stages(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """The norm of the gradients of all stages, a scalar."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients).double().item() if self._is_replica_0 else 0.0
+        total = torch.tensor(norm**2, dtype=torch.float64)
         with self._meter.averaging, PeerErrorContext("the norm of the gradients was not summed over all workers"):
             dist.all_reduce(total, group=self._group)
         self._meter.count_sent(total.nbytes)
-        return total.item()
+        return total.sqrt()

@@ -19,32 +19,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from pdtool.runtime.groups import PeerErrorContext
 from pdtool.runtime.messages.pinned import DeviceDownload
 from pdtool.runtime.meter import WorkerMeter
-from pdtool.runtime.stage.averaging import clip, flat_gradient, shaped_gradient
+from pdtool.runtime.stage.averaging import flat_gradient, shaped_gradient
 from pdtool.runtime.stage.optimizer import NamedOptimizer
 
 
-@dataclass(frozen=True)
-class TiedHolders:
-    """The stages that hold a tied parameter, as one of them sees it.
-
-    Attributes:
-        group: gloo group of all replicas of all holders.
-        count: number of holders.
-        lag: rounds between a gradient and its step at this holder; 0 in flushing schedules.
-        is_first: whether this is the first holder.
-    """
-
-    group: Any
-    count: int
-    lag: int
-    is_first: bool
-
-
+@dataclass(kw_only=True)
 class TiedParameterSync:
     """One tied parameter at one holder, with an optimizer and a learning-rate schedule of its own.
 
@@ -57,17 +41,26 @@ class TiedParameterSync:
     A step is taken before the stage's next action, not in the update: with several stages on a worker the other holder
     may need what they have yet to do.
 
-    Args:
+    Attributes:
         optimizer: of this parameter alone, under its name at the first holder.
+        group: gloo group of all replicas of all holders.
+        holders: number of stages that hold the parameter.
+        lag: rounds between a gradient and its step at this holder; 0 in flushing schedules.
+        is_first: whether this is the first holder.
         max_norm: that its gradient is clipped to by itself; None where it is not clipped, or together with others.
     """
 
-    def __init__(
-        self, optimizer: NamedOptimizer, holders: TiedHolders, meter: WorkerMeter, max_norm: float | None = None
-    ) -> None:
-        self.optimizer, self.holders, self._meter, self._max_norm = optimizer, holders, meter, max_norm
-        [(self._name, self.parameter)] = optimizer.parameters.items()
-        self._all_reduce = HostAllReduce(holders.group, self.parameter.device)
+    optimizer: NamedOptimizer
+    group: Any
+    holders: int
+    lag: int
+    is_first: bool
+    max_norm: float | None
+    meter: WorkerMeter
+
+    def __post_init__(self) -> None:
+        [(self._name, self.parameter)] = self.optimizer.parameters.items()
+        self._all_reduce = HostAllReduce(self.group, self.parameter.device)
         self._due: deque[tuple[Callable[[], Tensor], float]] = deque()  # what waits for a sum; when that was started
 
     def start_sum(self, weight: float) -> None:
@@ -82,17 +75,11 @@ class TiedParameterSync:
         with self._peer_error():
             wait = self._all_reduce.start(message)
         self._due.append((wait, time.perf_counter()))
-        self._meter.count_sent(message.nbytes)
+        self.meter.count_sent(message.nbytes)
 
-    @property
-    def is_step_due(self) -> bool:
-        """Whether a step is due in this round."""
-        return len(self._due) > self.holders.lag
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether all steps were taken."""
-        return not self._due
+    def has_step_due(self, *, is_drained: bool) -> bool:
+        """Whether a step is due in this round; when the pipeline is drained all are that were not taken."""
+        return len(self._due) > (0 if is_drained else self.lag)
 
     def take_sum(self) -> None:
         """Give the parameter its oldest gradient: summed over the holders, the mean over the samples of its round.
@@ -100,15 +87,15 @@ class TiedParameterSync:
         Where no holder has a gradient it keeps none, so that the optimizer leaves it alone.
         """
         wait, started_s = self._due.popleft()
-        with self._meter.averaging, self._peer_error():
+        with self.meter.averaging, self._peer_error():
             total = wait()
-        self._meter.all_reduce_ended(started_s, total.nbytes)
+        self.meter.all_reduce_ended(started_s, total.nbytes)
         weight, holders_with_gradient = total[-2:].tolist()
         total = total.to(self.parameter.device, non_blocking=True)
-        gradient = total[:-2].div_(weight / self.holders.count)
+        gradient = total[:-2].div_(weight / self.holders)
         self.parameter.grad = shaped_gradient(gradient, self.parameter) if holders_with_gradient else None
-        if self._max_norm:
-            clip([self.parameter], self._max_norm)
+        if self.max_norm:
+            nn.utils.clip_grad_norm_(self.parameter, self.max_norm)
 
     def _peer_error(self) -> PeerErrorContext:
         return PeerErrorContext(

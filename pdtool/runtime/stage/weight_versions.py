@@ -163,7 +163,12 @@ class WeightVersions:
         elif self._exact:
             self._make_current(number, self._take_memory())
         else:
-            self._check_memory_can_move()
+            if self.kept_memory:
+                raise FieldError(
+                    self.kept_memory,
+                    "is kept by its memory, as p.data or a view of it, and that moves while minibatches are in flight; "
+                    "take the parameter itself in each step, or plan with --schedule 1f1b-flush",
+                )
             memory = self._take_memory()
             _copy_all(memory, [*(parameter.data for parameter in self.parameters.values()), *self._current.views])
             for parameter, new in zip(self.parameters.values(), memory, strict=False):
@@ -277,14 +282,6 @@ class WeightVersions:
             if p._backward_hooks is not None:
                 leaf._backward_hooks = p._backward_hooks  # the dict itself: it tells of hooks that are removed
         return WeightVersion(leaves, list(memory[len(leaves) :]), number, self._readers[number])
-
-    def _check_memory_can_move(self) -> None:
-        if self.kept_memory:
-            raise FieldError(
-                self.kept_memory,
-                "is kept by its memory, as p.data or a view of it, and that moves while minibatches are in flight; "
-                "take the parameter itself in each step, or plan with --schedule 1f1b-flush",
-            )
 
     def _make_current(self, number: int, memory: Sequence[Tensor]) -> None:
         self._current = self._alive[number] = self._new_version(memory, number)

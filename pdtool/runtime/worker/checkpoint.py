@@ -164,13 +164,10 @@ def _tied(state: Mapping[str, Tensor], tied: Mapping[str, str]) -> dict[str, Ten
     """
     shared = dict(state)
     for name, first in tied.items():
-        if name in state and first in state and _is_same(state[name], state[first]):
-            shared[name] = state[first]
+        value, other = state.get(name), state.get(first)
+        if value is not None and other is not None and value.dtype == other.dtype and torch.equal(value, other):
+            shared[name] = other
     return shared
-
-
-def _is_same(tensor: Tensor, other: Tensor) -> bool:
-    return tensor.dtype == other.dtype and torch.equal(tensor, other)
 
 
 def _on_all_workers(group: Any, step: Callable[[], _Written]) -> list[_Written]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from pdtool.artifacts.chrome_trace import TraceEvent
@@ -11,6 +11,24 @@ from pdtool.artifacts.report import Measured, Report, StageReport
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.meter import EpochTimes, TimeTotals
 from pdtool.schedule import steady_minibatches
+
+
+@dataclass
+class Progress:
+    """How far a run is, that which it resumes included.
+
+    Attributes:
+        minibatches, samples, validation_losses: of each epoch that was trained; 0 minibatches where an older pdtool
+            trained it, which did not say.
+        metrics: of the last validation.
+        undefined: metrics without a figure in it.
+    """
+
+    minibatches: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    validation_losses: list[float] = field(default_factory=list)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    undefined: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,21 +58,16 @@ class WorkerMeasurements:
 def assemble_report(
     config: RunConfig,
     workers: Sequence[WorkerMeasurements],
-    metrics: Mapping[str, float],
-    undefined: Collection[str] = (),
+    progress: Progress,
     *,
     samples: int,
-    minibatches_by_epoch: Sequence[int],
     local_workers: int,
     includes_compilation: bool = False,
 ) -> Report:
     """Return the report of a run.
 
     Args:
-        metrics: of the last validation.
-        undefined: metrics without a figure in it.
         samples: of an epoch.
-        minibatches_by_epoch: of each trained epoch, those before a resume included; 0 where that is unknown.
         local_workers: on this machine, the first of `workers`.
         includes_compilation: whether the only epoch is the one that compiles.
     """
@@ -69,14 +82,14 @@ def assemble_report(
         config=plan.config,
         schedule=plan.schedule,
         batch_size=plan.batch_size,
-        epochs=len(minibatches_by_epoch),
+        epochs=len(progress.minibatches),
         minibatches=minibatches,
-        minibatches_by_epoch=tuple(minibatches_by_epoch),
+        minibatches_by_epoch=tuple(progress.minibatches),
         throughput_samples_per_s=timed.samples / train_s if train_s else 0.0,
         target=str(config.target) if config.target else None,
-        target_reached=config.target.is_reached(metrics, undefined) if config.target else None,
+        target_reached=config.target.is_reached(progress.metrics, progress.undefined) if config.target else None,
         settings=dict(config.model.settings),
-        metrics=dict(metrics),
+        metrics=dict(progress.metrics),
         predicted=plan.predicted,
         measured=Measured(
             bottleneck_s=time_per_minibatch_s,

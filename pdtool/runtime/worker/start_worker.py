@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,34 +23,28 @@ from pdtool.errors import ModelError, printable
 from pdtool.frontend.graph_digest import check_bundle
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import dtype_of
-from pdtool.frontend.operators import registered_state
 from pdtool.frontend.random_numbers import OperatorSeeds
 from pdtool.runtime.config import RunConfig, assign_ranks
 from pdtool.runtime.groups import all_gather, broadcast, make_process_groups
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatch_source import MinibatchSource, usable_workers
-from pdtool.runtime.loading.minibatches import DatasetSplit, SplitData, TrainingData
+from pdtool.runtime.loading.minibatches import DatasetSplit, TrainingData
 from pdtool.runtime.messages.open_channels import Channels, open_channels
 from pdtool.runtime.messages.routes import describe_targets, list_edges, list_routes
 from pdtool.runtime.messages.stage_io import StageIO
 from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.stage.averaging import ReplicaAverager
+from pdtool.runtime.stage.component import ModuleState
 from pdtool.runtime.stage.losses import LossReader
-from pdtool.runtime.stage.module_state import ModuleState
 from pdtool.runtime.stage.optimizer import NamedOptimizer, RunLength
 from pdtool.runtime.stage.pipeline_stage import Autocast, PipelineStage, as_tuple
 from pdtool.runtime.stage.stage_replica import ClippedUpdates, StageReplica
-from pdtool.runtime.stage.tied_parameters import TiedHolders, TiedParameterSync
+from pdtool.runtime.stage.tied_parameters import TiedParameterSync
 from pdtool.runtime.status import Status
 from pdtool.runtime.worker import checkpoint
-from pdtool.runtime.worker.worker import Place, Progress, TrainedEpoch, Worker
-from pdtool.runtime.worker.worker_model import (
-    WorkerModel,
-    digest_weights,
-    equalize_weights,
-    is_small,
-    load_stage_module,
-)
+from pdtool.runtime.worker.run_report import Progress
+from pdtool.runtime.worker.worker import Place, Worker
+from pdtool.runtime.worker.worker_model import WorkerModel, equalize_weights, is_small, load_stage_module
 from pdtool.schedule import gradient_delays, tied_update_lag
 
 _SPLITS = ("train", "valid")
@@ -79,53 +72,38 @@ def start_worker(config: RunConfig, rank: int, device: torch.device, local_worke
         meter=WorkerMeter(device),
         groups=make_process_groups(config, device),
     )
-    model = build_model(config, place)
-    data, source = open_data(config, place, model.built.file)
-    check_last_minibatch(model.modules, config.bundle, data.epoch_samples, device)
+    model, modules = build_model(config, place)
+    data, source = open_data(config, place, model.file)
+    check_last_minibatch(modules, config.bundle, data.epoch_samples, device)
     resumed = RunDir(config.resume).latest_checkpoint() if config.resume else None
     progress = read_progress(resumed.manifest(), data) if resumed else Progress()
-    stages = build_stages(config, place, model, data, source, progress)
+    stages = StageBuilder(config, place, model, modules, data, source, progress).build()
     if resumed:
         resume(config, place, data, stages, resumed)
     tied = {name: first for name, first in model.first_names.items() if name != first}
     return Worker(config, place, data, stages, progress, tied)
 
 
-class StageModules(NamedTuple):
-    """The model, and the modules of this worker's stages.
+def build_model(config: RunConfig, place: Place) -> tuple[WorkerModel, dict[int, nn.Module]]:
+    """Build the model, check that the stage files were made for it, and load those of this worker.
 
-    Attributes:
-        built: the model that the modules take their tensors from.
-        modules: by the stage's number, on the worker's device.
-        first_names: name of a parameter or buffer -> its first name in the whole model, under which the optimizer state
-            of a parameter is saved.
+    Returns:
+        The model, and the modules of this worker's stages by their number, on its device: they have its tensors.
     """
-
-    built: WorkerModel
-    modules: dict[int, nn.Module]
-    first_names: dict[str, str]
-
-
-def build_model(config: RunConfig, place: Place) -> StageModules:
-    """Build the model, check that the stage files were made for it, and load those of this worker."""
     bundle, groups = config.bundle, place.groups
     Status.of_this_process.set("the loading of the model")
     file = ModelFile.load(config.model, trusted=config.trusted, digests=bundle.digests)
     stages = config.shape.stages_on_same_workers(place.assignment.stage)
     built = WorkerModel.build(file, config.seed, bundle, stages, as_a_whole=is_small(config.plan))
-    digests = digest_weights(built.model, bundle, stages, groups) if config.resume is None else {}
+    different = equalize_weights(built.model, bundle, stages, groups) if config.resume is None else []
     if place.assignment.rank % place.local_workers == 0:  # one worker of each machine: its workers read the same files
         built.check(lambda model: check_bundle(file, model, bundle, config.check_stage_files))
     reasons = all_gather(printable(built.why_whole), str, groups.world, "the check of the stage files")
-    first: dict[int, str] = {}
-    model = built.model
-    first_names = {name: first.setdefault(id(tensor), name) for name, tensor in registered_state(model).items()}
     folder, named = config.stage_files or config.bundle_dir, config.bundle_dir
-    modules = {s: load_stage_module(bundle, folder, s, model, named).to(place.device) for s in stages}
-    different = equalize_weights(modules, digests, bundle.tied, groups) if config.resume is None else []
+    modules = {s: load_stage_module(bundle, folder, s, built.model, named).to(place.device) for s in stages}
     if place.assignment.rank == 0:
         _warn_of_model(built, config, reasons, different)
-    return StageModules(built, modules, first_names)
+    return built, modules
 
 
 def _warn_of_model(built: WorkerModel, config: RunConfig, reasons: Sequence[str], different: Sequence[str]) -> None:
@@ -182,9 +160,8 @@ def open_data(config: RunConfig, place: Place, file: ModelFile) -> tuple[Trainin
             keeps_workers=not file.has("sampler"),
         )
     count_s = config.timeout_s * _COUNTING  # the others wait for this one meanwhile
-    described = {name: loader.describe(count_s).as_data() for name, loader in loaders.items()}
-    received = broadcast(described, dict[str, SplitData], first_rank, "the description of the data")
-    splits = {name: DatasetSplit.of(data) for name, data in received.items()}
+    described = {name: loader.describe(count_s) for name, loader in loaders.items()}
+    splits = broadcast(described, dict[str, DatasetSplit], first_rank, "the description of the data")
 
     def sampled(epoch: int) -> Sequence[int]:
         """Ask each sampler(), which may tell its dataset the epoch; the first worker's chooses for all."""
@@ -194,69 +171,52 @@ def open_data(config: RunConfig, place: Place, file: ModelFile) -> tuple[Trainin
     return TrainingData(config, file, splits, sampled if file.has("sampler") else None), source
 
 
-def build_stages(
-    config: RunConfig,
-    place: Place,
-    model: StageModules,
-    data: TrainingData,
-    source: MinibatchSource | None,
-    progress: Progress,
-) -> dict[int, StageReplica]:
-    """Open the channels to other workers, and build this worker's stage replicas, by the stage's number."""
-    Status.of_this_process.set("the building of the stages")
-    channels = _channels(config, place, data)
-    place.meter.memory.received_bytes = channels.device_bytes
-    minibatches = math.ceil(data.epoch_samples / config.plan.batch_size)
-    losses_before = [epoch.validation_loss for epoch in progress.epochs]
-    builder = StageBuilder(config, place, model, source, channels, minibatches, losses_before)
-    stages = {s: builder.build(s, module) for s, module in model.modules.items()}
-    warning = next(replica.optimizer.schedule.length_warning for replica in stages.values())
-    if warning and place.assignment.rank == 0:
-        sys.stderr.write(f"warning: {warning}\n")
-    return stages
-
-
-def _channels(config: RunConfig, place: Place, data: TrainingData) -> Channels:
-    shape, groups = config.shape, place.groups
-    targets = describe_targets(data.splits["train"].leaves)
-    edges, optional = list_edges(config.bundle, targets), config.bundle.optional_gradients
-    ranks = [replicas.ranks for replicas in groups.replicas]
-    routes = list_routes(edges, ranks, optional_gradients=optional, wire_dtype=config.plan.wire_dtype)
-    in_flight = [w * r for w, r in zip(shape.in_flight, shape.replicas[: shape.pipeline_depth], strict=True)]
-    return open_channels(routes, groups, config, in_flight, place.meter)
-
-
 @dataclass
 class StageBuilder:
-    """Builds the stage replicas of a worker.
-
-    Attributes:
-        minibatches: in an epoch.
-        losses_before: see RunLength.
-    """
+    """Opens the channels to other workers, and builds the stage replicas of this one."""
 
     config: RunConfig
     place: Place
-    model: StageModules
+    model: WorkerModel
+    modules: Mapping[int, nn.Module]
+    data: TrainingData
     source: MinibatchSource | None
-    channels: Channels
-    minibatches: int
-    losses_before: Sequence[float]
+    progress: Progress
 
     def __post_init__(self) -> None:
-        built, plan = self.model.built, self.config.plan
-        self._shape, self._file, self._first_names = self.config.shape, built.file, self.model.first_names
-        self._model_state, self._model_parameters = built.model.state_dict(keep_vars=True), built.optimizer_parameters()
+        model, plan = self.model, self.config.plan
+        self._shape, self._file, self._first_names = self.config.shape, model.file, model.first_names
+        self._model_state, self._model_parameters = model.model.state_dict(keep_vars=True), model.optimizer_parameters()
         self._delays, self._is_late = gradient_delays(plan.kind, self._shape), not plan.kind.flushes
         self._updates = ClippedUpdates(
             self._file.training.max_grad_norm,
             self.place.groups.world if not self._is_late and len(plan.stages) > 1 else None,
-            stages=len(self.model.modules),
+            stages=len(self.modules),
             is_replica_0=self.place.is_replica_0,
             meter=self.place.meter,
         )
 
-    def build(self, s: int, module: nn.Module) -> StageReplica:
+    def build(self) -> dict[int, StageReplica]:
+        """Build the replicas, by the stage's number; all workers call it together."""
+        Status.of_this_process.set("the building of the stages")
+        channels = self._open_channels()
+        self.place.meter.memory.received_bytes = channels.device_bytes
+        stages = {s: self._replica(s, module, channels) for s, module in self.modules.items()}
+        warning = next(replica.optimizer.schedule.length_warning for replica in stages.values())
+        if warning and self.place.assignment.rank == 0:
+            sys.stderr.write(f"warning: {warning}\n")
+        return stages
+
+    def _open_channels(self) -> Channels:
+        config, shape, groups = self.config, self._shape, self.place.groups
+        targets = describe_targets(self.data.splits["train"].leaves)
+        edges, optional = list_edges(config.bundle, targets), config.bundle.optional_gradients
+        ranks = [replicas.ranks for replicas in groups.replicas]
+        routes = list_routes(edges, ranks, optional_gradients=optional, wire_dtype=config.plan.wire_dtype)
+        in_flight = [w * r for w, r in zip(shape.in_flight, shape.replicas[: shape.pipeline_depth], strict=True)]
+        return open_channels(routes, groups, config, in_flight, self.place.meter)
+
+    def _replica(self, s: int, module: nn.Module, channels: Channels) -> StageReplica:
         """Build this worker's replica of stage `s` from its module."""
         config, meter, device = self.config, self.place.meter, self.place.device
         stage = self._pipeline_stage(s, module)
@@ -269,7 +229,7 @@ class StageBuilder:
         replicas = self.place.groups.replicas[s]
         return StageReplica(
             stage=stage,
-            io=StageIO(config.bundle, s, self.channels, prefetch=in_flight + 1, device=device, meter=meter),
+            io=StageIO(config.bundle, s, channels, prefetch=in_flight + 1, device=device, meter=meter),
             source=self.source if s == 0 else None,
             averager=ReplicaAverager(replicas, untied.values(), meter, config.bucket_bytes),
             optimizer=optimizer,
@@ -314,20 +274,27 @@ class StageBuilder:
             names = dict(zip(described.stages, described.names, strict=True))
             if s in names:
                 first = min(names)
-                lag = tied_update_lag(self._shape, described.stages, s) if self._is_late else 0
-                holders = TiedHolders(group, len(names), lag, is_first=first == s)
-                optimizer = self._optimizer({names[first]: stage.weights.by_name[names[s]]}, first)
-                tied.append(TiedParameterSync(optimizer, holders, self.place.meter, max_norm))
+                sync = TiedParameterSync(
+                    optimizer=self._optimizer({names[first]: stage.weights.by_name[names[s]]}, first),
+                    group=group,
+                    holders=len(names),
+                    lag=tied_update_lag(self._shape, described.stages, s) if self._is_late else 0,
+                    is_first=first == s,
+                    max_norm=max_norm,
+                    meter=self.place.meter,
+                )
+                tied.append(sync)
         return tied
 
     def _optimizer(self, parameters: Mapping[str, nn.Parameter], s: int) -> NamedOptimizer:
         config = self.config
-        updates = config.epochs * math.ceil(self.minibatches / self._shape.update_every[s])
+        minibatches = math.ceil(self.data.epoch_samples / config.plan.batch_size)
+        updates = config.epochs * math.ceil(minibatches / self._shape.update_every[s])
         return NamedOptimizer(
             self._file,
             self._model_parameters,
             parameters,
-            RunLength(config.epochs, updates, self.losses_before),
+            RunLength(config.epochs, updates, list(self.progress.validation_losses)),
             config.delay_compensation,
             self._delays[s],
             config.seed,
@@ -340,8 +307,7 @@ def read_progress(manifest: CheckpointManifest, data: TrainingData) -> Progress:
     epochs, metrics = manifest.epoch, manifest.metrics
     losses = manifest.validation_losses or [metrics.get("loss", 0.0)] * epochs
     samples = manifest.samples or [data.epoch_samples] * epochs
-    trained = zip(manifest.minibatches or [0] * epochs, samples, losses, strict=True)
-    return Progress([TrainedEpoch(*epoch) for epoch in trained], metrics)
+    return Progress(list(manifest.minibatches or [0] * epochs), list(samples), list(losses), metrics)
 
 
 def resume(

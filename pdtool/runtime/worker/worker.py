@@ -31,7 +31,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -51,7 +51,7 @@ from pdtool.runtime.stage.losses import MetricTotals, RoundLoss
 from pdtool.runtime.stage.stage_replica import StagePhase, StageReplica
 from pdtool.runtime.status import Status
 from pdtool.runtime.worker import checkpoint
-from pdtool.runtime.worker.run_report import WorkerMeasurements, assemble_report
+from pdtool.runtime.worker.run_report import Progress, WorkerMeasurements, assemble_report
 from pdtool.schedule import Action, ActionKind, Actions, steady_minibatches
 
 
@@ -74,31 +74,6 @@ class Place:
     def is_replica_0(self) -> bool:
         """Whether this worker writes the checkpoints and metrics of its stages."""
         return self.assignment.replica == 0
-
-
-class TrainedEpoch(NamedTuple):
-    """An epoch that was trained, perhaps in a run that this one resumes.
-
-    Attributes:
-        minibatches: 0 where an older pdtool trained it, which did not say.
-    """
-
-    minibatches: int
-    samples: int
-    validation_loss: float
-
-
-@dataclass
-class Progress:
-    """How far a run is.
-
-    Attributes:
-        epochs: those that were trained.
-        metrics: of the last validation.
-    """
-
-    epochs: list[TrainedEpoch] = field(default_factory=list)
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class ActionList(NamedTuple):
@@ -135,7 +110,6 @@ class Worker:
         self.stages, self.progress = stages, progress
         self._shape = config.shape
         self._last_stage = stages.get(len(self._shape.replicas) - 1)
-        self._undefined: frozenset[str] = frozenset()  # metrics without a figure in the last validation
         self._log: MetricsLog | None = None
         self._action_lists: dict[int, ActionList] = {}
 
@@ -186,26 +160,26 @@ class Worker:
             replica.end_phase()
         where = f"the validation after epoch {epoch}"
         figures = totals.summarize(self._place.groups.world, where)
-        self._undefined = totals.undefined
-        if self._undefined and self._log:
-            sys.stderr.write(f"warning: {where} gives no {', '.join(sorted(self._undefined))}: the count is 0\n")
+        undefined = self.progress.undefined = totals.undefined
+        if undefined and self._log:
+            sys.stderr.write(f"warning: {where} gives no {', '.join(sorted(undefined))}: the count is 0\n")
         return figures
 
     def run(self) -> Report:
         """Train the epochs that are left, each followed by a validation and a checkpoint; return the report."""
         if not self._last_stage or not self._place.is_replica_0:
             return self._run()
-        path, done = RunDir(self._config.out).metrics_file, len(self.progress.epochs)
+        path, done = RunDir(self._config.out).metrics_file, len(self.progress.samples)
         with closing(MetricsLog(path, epochs_done=done)) as self._log:
             self._record_updates()
             return self._run()
 
     def _run(self) -> Report:
         config, meter, progress = self._config, self._place.meter, self.progress
-        resumed = done = len(progress.epochs)
+        resumed = done = len(progress.samples)
         if config.target and not done:  # fail now, not after an epoch, if the model does not report the metric
             figures = self.validate(0, config.plan.batch_size)
-            config.target.is_reached(figures, self._undefined)
+            config.target.is_reached(figures, progress.undefined)
             if self._log and (doubt := config.target.doubt(figures)):
                 sys.stderr.write(f"warning: {doubt}\n")
         meter.restart()
@@ -221,7 +195,7 @@ class Worker:
     def _train_epoch(self, epoch: int) -> None:
         """Train an epoch, validate, and step learning-rate schedules of epochs."""
         meter, progress, samples = self._place.meter, self.progress, self._data.epoch_samples
-        order = self._data.sample_order(epoch, sum(trained.samples for trained in progress.epochs))
+        order = self._data.sample_order(epoch, sum(progress.samples))
         minibatches = Minibatches(order, self._config.plan.batch_size)
         start_s = time.perf_counter()
         if self._log:
@@ -230,10 +204,11 @@ class Worker:
         meter.epoch_ended(len(minibatches), samples, time.perf_counter() - start_s)
         with meter.paused():
             progress.metrics = self.validate(epoch)
-        loss = progress.metrics["loss"]
-        progress.epochs.append(TrainedEpoch(len(minibatches), samples, loss))
+        progress.minibatches.append(len(minibatches))
+        progress.samples.append(samples)
+        progress.validation_losses.append(progress.metrics["loss"])
         for replica in self.stages.values():
-            replica.epoch_done(loss)
+            replica.epoch_done(progress.metrics["loss"])
 
     def _record_updates(self) -> None:
         """Let run.json tell how many updates and samples an epoch has, for whoever shows how far the run is."""
@@ -280,8 +255,8 @@ class Worker:
             )
 
     def _is_target_reached(self) -> bool:
-        target, metrics = self._config.target, self.progress.metrics
-        return bool(target and metrics and target.is_reached(metrics, self._undefined))
+        target, progress = self._config.target, self.progress
+        return bool(target and progress.metrics and target.is_reached(progress.metrics, progress.undefined))
 
     def _save(self, epoch: int) -> None:
         progress = self.progress
@@ -296,9 +271,9 @@ class Worker:
             epochs=self._config.epochs,
             seed=self._config.seed,
             metrics=dict(progress.metrics),
-            validation_losses=tuple(trained.validation_loss for trained in progress.epochs),
-            minibatches=tuple(trained.minibatches for trained in progress.epochs),
-            samples=tuple(trained.samples for trained in progress.epochs),
+            validation_losses=tuple(progress.validation_losses),
+            minibatches=tuple(progress.minibatches),
+            samples=tuple(progress.samples),
             tied=dict(self._tied),
             files={},
         )
@@ -325,10 +300,8 @@ class Worker:
         report = assemble_report(
             self._config,
             workers,
-            progress.metrics,
-            self._undefined,
+            progress,
             samples=self._data.epoch_samples,
-            minibatches_by_epoch=[trained.minibatches for trained in progress.epochs],
             local_workers=place.local_workers,
             includes_compilation=includes_compilation,
         )

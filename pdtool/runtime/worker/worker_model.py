@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pdtool.artifacts.bundle import Bundle, TiedParameter
+from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.errors import ArtifactError, PdtoolError, StaleError, TraceError, describe_error
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.operators import empty_in_same_place, named_state
+from pdtool.frontend.operators import empty_in_same_place, named_state, registered_state
 from pdtool.frontend.user_modules import user_modules_importable
 from pdtool.runtime.groups import PeerErrorContext, ProcessGroups, all_gather
 from pdtool.runtime.worker.partial_build import build_partially, tensors_in
@@ -49,6 +50,12 @@ class WorkerModel:
     model: nn.Module
     outline: nn.Module | None = None
     why_whole: str = ""
+
+    @cached_property
+    def first_names(self) -> dict[str, str]:
+        """Name of a parameter or buffer -> its first name in the model, under which optimizer state is saved."""
+        first: dict[int, str] = {}
+        return {name: first.setdefault(id(tensor), name) for name, tensor in registered_state(self.model).items()}
 
     @classmethod
     def build(
@@ -216,31 +223,16 @@ def _description(value: Tensor | None) -> str:
     return "missing" if value is None else f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
-def digest_weights(
-    model: nn.Module, bundle: Bundle, stages: Iterable[int], groups: ProcessGroups
-) -> dict[tuple[int, str], str]:
-    """Return the digests of the parameters and buffers of some stages, by (stage, name); {} if no stage has copies."""
-    if not _has_copies(bundle.tied, groups):
-        return {}
-    state = named_state(model)
-    names = ((s, name) for s in stages for name in (*bundle.stages[s].parameters, *bundle.stages[s].buffers))
-    return {(s, name): _digest(state[name]) for s, name in names if name in state}
-
-
-def equalize_weights(
-    modules: Mapping[int, nn.Module],
-    own_digests: Mapping[tuple[int, str], str],
-    tied: Sequence[TiedParameter],
-    groups: ProcessGroups,
-) -> list[str]:
+def equalize_weights(model: nn.Module, bundle: Bundle, stages: Iterable[int], groups: ProcessGroups) -> list[str]:
     """Give parameters and buffers that differ between copies the values of the first worker that holds them.
 
     The seeds of torch, numpy and Python make copies equal, unless model() draws from somewhere else. Digests are
-    compared, so that only what differs travels. All workers call it together.
+    compared, so that only what differs travels. All workers call it together, before anything runs a forward, which may
+    change weights.
 
     Args:
-        modules: of this worker's stages, by their number; with the names of the whole model.
-        own_digests: what `digest_weights` returned before anything ran a forward, which may change weights.
+        model: as it was built, in the memory of the CPU.
+        stages: those of this worker.
 
     Returns:
         The names of those that differed anywhere, on every worker.
@@ -248,36 +240,25 @@ def equalize_weights(
     Raises:
         PeerError: a worker is lost.
     """
-    if not _has_copies(tied, groups):
+    if not bundle.tied and all(len(group.ranks) == 1 for group in groups.replicas):  # no stage has a copy
         return []
-    own = {(s, name): tensor for s, module in modules.items() for name, tensor in _state(module).items()}
-    listed = [(s, name, own_digests.get((s, name), "")) for s, name in own]
+    state = named_state(model)
+    names = ((s, name) for s in stages for name in (*bundle.stages[s].parameters, *bundle.stages[s].buffers))
+    own = {(s, name): state[name] for s, name in names if name in state}
+    listed = [(s, name, _digest(tensor)) for (s, name), tensor in own.items()]
     gathered = all_gather(listed, list[tuple[int, str, str]], groups.world, "the digests of the initial weights")
     digests = [{(s, name): digest for s, name, digest in held} for held in gathered]
+    keys_of = {r.stage: [key for key in digests[r.ranks[0]] if key[0] == r.stage] for r in groups.replicas}
+    copies = [([key], r.host_group) for r in groups.replicas for key in keys_of[r.stage]]  # what is equal, and for whom
+    copies += [(list(zip(t.stages, t.names, strict=True)), g) for t, g in zip(bundle.tied, groups.tied, strict=True)]
     different: dict[str, None] = {}
-    for group in groups.replicas:
-        for key in [key for key in digests[group.ranks[0]] if key[0] == group.stage]:
-            if len({digests[rank].get(key) for rank in group.ranks}) > 1:
-                different[key[1]] = None
-                if key in own:
-                    _broadcast(own[key], group.ranks[0], group.group, group.device)
-    for parameter, tied_group in zip(tied, groups.tied, strict=True):
-        keys = list(zip(parameter.stages, parameter.names, strict=True))
-        source = groups.replicas[parameter.stages[0]].ranks[0]
+    for keys, group in copies:
         if len({held[key] for held in digests for key in keys if key in held}) > 1:
-            different[parameter.names[0]] = None
-            for key in keys:
-                if key in own:
-                    _broadcast(own[key], source, tied_group, torch.device("cpu"))
+            first_stage, first_name = keys[0]
+            different[first_name] = None
+            for key in own.keys() & keys:  # one at most: no worker has two stages with one parameter
+                _broadcast(own[key], groups.replicas[first_stage].ranks[0], group)
     return list(different)
-
-
-def _has_copies(tied: Sequence[TiedParameter], groups: ProcessGroups) -> bool:
-    return bool(tied) or any(len(group.ranks) > 1 for group in groups.replicas)
-
-
-def _state(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _digest(tensor: Tensor) -> str:
@@ -285,13 +266,9 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(content.view(torch.uint8).numpy().data).hexdigest()
 
 
-def _broadcast(tensor: Tensor, source: int, group: Any, device: torch.device) -> None:
-    """Give a tensor the values that it has at rank `source`.
-
-    Args:
-        device: where the group takes tensors.
-    """
-    values = tensor.detach().to(device).contiguous()
+def _broadcast(tensor: Tensor, source: int, group: Any) -> None:
+    """Give a tensor the values that it has at rank `source`, by a group of gloo."""
+    values = tensor.detach().cpu().contiguous()
     with PeerErrorContext(f"the initial weights did not come from rank {source}", source):
         dist.broadcast(values, source, group=group)
     with torch.no_grad():
