@@ -372,7 +372,7 @@ class LeafReader:
             buffers=tuple(buffers),
             opaque=call.recorded is not None,
         )
-        flows = call.recorded.differentiable if call.recorded else repeat(True)
+        flows = call.recorded[0].differentiable if call.recorded else repeat(True)
         outputs = self._builder.append(operator, node, node.meta["val"], flows)
         self._values[node] = list(outputs)
         if getattr(module, "inplace", False) and operator.values and not call.recorded:
@@ -388,12 +388,15 @@ class LeafReader:
     def _arguments(self, call: LeafCall, tensors: list[Any], node: fx.Node) -> Any:
         """(args, kwargs) of the call, with `tensors` in the places of its tensors."""
         remaining = iter(tensors)
-        flat = [next(remaining) if isinstance(a, Tensor) else self._values.size(a, node) for a in call.arguments]
-        if others := [a for a in flat if not isinstance(a, (Value, State, Tensor, Size, *_CONSTANTS))]:
+        arguments = pytree.tree_map(
+            lambda a: next(remaining) if isinstance(a, Tensor) else self._values.size(a, node), call.arguments
+        )
+        allowed = (Value, State, Tensor, Size, *_CONSTANTS)
+        if others := [a for a in pytree.tree_leaves(arguments) if not isinstance(a, allowed)]:
             what = f"{call.path or call.function.__name__} takes a {type(others[0]).__name__} as an argument"
             caller = call.path.rpartition(".")[0] if call.path else module_path(node)
             raise TraceError(what, "let it take tensors and numbers", location=location(node), module=caller)
-        return pytree.tree_unflatten(flat, call.spec)
+        return arguments
 
     def _name(self, path: str) -> str:
         """The module's path; `PATH@0`, `PATH@1`, ... where the module is called several times."""

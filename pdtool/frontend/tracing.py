@@ -32,7 +32,6 @@ from pdtool.frontend.operators import Traced, named_state, names_over_parameters
 from pdtool.frontend.user_code import user_line
 
 _HOOKED = "it has a backward hook"
-_SIZES = (2, 3)  # of the minibatches that tell the shapes of opaque modules
 
 
 def trace(
@@ -171,7 +170,7 @@ class _Tracer:
         fixed: list[FixedSize] = []
         try:
             dynamic = _dynamic_dims(inputs, self.example(self.batch_size + 1), self.batch_size)
-            recorded = record_calls(self.model, opaque, [self.example(size) for size in _SIZES], _SIZES)
+            recorded = record_calls(self.model, opaque, self.example)
             with single_operators(self.model, recorded), fixed_sizes(self.model) as fixed:
                 program = exported(self.model, inputs, dynamic, functional=functional)
             traced = GraphReader(self.model, program, list(calls), functional=functional).read()
