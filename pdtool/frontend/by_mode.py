@@ -129,7 +129,7 @@ class _Merger:
         for mode, sequence in enumerate(sequences):
             for op in sequence:
                 self.gaps[mode, op.name] = gap
-                name = op.name if mode == TRAINING else self._unique(op.name)
+                name = op.name if mode == TRAINING else unique_name(op.name, self.names)
                 outputs = tuple(replace(value, operator=name) for value in op.outputs)
                 args, kwargs = pytree.tree_map(lambda a, mode=mode: self._seen(mode, a, gap), (op.args, op.kwargs))
                 gap.sequences[mode].append(
@@ -139,7 +139,7 @@ class _Merger:
                     self.merged_values[mode, value.operator, value.index] = merged, gap.position
 
     def _new_gap(self, module: str) -> _Gap:
-        gap = _Gap(self._unique(f"{module}.training" if module else "training"), module, len(self.entries))
+        gap = _Gap(unique_name(f"{module}.training" if module else "training", self.names), module, len(self.entries))
         self.entries.append(gap)
         return gap
 
@@ -179,11 +179,6 @@ class _Merger:
             for mode, trace in enumerate(self.traces)
         ]
         return ByMode(*outputs)
-
-    def _unique(self, name: str) -> str:
-        name = unique_name(name, self.names)
-        self.names.add(name)
-        return name
 
 
 def _pairs_alike(training: Sequence[Operator], evaluation: Sequence[Operator]) -> Iterator[tuple[int, int]]:

@@ -124,11 +124,9 @@ class UserFile:
 
     def settings_of(self, name: str) -> dict[str, Setting]:
         """Return the settings that a function of OWN_ARGUMENTS takes; none where the file does not define it."""
-        if name not in self._settings_of:
-            settings = self.ref.settings
-            taken = self.parameters(name) if settings and self.has(name) else ()
-            self._settings_of[name] = {key: settings[key] for key in taken if key in settings}
-        return self._settings_of[name]
+        settings = self.ref.settings
+        taken = self.parameters(name) if settings and self.has(name) else ()
+        return {key: settings[key] for key in taken if key in settings}
 
     def parameters(self, name: str) -> tuple[str, ...]:
         """Return the names of those parameters of a function that a setting may be for: not of what pdtool passes."""
@@ -139,11 +137,6 @@ class UserFile:
         if name == "scheduler" and takes_total(self.function(name)):
             parameters = parameters[1:]
         return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-
-    @cached_property
-    def _settings_of(self) -> dict[str, dict[str, Setting]]:
-        """The settings that functions take, by function: some are called for each minibatch."""
-        return {}
 
     def error(self, what: str, remedy: str = "") -> ModelError:
         """Make an error whose text begins with the file's name."""

@@ -26,6 +26,7 @@ from pdtool.frontend.operators import (
     Size,
     State,
     Value,
+    first_names,
     named_state,
     names_over_parameters,
     shared_memory,
@@ -89,9 +90,7 @@ class OperatorBuilder:
 
     def unique_name(self, name: str) -> str:
         """Return the name, with a number where an operator or a module has it already."""
-        name = unique_name(name, self._names)
-        self._names.add(name)
-        return name
+        return unique_name(name, self._names)
 
     def module_and_name(self, node: fx.Node, op: str) -> tuple[str, str]:
         """Return the path of the module whose forward runs this node, and a unique name of the operator."""
@@ -226,8 +225,7 @@ def operators_sharing_state(
     They use a buffer that one of them changes, different tensors over the memory of a parameter, or one opaque module.
     """
     state = named_state(model)
-    first: dict[int, str] = {}
-    memory = {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
+    memory = first_names(state)
     for group in shared_memory(state):
         memory |= dict.fromkeys(group, group[0])
     used = {op.name: _state_used(op, state) for op in operators}
@@ -248,9 +246,3 @@ def _state_used(op: Operator, state: Mapping[str, Tensor]) -> tuple[str, ...]:
     """The parameters and buffers that an operator uses; of an opaque module also tensors that are mere attributes."""
     inside = (name for name in state if op.opaque and name.startswith(f"{op.module}."))
     return (*op.parameters, *op.buffers, *inside)
-
-
-def first_names(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Map each name of a parameter to the first name of the same parameter."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(parameter), name) for name, parameter in parameters.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, count
@@ -86,11 +86,6 @@ class Branch:
     evaluation: tuple[Operator, ...]
     results: tuple[tuple[Value | None, Value | None], ...]
 
-    @property
-    def operators(self) -> tuple[Operator, ...]:
-        """Those of both modes."""
-        return self.training + self.evaluation
-
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
@@ -147,7 +142,7 @@ class Operator:
     @property
     def parts(self) -> tuple[Operator, ...]:
         """The operators that it consists of: those of its branch, or itself."""
-        return self.branch.operators if self.branch else (self,)
+        return (*self.branch.training, *self.branch.evaluation) if self.branch else (self,)
 
 
 @dataclass(frozen=True)
@@ -209,10 +204,12 @@ def _values_by_mode(leaf: Any) -> Sequence[Value]:
     return values_in((leaf.training, leaf.evaluation)) if isinstance(leaf, ByMode) else ()
 
 
-def unique_name(name: str, taken: Container[str], first: int = 1) -> str:
-    """Return `name`, or where that is taken `name_1` and so on, from number `first`."""
+def unique_name(name: str, taken: set[str], first: int = 1) -> str:
+    """Return `name`, or where that is taken `name_1` and so on, from number `first`; from now on it is taken."""
     candidates = chain([name], (f"{name}_{number}" for number in count(first)))
-    return next(candidate for candidate in candidates if candidate not in taken)
+    free = next(candidate for candidate in candidates if candidate not in taken)
+    taken.add(free)
+    return free
 
 
 def named_state(model: nn.Module) -> dict[str, Tensor]:
@@ -234,6 +231,12 @@ def tensor_attributes(model: nn.Module) -> dict[str, Tensor]:
         for name, value in vars(module).items()
         if isinstance(value, Tensor)
     }
+
+
+def first_names(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Map each name of a tensor to the first name of the same tensor."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
 
 
 def storage_address(tensor: Tensor) -> int:

@@ -20,7 +20,7 @@ from pdtool.files import write_atomically, write_remedy
 from pdtool.frontend.graph_digest import check_profile, graph_sha256
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
-from pdtool.frontend.operators import Traced, Value, named_state
+from pdtool.frontend.operators import Traced, Value, first_names, named_state
 from pdtool.frontend.random_numbers import random_state_kept
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.update_proof import check_update
@@ -79,8 +79,7 @@ def prove_update(model_file: ModelFile, bundle: Bundle) -> None:
     with random_state_kept():
         model = model_file.build()
         if fits_in_memory(model):
-            first: dict[int, str] = {}
-            names = {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
+            names = first_names(dict(model.named_parameters(remove_duplicate=False)))
             tied = {names[tied.names[0]] for tied in bundle.tied}
             stages = [{names[name] for name in stage.parameters if name in names} - tied for stage in bundle.stages]
             check_update(model_file, model, [*stages, *({name} for name in tied)])

@@ -124,7 +124,6 @@ class Wiring:
                 base = re.sub(r"\W", "_", value.operator)
                 base = f"m{base}" if base[0].isdigit() else base
                 names[value] = unique_name(f"{base}_{value.index}" if value.index else base, taken, first=2)
-                taken.add(names[value])
         return names
 
     def parameters(self, stage: int) -> list[str]:
