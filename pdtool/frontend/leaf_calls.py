@@ -74,6 +74,12 @@ class LeafCall:
     result: Any = None
     outputs: list[Tensor] = field(default_factory=list)
 
+    def as_operator(self) -> Any:
+        """Call `pdtool::leaf` in its place, and return what it returns; it is kept in `calls`."""
+        calls.append(self)
+        outputs = torch.ops.pdtool.leaf(len(calls) - 1, _tensors_in(self.arguments))
+        return pytree.tree_map_only(int, outputs.__getitem__, self.result)
+
 
 calls: list[LeafCall] = []  # of the export that is running; `number` below is an index into it
 
@@ -126,23 +132,12 @@ def single_operators(model: nn.Module, recorded: Sequence[tuple[RecordedCall, Re
     remaining = iter(recorded)
 
     def call(path: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        return _as_operator(LeafCall(path, forward, (args, kwargs), next(remaining) if path in opaque else None))
+        return LeafCall(path, forward, (args, kwargs), next(remaining) if path in opaque else None).as_operator()
 
     leaves = [path for path, module in model.named_modules() if path and is_leaf(module) and not _is_in(path, opaque)]
     calls.clear()
     with _forwards_replaced(model, [*leaves, *opaque], call):
         yield
-
-
-def call_function(function: Any, apply: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Make a call of an autograd.Function one `pdtool::leaf` operator, kept in `calls`; return what it returns."""
-    return _as_operator(LeafCall("", apply, (tuple(args), {}), function=function))
-
-
-def _as_operator(call: LeafCall) -> Any:
-    calls.append(call)
-    outputs = torch.ops.pdtool.leaf(len(calls) - 1, _tensors_in(call.arguments))
-    return pytree.tree_map_only(int, outputs.__getitem__, call.result)
 
 
 def record_calls(

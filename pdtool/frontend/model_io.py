@@ -45,8 +45,6 @@ class ModelInputs:
         """Return what `example_inputs` or a dataset gives: a dict is passed by name, a tuple or a list by position."""
         if isinstance(inputs, ModelInputs):
             return inputs
-        if isinstance(inputs, Tensor):
-            return cls((inputs,), {})
         register_containers(inputs)
         if isinstance(inputs, Mapping):
             return cls((), _ordered(dict(inputs)))

@@ -86,9 +86,10 @@ class ForwardWriter:
         """Yield the lines of the body, without indentation; raises TraceError where no input tells a size."""
         yield from self._prologue()
         module = ""
+        commented = {op.module for op in self._written if not op.is_module}  # the call of a leaf shows where it is
         for op in self._written:
-            container = _container(op)
-            if container != module and container in self._commented and (container or not op.is_module):
+            container = op.module.rpartition(".")[0] if op.is_module else op.module  # whose forward calls it
+            if container != module and container in commented and (container or not op.is_module):
                 yield f"# {container or 'the model'}"
                 module = container
             yield from self._lines(op)
@@ -98,14 +99,6 @@ class ForwardWriter:
             changing = views_of_buffers(self.operators, self.wiring.traced.changed_buffers)
             outputs = self.wiring.outputs(self.stage)
             yield f"return {', '.join(self._name(v) + '.clone()' * (v in changing) for v in outputs)}"
-
-    @cached_property
-    def _commented(self) -> set[str]:
-        """The modules that are marked where they begin and go on: those with operators of their own, "" the model.
-
-        The call of a leaf module shows where it is.
-        """
-        return {op.module for op in self._written if not op.is_module}
 
     def _lines(self, op: Operator) -> Iterator[str]:
         if op.branch:
@@ -270,12 +263,11 @@ class ForwardWriter:
         return self._result_names.get(source, self.wiring.names[source])
 
     @cached_property
-    def _used(self) -> set[Value]:
+    def _used(self) -> set[Source]:
         """Tensors that an operator of this stage takes, or that the stage or the model returns."""
         taken = {value for op in self.operators for part in op.parts for value in part.values}
         taken |= {value for op in self.operators if op.branch for pair in op.branch.results for value in pair if value}
-        taken |= set(self.wiring.outputs(self.stage)) | set(self.wiring.output_values)
-        return taken | {source for source in map(self._source, taken) if isinstance(source, Value)}
+        return taken | self._returned | {self._source(value) for value in taken}
 
     def _targets(self, op: Operator) -> str:
         """Return what stands left of the `=`: names as the operator's result is nested, `_` for what nobody uses."""
@@ -321,11 +313,6 @@ class ForwardWriter:
         """The expression of an operator, as it stands inside another one."""
         text = self._call(op)
         return text if isinstance(ast.parse(text, mode="eval").body, (ast.Call, ast.Subscript)) else f"({text})"
-
-
-def _container(op: Operator) -> str:
-    """The module whose forward calls the operator."""
-    return op.module.rpartition(".")[0] if op.is_module else op.module
 
 
 def _zeros(op: Operator, branch: Branch) -> list[Value]:
