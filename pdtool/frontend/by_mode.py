@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
+from itertools import takewhile
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pdtool.frontend.operator_builder import operators_sharing_state
 from pdtool.frontend.operators import Branch, ByMode, Operator, State, Traced, Value, unique_name
 
 TRAINING, EVALUATION = 0, 1  # a mode, as an index
@@ -106,13 +106,7 @@ class _Merger:
         output = self._merged_output()
         operators = [e.operator() if isinstance(e, _Gap) else e for e in self.entries]
         changed = self.traces[TRAINING].changed_buffers | self.traces[EVALUATION].changed_buffers
-        return replace(
-            self.traces[TRAINING],
-            operators=tuple(operators),
-            output=output,
-            together=operators_sharing_state(operators, changed, self.traces[TRAINING].model),
-            changed_buffers=changed,
-        )
+        return replace(self.traces[TRAINING], operators=tuple(operators), output=output, changed_buffers=changed)
 
     def _append_pair(self, op: Operator, evaluated: Operator) -> None:
         merged = _with_arguments(op, evaluated, self._joined)
@@ -248,6 +242,5 @@ def _is_same(a: Any, b: Any) -> bool:
 
 def _common_module(modules: Sequence[str]) -> str:
     """The path of the innermost module that all of these are, or are in."""
-    first, *others = [module.split(".") for module in modules] or [[]]
-    differing = (i for i, part in enumerate(first) if any(other[i : i + 1] != [part] for other in others))
-    return ".".join(first[: next(differing, len(first))])
+    parts = zip(*(module.split(".") for module in modules), strict=False)
+    return ".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, parts))

@@ -27,7 +27,6 @@ from pdtool.frontend.operator_builder import (
     location,
     mark_constants,
     module_path,
-    operators_sharing_state,
 )
 from pdtool.frontend.operators import (
     Operator,
@@ -35,7 +34,6 @@ from pdtool.frontend.operators import (
     State,
     Traced,
     Value,
-    first_names,
     have_one_storage,
     named_state,
     names_over_parameters,
@@ -99,8 +97,6 @@ class GraphReader:
             model=self._model,
             operators=tuple(operators),
             output=output,
-            together=operators_sharing_state(operators, changed, self._model),
-            tied=first_names(self._builder.parameters),
             changed_buffers=frozenset(changed),
             autocast_off=tuple(dict.fromkeys(self._autocast_off)),
         )

@@ -154,7 +154,6 @@ class Traced:
         operators: model inputs first.
         output: what the model returns, in containers of the model's own types: Value, State, Size and constants.
         together: groups of operators that must stand in one stage, since they share changing state.
-        tied: parameter name -> first name of the same parameter, for every parameter.
         arguments: what it was called with; see ModelInputs.signature.
         opaque: path of a module that is called whole, as no leaf module is -> why.
         changed_buffers: names of the buffers that an operator writes.
@@ -164,8 +163,7 @@ class Traced:
     model: nn.Module
     operators: tuple[Operator, ...]
     output: Any
-    together: tuple[tuple[str, ...], ...]
-    tied: dict[str, str]
+    together: tuple[tuple[str, ...], ...] = ()
     arguments: tuple[str, ...] = ()
     opaque: dict[str, str] = field(default_factory=dict)
     changed_buffers: frozenset[str] = frozenset()
@@ -175,6 +173,11 @@ class Traced:
     def by_name(self) -> dict[str, Operator]:
         """Operator name -> operator."""
         return {operator.name: operator for operator in self.operators}
+
+    @cached_property
+    def tied(self) -> dict[str, str]:
+        """Parameter name -> first name of the same parameter, for every parameter."""
+        return first_names(dict(self.model.named_parameters(remove_duplicate=False)))
 
     def sources(self, values: Iterable[Value]) -> tuple[str, ...]:
         """Return the names of the operators that make these values, without constants, each once."""

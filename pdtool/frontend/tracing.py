@@ -28,6 +28,7 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.model_rules import unknown_module_remedy
 from pdtool.frontend.opaque_modules import FixedSize, failing_module, fixed_sizes, modules_writing_data, without_inner
+from pdtool.frontend.operator_builder import operators_sharing_state
 from pdtool.frontend.operators import Traced, named_state, names_over_parameters
 from pdtool.frontend.user_code import user_line
 
@@ -158,7 +159,8 @@ class _Tracer:
             training, evaluation = (self._read(mode, opaque, functional=False) for mode in (True, False))
         except PartialWriteError:
             training, evaluation = (self._read(mode, opaque, functional=True) for mode in (True, False))
-        return merge_modes(training, evaluation)
+        merged = merge_modes(training, evaluation)
+        return replace(merged, together=operators_sharing_state(merged))
 
     def _read(self, mode: bool, opaque: Collection[str], *, functional: bool) -> Traced:
         self.model.train(mode)
