@@ -7,15 +7,15 @@ Operators of the two modes are the same where they stand in the same line of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
+from itertools import takewhile
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pdtool.frontend.operator_builder import operators_sharing_state
 from pdtool.frontend.operators import Branch, ByMode, Operator, State, Traced, Value, unique_name
 
 TRAINING, EVALUATION = 0, 1  # a mode, as an index
@@ -23,7 +23,7 @@ TRAINING, EVALUATION = 0, 1  # a mode, as an index
 
 def merge_modes(training: Traced, evaluation: Traced) -> Traced:
     """Return the model in both modes."""
-    if _run_the_same(training, evaluation):
+    if _connections(training) == _connections(evaluation):
         pairs = zip(training.operators, evaluation.operators, strict=True)
         return replace(training, operators=tuple(_with_arguments(a, b, _by_mode) for a, b in pairs))
     return _Merger(training, evaluation).merged()
@@ -96,21 +96,17 @@ class _Merger:
 
     def merged(self) -> Traced:
         """Merge the operators, what the model returns, and what must stand together."""
-        for training, evaluation in _aligned(*(trace.operators for trace in self.traces)):
-            if len(training) == len(evaluation) == 1 and _are_alike(training[0], evaluation[0]):
-                self._append_pair(training[0], evaluation[0])
-            else:
-                self._append_gap(training, evaluation)
+        training, evaluation = (trace.operators for trace in self.traces)
+        begin, evaluated_begin = 0, 0
+        for i, j in _pairs_alike(training, evaluation):
+            self._append_gap(training[begin:i], evaluation[evaluated_begin:j])
+            self._append_pair(training[i], evaluation[j])
+            begin, evaluated_begin = i + 1, j + 1
+        self._append_gap(training[begin:], evaluation[evaluated_begin:])
         output = self._merged_output()
         operators = [e.operator() if isinstance(e, _Gap) else e for e in self.entries]
         changed = self.traces[TRAINING].changed_buffers | self.traces[EVALUATION].changed_buffers
-        return replace(
-            self.traces[TRAINING],
-            operators=tuple(operators),
-            output=output,
-            together=operators_sharing_state(operators, changed, self.traces[TRAINING].model),
-            changed_buffers=changed,
-        )
+        return replace(self.traces[TRAINING], operators=tuple(operators), output=output, changed_buffers=changed)
 
     def _append_pair(self, op: Operator, evaluated: Operator) -> None:
         merged = _with_arguments(op, evaluated, self._joined)
@@ -121,11 +117,13 @@ class _Merger:
 
     def _append_gap(self, *sequences: Sequence[Operator]) -> None:
         modules = [op.module for sequence in sequences for op in sequence]
+        if not modules:
+            return
         gap = self._new_gap(_common_module(modules))
         for mode, sequence in enumerate(sequences):
             for op in sequence:
                 self.gaps[mode, op.name] = gap
-                name = op.name if mode == TRAINING else self._unique(op.name)
+                name = op.name if mode == TRAINING else unique_name(op.name, self.names)
                 outputs = tuple(replace(value, operator=name) for value in op.outputs)
                 args, kwargs = pytree.tree_map(lambda a, mode=mode: self._seen(mode, a, gap), (op.args, op.kwargs))
                 gap.sequences[mode].append(
@@ -135,7 +133,7 @@ class _Merger:
                     self.merged_values[mode, value.operator, value.index] = merged, gap.position
 
     def _new_gap(self, module: str) -> _Gap:
-        gap = _Gap(self._unique(f"{module}.training" if module else "training"), module, len(self.entries))
+        gap = _Gap(unique_name(f"{module}.training" if module else "training", self.names), module, len(self.entries))
         self.entries.append(gap)
         return gap
 
@@ -167,43 +165,23 @@ class _Merger:
 
     def _merged_output(self) -> Any:
         """What the model returns; ByMode where that is of another structure in evaluation."""
-        (a, spec), (b, evaluated_spec) = (pytree.tree_flatten(trace.output) for trace in self.traces)
-        if spec == evaluated_spec and all(map(_are_joinable, a, b)):
-            return pytree.tree_unflatten([self._joined(x, y) for x, y in zip(a, b, strict=True)], spec)
+        a, b = (trace.output for trace in self.traces)
+        if _hold_joinable(a, b):
+            return pytree.tree_map(self._joined, a, b)
         outputs = [
             pytree.tree_map(lambda x, mode=mode: self._seen(mode, x), trace.output)
             for mode, trace in enumerate(self.traces)
         ]
         return ByMode(*outputs)
 
-    def _unique(self, name: str) -> str:
-        name = unique_name(name, self.names)
-        self.names.add(name)
-        return name
 
-
-def _aligned(
-    training: Sequence[Operator], evaluation: Sequence[Operator]
-) -> Iterator[tuple[Sequence[Operator], Sequence[Operator]]]:
-    """Yield pairs of operators of one line, and between them what only one of the modes runs, in order."""
+def _pairs_alike(training: Sequence[Operator], evaluation: Sequence[Operator]) -> Iterator[tuple[int, int]]:
+    """Yield the positions of pairs of operators that stand in one line, and of which one can stand for both."""
     matcher = SequenceMatcher(a=[_key(op) for op in training], b=[_key(op) for op in evaluation], autojunk=False)
-    held: tuple[list[Operator], list[Operator]] = ([], [])
-    for kind, a, a_end, b, b_end in matcher.get_opcodes():
-        pairs = list(zip(training[a:a_end], evaluation[b:b_end], strict=True)) if kind == "equal" else []
-        for op, evaluated in pairs:
-            if _are_alike(op, evaluated):
-                if held[TRAINING] or held[EVALUATION]:
-                    yield held
-                    held = ([], [])
-                yield [op], [evaluated]
-            else:
-                held[TRAINING].append(op)
-                held[EVALUATION].append(evaluated)
-        if not pairs:
-            held[TRAINING].extend(training[a:a_end])
-            held[EVALUATION].extend(evaluation[b:b_end])
-    if held[TRAINING] or held[EVALUATION]:
-        yield held
+    for i, j, size in matcher.get_matching_blocks():
+        for k in range(size):
+            if _are_alike(training[i + k], evaluation[j + k]):
+                yield i + k, j + k
 
 
 def _key(op: Operator) -> tuple[str, ...]:
@@ -211,16 +189,18 @@ def _key(op: Operator) -> tuple[str, ...]:
 
 
 def _are_alike(op: Operator, evaluated: Operator) -> bool:
-    """Whether one operator can stand for both: they take and return the same kinds of things."""
-    arguments, spec = _flat_arguments(op)
-    others, evaluated_spec = _flat_arguments(evaluated)
+    """Whether one operator can stand for both of one line: they take and return the same kinds of things."""
     return (
-        _key(op) == _key(evaluated)
-        and spec == evaluated_spec
-        and op.structure == evaluated.structure
+        op.structure == evaluated.structure
         and [(v.shape, v.dtype) for v in op.outputs] == [(v.shape, v.dtype) for v in evaluated.outputs]
-        and all(_are_joinable(a, b) for a, b in zip(arguments, others, strict=True))
+        and _hold_joinable((op.args, op.kwargs), (evaluated.args, evaluated.kwargs))
     )
+
+
+def _hold_joinable(a: Any, b: Any) -> bool:
+    """Whether two trees have one structure, and what is in the same place can be joined."""
+    (leaves, spec), (others, other_spec) = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    return spec == other_spec and all(map(_are_joinable, leaves, others))
 
 
 def _are_joinable(a: Any, b: Any) -> bool:
@@ -231,34 +211,20 @@ def _are_joinable(a: Any, b: Any) -> bool:
     return True
 
 
-def _run_the_same(training: Traced, evaluation: Traced) -> bool:
-    """Whether the operators are the same one by one, take the same tensors, and make what the model returns."""
-    pairs = list(zip(training.operators, evaluation.operators, strict=False))
-    return (
-        len(pairs) == len(training.operators) == len(evaluation.operators)
-        and all((a.name, a.target) == (b.name, b.target) for a, b in pairs)
-        and all(_flat_arguments(a)[1] == _flat_arguments(b)[1] for a, b in pairs)
-        and all(_takes_the_same(_flat_arguments(a)[0], _flat_arguments(b)[0]) for a, b in pairs)
-        and pytree.tree_structure(training.output) == pytree.tree_structure(evaluation.output)
-        and _takes_the_same(pytree.tree_leaves(training.output), pytree.tree_leaves(evaluation.output))
-    )
+def _connections(traced: Traced) -> tuple[object, ...]:
+    """The operators, and the tensors that they take and that the model returns, whatever the constants beside them."""
+    arguments = [(op.args, op.kwargs) for op in traced.operators]
+    leaves, spec = pytree.tree_flatten((arguments, traced.output))
+    tensors = [
+        (leaf.operator, leaf.index) if isinstance(leaf, Value) else leaf if isinstance(leaf, State) else None
+        for leaf in leaves
+    ]
+    return [(op.name, op.target) for op in traced.operators], tensors, spec
 
 
-def _takes_the_same(arguments: Sequence[Any], others: Sequence[Any]) -> bool:
-    for a, b in zip(arguments, others, strict=True):
-        if isinstance(a, (Value, State)) or isinstance(b, (Value, State)):
-            if type(a) is not type(b):
-                return False
-            if (a.name != b.name) if isinstance(a, State) else (a.operator, a.index) != (b.operator, b.index):
-                return False
-    return True
-
-
-def _with_arguments(op: Operator, evaluated: Operator, joined: Any) -> Operator:
+def _with_arguments(op: Operator, evaluated: Operator, joined: Callable[[Any, Any], Any]) -> Operator:
     """The operator with what `joined` makes of each of its arguments and that of `evaluated`."""
-    arguments, spec = _flat_arguments(op)
-    others, _ = _flat_arguments(evaluated)
-    args, kwargs = pytree.tree_unflatten([joined(a, b) for a, b in zip(arguments, others, strict=True)], spec)
+    args, kwargs = pytree.tree_map(joined, (op.args, op.kwargs), (evaluated.args, evaluated.kwargs))
     return replace(op, args=args, kwargs=kwargs)
 
 
@@ -274,12 +240,7 @@ def _is_same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b or a != a)  # NaN equals itself here
 
 
-def _flat_arguments(operator: Operator) -> tuple[list[Any], pytree.TreeSpec]:
-    return pytree.tree_flatten((operator.args, operator.kwargs), is_leaf=lambda x: x is None)
-
-
 def _common_module(modules: Sequence[str]) -> str:
     """The path of the innermost module that all of these are, or are in."""
-    first, *others = [module.split(".") for module in modules] or [[]]
-    differing = (i for i, part in enumerate(first) if any(other[i : i + 1] != [part] for other in others))
-    return ".".join(first[: next(differing, len(first))])
+    parts = zip(*(module.split(".") for module in modules), strict=False)
+    return ".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, parts))

@@ -59,8 +59,6 @@ def exported(
             shapes = dynamic.dynamic_shapes(model, inputs.args, inputs.kwargs)  # type: ignore[no-untyped-call]
             program = torch.export.export(model, inputs.args, inputs.kwargs, strict=False, dynamic_shapes=shapes)
         if functional:
-            for call in calls:
-                call.is_recorded = True
             program = program.run_decompositions({})
     return program
 

@@ -129,10 +129,9 @@ def _source(kind: type) -> list[str]:
 
 def _parameters(traced: Traced) -> dict[str, Any]:
     """Parameter -> what is known of it without its values, with the first used name of the same parameter."""
-    used = list(dict.fromkeys(name for op in traced.operators for name in op.parameters))
     first: dict[str, str] = {}
     content = {}
-    for name in used:
+    for name in dict.fromkeys(name for op in traced.operators for name in op.parameters):
         parameter = traced.model.get_parameter(name)
         tied = first.setdefault(traced.tied[name], name)
         content[name] = [list(parameter.shape), str(parameter.dtype), parameter.requires_grad, tied]

@@ -24,11 +24,9 @@ from pdtool.frontend.operator_builder import (
     NodeValues,
     OperatorBuilder,
     drop_dead_operators,
-    first_names,
     location,
     mark_constants,
     module_path,
-    operators_sharing_state,
 )
 from pdtool.frontend.operators import (
     Operator,
@@ -70,12 +68,7 @@ class GraphReader:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        program: torch.export.ExportedProgram,
-        calls: list[LeafCall],
-        *,
-        functional: bool = False,
+        self, model: nn.Module, program: torch.export.ExportedProgram, calls: Sequence[LeafCall], *, functional: bool
     ) -> None:
         self._model, self._program, self._functional = model, program, functional
         self._values = NodeValues(program)
@@ -98,15 +91,12 @@ class GraphReader:
                     error.module = module_path(node) if error.module is None else error.module
                     raise
         output = self._output()
-        self._write_buffers()
         changed = self._builder.changed_buffers | self._over_parameters.intersection(self._builder.buffers)
         operators = mark_constants(drop_dead_operators(self._builder.operators, output, changed), changed)
         return Traced(
             model=self._model,
             operators=tuple(operators),
             output=output,
-            together=operators_sharing_state(operators, changed, self._model),
-            tied=first_names(self._builder.parameters),
             changed_buffers=frozenset(changed),
             autocast_off=tuple(dict.fromkeys(self._autocast_off)),
         )
@@ -192,7 +182,8 @@ class GraphReader:
         arguments = self._aten_arguments(node, target)
         if target is torch.ops.aten.copy.default:
             source, result = arguments["src"], node.meta["val"]
-            is_alike = isinstance(source, Value) and _is_like(node.args[1], result)
+            sizes = tuple(map(self._values.size, result.shape))
+            is_alike = isinstance(source, Value) and (source.shape, source.dtype) == (sizes, result.dtype)
             return source if is_alike else None
         is_whole = arguments["start"] in (None, 0) and arguments["step"] == 1
         is_whole = is_whole and (arguments["end"] is None or arguments["end"] == _END)
@@ -213,7 +204,7 @@ class GraphReader:
             lines = (location(n) for n in body_nodes if n.op == "call_function")
             self._autocast_off.append(next(filter(None, lines), module_path(node) or "the model"))
         if no_grad:
-            if any(_writes_in_place(n.target) for n in body_nodes):  # maybe a parameter into a buffer
+            if any(_written(n.target) for n in body_nodes):  # maybe a parameter into a buffer
                 arguments = [
                     self._builder.detached_parameter(v.name, n.meta["val"])
                     if isinstance(v, State) and v.name in self._builder.parameters
@@ -249,7 +240,7 @@ class GraphReader:
             what = "this line writes into part of a complex tensor in place, which no operator with a gradient does"
             remedy = "put it into a module of its own, which pdtool then calls whole"
             raise TraceError(what, remedy, location=location(node))
-        written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        written = _written(target)
         overwritten = arguments[written[0]] if written else None
         if isinstance(overwritten, State) and target._schema.name == "aten::copy_" and arguments["src"] is overwritten:
             return  # torch.export's own note of a buffer that an operator before it has already changed
@@ -306,25 +297,20 @@ class GraphReader:
             raise PartialWriteError(f"{target} writes into part of a tensor in place", remedy, location=location(node))
         return functional
 
-    def _write_buffers(self) -> None:
-        """Let the operators that a functional graph ends with write the buffers that the model changes."""
-        target = torch.ops.aten.copy_.default
-        outputs: Any = self._program.graph.output_node().args[0]
-        for source, spec in zip(outputs, self._program.graph_signature.output_specs, strict=True):
-            if spec.kind is OutputKind.BUFFER_MUTATION:
-                arguments = {
-                    "self": State(str(spec.target)),
-                    "src": self._values.argument(source),
-                    "non_blocking": False,
-                }
-                self._aten_operator(source, target, arguments)
-                self._builder.changed_buffers.add(str(spec.target))
-
     def _output(self) -> Any:
+        """What the model returns; a functional graph also ends with what the buffers that the model changes become."""
         outputs: Any = self._program.graph.output_node().args[0]
-        kinds = self._program.graph_signature.output_specs
-        users = [o for o, spec in zip(outputs, kinds, strict=True) if spec.kind.name == "USER_OUTPUT"]
-        return pytree.tree_unflatten([self._values.argument(o) for o in users], self._program.call_spec.out_spec)
+        returned = []
+        for node, spec in zip(outputs, self._program.graph_signature.output_specs, strict=True):
+            value = self._values.argument(node)
+            if spec.kind is OutputKind.USER_OUTPUT:
+                returned.append(value)
+            elif spec.kind is OutputKind.BUFFER_MUTATION:
+                buffer = State(str(spec.target))
+                arguments = {"self": buffer, "src": value, "non_blocking": False}
+                self._aten_operator(node, torch.ops.aten.copy_.default, arguments)
+                self._builder.changed_buffers.add(buffer.name)
+        return pytree.tree_unflatten(returned, self._program.call_spec.out_spec)
 
 
 class LeafReader:
@@ -372,7 +358,7 @@ class LeafReader:
             buffers=tuple(buffers),
             opaque=call.recorded is not None,
         )
-        flows = call.recorded.differentiable if call.recorded else repeat(True)
+        flows = call.recorded[0].differentiable if call.recorded else repeat(True)
         outputs = self._builder.append(operator, node, node.meta["val"], flows)
         self._values[node] = list(outputs)
         if getattr(module, "inplace", False) and operator.values and not call.recorded:
@@ -388,12 +374,15 @@ class LeafReader:
     def _arguments(self, call: LeafCall, tensors: list[Any], node: fx.Node) -> Any:
         """(args, kwargs) of the call, with `tensors` in the places of its tensors."""
         remaining = iter(tensors)
-        flat = [next(remaining) if isinstance(a, Tensor) else self._values.size(a, node) for a in call.arguments]
-        if others := [a for a in flat if not isinstance(a, (Value, State, Tensor, Size, *_CONSTANTS))]:
+        arguments = pytree.tree_map(
+            lambda a: next(remaining) if isinstance(a, Tensor) else self._values.size(a, node), call.arguments
+        )
+        allowed = (Value, State, Tensor, Size, *_CONSTANTS)
+        if others := [a for a in pytree.tree_leaves(arguments) if not isinstance(a, allowed)]:
             what = f"{call.path or call.function.__name__} takes a {type(others[0]).__name__} as an argument"
             caller = call.path.rpartition(".")[0] if call.path else module_path(node)
             raise TraceError(what, "let it take tensors and numbers", location=location(node), module=caller)
-        return pytree.tree_unflatten(flat, call.spec)
+        return arguments
 
     def _name(self, path: str) -> str:
         """The module's path; `PATH@0`, `PATH@1`, ... where the module is called several times."""
@@ -402,12 +391,7 @@ class LeafReader:
         return f"{path}@{number}" if sum(call.path == path for call in self._calls) > 1 else path
 
 
-def _writes_in_place(target: Any) -> bool:
+def _written(target: Any) -> list[str]:
+    """The names of the arguments that an operator writes into in place."""
     arguments = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else ()
-    return any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
-
-
-def _is_like(node: Any, result: Tensor) -> bool:
-    """Whether what a node returns has the shape and dtype of `result`."""
-    value = node.meta["val"]
-    return tuple(map(str, value.shape)) == tuple(map(str, result.shape)) and value.dtype == result.dtype
+    return [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
@@ -29,56 +31,25 @@ _LIBRARY.define("leaf(int number, Tensor[] tensors) -> Tensor[]")  # type: ignor
 
 _CHANGEABLE = (dict, OrderedDict, defaultdict, list, set, deque)  # containers, with nothing but what is in them
 _MAX_DEPTH = 4
-
-
-@dataclass(frozen=True)
-class LinearDim:
-    """A dimension of a tensor: `offset + slope * batch`."""
-
-    offset: int
-    slope: int
-
-    @classmethod
-    def of(cls, small: int, large: int, sizes: tuple[int, int]) -> LinearDim:
-        """Return the dimension that is `small` and `large` in minibatches of these two sizes."""
-        slope = (large - small) // (sizes[1] - sizes[0])
-        return cls(small - slope * sizes[0], slope)
-
-    def at(self, batch: Any) -> Any:
-        """Return its size for a minibatch of `batch` samples, which may be a symbol."""
-        return self.offset + self.slope * batch if self.slope else self.offset
+_SIZES = (2, 3)  # of the minibatches that tell the shapes of what opaque modules return
 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """What a call of an opaque module took and returned.
+    """A call of an opaque module on real tensors, in a minibatch of one of _SIZES.
 
     Attributes:
-        inputs, outputs: the dimensions of its tensors.
+        inputs, outputs: the shapes of its tensors.
         dtypes, differentiable: of its outputs; whether a gradient flows back through each of them.
         result: what it returned: a pytree of indices into its outputs, None elsewhere.
     """
 
     path: str
-    inputs: tuple[tuple[LinearDim, ...], ...]
-    outputs: tuple[tuple[LinearDim, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
-    differentiable: tuple[bool, ...]
+    inputs: list[torch.Size]
+    outputs: list[torch.Size]
+    dtypes: list[torch.dtype]
+    differentiable: list[bool]
     result: Any
-
-    def meta_outputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return its outputs on the meta device, from its inputs there, whose batch size may be a symbol."""
-        batch: Any = None
-        for tensor, dims in zip(tensors, self.inputs, strict=True):
-            for size, dim in zip(tensor.shape, dims, strict=True):
-                if dim.slope and batch is None:
-                    batch = (size - dim.offset) // dim.slope if dim != LinearDim(0, 1) else size
-        if batch is None and any(dim.slope for dims in self.outputs for dim in dims):
-            raise TraceError(f"{self.path} returns a minibatch, and takes none", module=self.path)
-        return [
-            torch.empty([dim.at(batch) for dim in dims], dtype=dtype, device="meta")
-            for dims, dtype in zip(self.outputs, self.dtypes, strict=True)
-        ]
 
 
 @dataclass
@@ -88,23 +59,26 @@ class LeafCall:
     Attributes:
         path: of the module; "" for a function.
         forward: the module's own, which is replaced meanwhile; or the function's `apply`.
-        arguments: positional and keyword arguments as a flat list; `spec` is their pytree.
-        recorded: of an opaque module.
+        arguments: those by position, and those by name.
+        recorded: of an opaque module, in a minibatch of each of _SIZES.
         function: the user's autograd.Function.
         result: what the module returned: a pytree of indices into its tensors, None elsewhere.
-        outputs: these tensors, on the meta device.
-        is_recorded: whether they are those of this export, and the module need not be run again.
+        outputs: these tensors, on the meta device; none before its module was run.
     """
 
     path: str
     forward: Callable[..., Any]
-    arguments: list[Any]
-    spec: pytree.TreeSpec
-    recorded: RecordedCall | None = None
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    recorded: tuple[RecordedCall, RecordedCall] | None = None
     function: Any = None
     result: Any = None
     outputs: list[Tensor] = field(default_factory=list)
-    is_recorded: bool = False
+
+    def as_operator(self) -> Any:
+        """Call `pdtool::leaf` in its place, and return what it returns; it is kept in `calls`."""
+        calls.append(self)
+        outputs = torch.ops.pdtool.leaf(len(calls) - 1, _tensors_in(self.arguments))
+        return pytree.tree_map_only(int, outputs.__getitem__, self.result)
 
 
 calls: list[LeafCall] = []  # of the export that is running; `number` below is an index into it
@@ -115,15 +89,13 @@ def _leaf_meta(number: int, tensors: list[Tensor]) -> list[Tensor]:
     again."""
     call = calls[number]
     if call.recorded:
-        call.result = call.recorded.result
-        return call.recorded.meta_outputs(tensors)
-    if call.is_recorded:
+        call.result = call.recorded[0].result
+        return _outputs_at(*call.recorded, tensors)
+    if call.outputs:
         return [torch.empty_like(output) for output in call.outputs]
     remaining = iter(tensors)
-    flat = [next(remaining) if isinstance(a, Tensor) else a for a in call.arguments]
-    args, kwargs = pytree.tree_unflatten(flat, call.spec)
-    returned, spec = pytree.tree_flatten(call.forward(*args, **kwargs))
-    call.result, outputs = _indexed(returned, spec)
+    args, kwargs = pytree.tree_map_only(Tensor, lambda _: next(remaining), call.arguments)
+    call.result, outputs = _indexed(call.forward(*args, **kwargs))
     call.outputs = [o.clone() if any(o is t for t in tensors) else o for o in outputs]
     return call.outputs
 
@@ -131,94 +103,92 @@ def _leaf_meta(number: int, tensors: list[Tensor]) -> list[Tensor]:
 torch.library.impl(_LIBRARY, "leaf", "Meta")(_leaf_meta)
 
 
+def _outputs_at(small: RecordedCall, large: RecordedCall, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs of an opaque module on the meta device, from its inputs there, whose batch size may be a symbol.
+
+    A dimension of size m with 2 samples and n with 3 has m + (n - m) * k with 2 + k samples.
+    """
+    more_samples: Any = None  # k
+    for tensor, *shapes in zip(tensors, small.inputs, large.inputs, strict=True):
+        for size, m, n in zip(tensor.shape, *shapes, strict=True):
+            if m != n and more_samples is None:
+                more_samples = (size - m) // (n - m)
+    if more_samples is None and small.outputs != large.outputs:
+        raise TraceError(f"{small.path} returns a minibatch, and takes none", module=small.path)
+    outputs = []
+    for *shapes, dtype in zip(small.outputs, large.outputs, small.dtypes, strict=True):
+        sizes = [m + (n - m) * more_samples if m != n else m for m, n in zip(*shapes, strict=True)]
+        outputs.append(torch.empty(sizes, dtype=dtype, device="meta"))
+    return outputs
+
+
 @contextmanager
-def single_operators(model: nn.Module, recorded: Sequence[RecordedCall] = ()) -> Iterator[None]:
+def single_operators(model: nn.Module, recorded: Sequence[tuple[RecordedCall, RecordedCall]] = ()) -> Iterator[None]:
     """Make each call of a leaf module, or of a module of which calls were recorded, one `pdtool::leaf` operator.
 
     The calls are kept in `calls`.
     """
-    opaque = {call.path for call in recorded}
+    opaque = {call.path for call, _ in recorded}
     remaining = iter(recorded)
 
-    def replaced(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            flat, spec = pytree.tree_flatten((args, kwargs))
-            return _as_operator(LeafCall(path, forward, flat, spec, next(remaining) if path in opaque else None))
-
-        return call
+    def call(path: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return LeafCall(path, forward, (args, kwargs), next(remaining) if path in opaque else None).as_operator()
 
     leaves = [path for path, module in model.named_modules() if path and is_leaf(module) and not _is_in(path, opaque)]
     calls.clear()
-    with _forwards_replaced(model, [*leaves, *opaque], replaced):
+    with _forwards_replaced(model, [*leaves, *opaque], call):
         yield
 
 
-def call_function(function: Any, apply: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Make a call of an autograd.Function one `pdtool::leaf` operator, kept in `calls`; return what it returns."""
-    flat, spec = pytree.tree_flatten((tuple(args), {}))
-    return _as_operator(LeafCall("", apply, flat, spec, function=function))
-
-
-def _as_operator(call: LeafCall) -> Any:
-    calls.append(call)
-    outputs = torch.ops.pdtool.leaf(len(calls) - 1, [a for a in call.arguments if isinstance(a, Tensor)])
-    indices, spec = pytree.tree_flatten(call.result, is_leaf=lambda x: x is None)
-    return pytree.tree_unflatten([None if i is None else outputs[i] for i in indices], spec)
-
-
 def record_calls(
-    model: nn.Module, paths: Collection[str], minibatches: Sequence[ModelInputs], sizes: tuple[int, int]
-) -> list[RecordedCall]:
-    """Run the model on minibatches of two sizes, and return the calls of some of its modules, in order.
+    model: nn.Module, paths: Collection[str], example: Callable[[int], ModelInputs]
+) -> list[tuple[RecordedCall, RecordedCall]]:
+    """Run the model on minibatches of two sizes, and return the calls of some of its modules, in order, in both.
 
     Raises:
         TraceError: a call takes or returns what an operator cannot, or the sizes make other calls.
     """
     if not paths:
         return []
+    minibatches = [example(size) for size in _SIZES]
     with unchanged(model):
-        small, large = (_observed(model, paths, minibatch) for minibatch in minibatches)
+        small, large = (_recorded(model, paths, minibatch) for minibatch in minibatches)
     if [call.path for call in small] != [call.path for call in large]:
         raise TraceError("the size of the minibatch decides which modules are called", "call the same in each")
-    return [_recorded(a, b, sizes) for a, b in zip(small, large, strict=True)]
+    return list(zip(small, large, strict=True))
 
 
-@dataclass(frozen=True)
-class _Observed:
-    """A call of an opaque module on real tensors."""
+def _recorded(model: nn.Module, paths: Collection[str], minibatch: ModelInputs) -> list[RecordedCall]:
+    recorded: list[RecordedCall] = []
 
-    path: str
-    inputs: list[torch.Size]
-    outputs: list[Tensor]
-    result: Any
+    def call(path: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        inputs = _tensors_in((args, kwargs))
+        before = [t.detach().clone() for t in inputs]
+        versions = [t._version for t in inputs]
+        result = forward(*args, **kwargs)
+        register_containers(result)
+        if versions != [t._version for t in inputs] or not all(map(_is_same, inputs, before)):  # by `.data`
+            what = f"{path} writes into its input in place"
+            raise TraceError(what, "let it work on a copy", module=_parent(path))
+        if others := [o for o in pytree.tree_leaves(result) if o is not None and not isinstance(o, Tensor)]:
+            what = f"{path} returns {type(others[0]).__name__} {others[0]!r:.80}, which is no tensor"
+            raise TraceError(what, "let it return tensors", module=_parent(path))
+        structure, outputs = _indexed(result)
+        recorded.append(
+            RecordedCall(
+                path=path,
+                inputs=[t.shape for t in inputs],
+                outputs=[o.shape for o in outputs],
+                dtypes=[o.dtype for o in outputs],
+                differentiable=[o.requires_grad for o in outputs],
+                result=structure,
+            )
+        )
+        return result
 
-
-def _observed(model: nn.Module, paths: Collection[str], minibatch: ModelInputs) -> list[_Observed]:
-    observed: list[_Observed] = []
-
-    def replaced(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            inputs = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-            before = [t.detach().clone() for t in inputs]
-            versions = [t._version for t in inputs]
-            result = forward(*args, **kwargs)
-            register_containers(result)
-            returned, spec = pytree.tree_flatten(result)
-            if versions != [t._version for t in inputs] or not all(map(_is_same, inputs, before)):  # by `.data`
-                what = f"{path} writes into its input in place"
-                raise TraceError(what, "let it work on a copy", module=_parent(path))
-            if others := [o for o in returned if o is not None and not isinstance(o, Tensor)]:
-                what = f"{path} returns {type(others[0]).__name__} {others[0]!r:.80}, which is no tensor"
-                raise TraceError(what, "let it return tensors", module=_parent(path))
-            structure, outputs = _indexed(returned, spec)
-            observed.append(_Observed(path, [t.shape for t in inputs], outputs, structure))
-            return result
-
-        return call
-
-    with _forwards_replaced(model, paths, replaced):
+    with _forwards_replaced(model, paths, call):
         minibatch.call(model)
-    return observed
+    return recorded
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
@@ -226,36 +196,24 @@ def _is_same(tensor: Tensor, other: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or torch.equal(tensor.nan_to_num(), other.nan_to_num())
 
 
-def _recorded(small: _Observed, large: _Observed, sizes: tuple[int, int]) -> RecordedCall:
-    def dims(a: torch.Size, b: torch.Size) -> tuple[LinearDim, ...]:
-        return tuple(LinearDim.of(m, n, sizes) for m, n in zip(a, b, strict=True))
-
-    return RecordedCall(
-        path=small.path,
-        inputs=tuple(dims(a, b) for a, b in zip(small.inputs, large.inputs, strict=True)),
-        outputs=tuple(dims(a.shape, b.shape) for a, b in zip(small.outputs, large.outputs, strict=True)),
-        dtypes=tuple(output.dtype for output in small.outputs),
-        differentiable=tuple(output.requires_grad for output in small.outputs),
-        result=small.result,
-    )
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _indexed(returned: list[Any], spec: pytree.TreeSpec) -> tuple[Any, list[Tensor]]:
+def _indexed(result: Any) -> tuple[Any, list[Tensor]]:
     """What a module returned as a pytree of indices into its tensors, and these tensors."""
-    outputs = [o for o in returned if isinstance(o, Tensor)]
-    indices = iter(range(len(outputs)))
-    return pytree.tree_unflatten([next(indices) if isinstance(o, Tensor) else None for o in returned], spec), outputs
+    indices = count()
+    return pytree.tree_map(lambda o: next(indices) if isinstance(o, Tensor) else None, result), _tensors_in(result)
 
 
 @contextmanager
-def _forwards_replaced(
-    model: nn.Module, paths: Collection[str], replaced: Callable[[str, Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Replace the forward of the modules at `paths` by what `replaced` makes of path and forward."""
+def _forwards_replaced(model: nn.Module, paths: Collection[str], call: Callable[..., Any]) -> Iterator[None]:
+    """Let calls of the modules at `paths` be calls of `call`, with the path and the module's own forward before the
+    arguments."""
     with ExitStack() as stack:
         for path in paths:
             module = model.get_submodule(path)
-            stack.enter_context(patch.object(module, "forward", replaced(path, module.forward)))
+            stack.enter_context(patch.object(module, "forward", partial(call, path, module.forward)))
         yield
 
 

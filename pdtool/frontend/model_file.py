@@ -125,26 +125,20 @@ class UserFile:
 
     def settings_of(self, name: str) -> dict[str, Setting]:
         """Return the settings that a function of OWN_ARGUMENTS takes; none where the file does not define it."""
-        if name not in self._settings_of:
-            settings = self.ref.settings
-            taken = self.parameters(name) if settings and self.has(name) else ()
-            self._settings_of[name] = {key: settings[key] for key in taken if key in settings}
-        return self._settings_of[name]
+        settings = self.ref.settings
+        taken = self.parameters(name) if settings and self.has(name) else ()
+        return {key: settings[key] for key in taken if key in settings}
 
     def parameters(self, name: str) -> tuple[str, ...]:
         """Return the names of those parameters of a function that a setting may be for: not of what pdtool passes."""
+        passed = OWN_ARGUMENTS.get(name, 0)  # to the function that builds the model: none
         try:
-            parameters = list(inspect.signature(self.function(name)).parameters.values())[OWN_ARGUMENTS[name] :]
+            parameters = list(inspect.signature(self.function(name)).parameters.values())[passed:]
         except (TypeError, ValueError):  # of a function in C
             return ()
         if name == "scheduler" and takes_total(self.function(name)):
             parameters = parameters[1:]
         return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-
-    @cached_property
-    def _settings_of(self) -> dict[str, dict[str, Setting]]:
-        """The settings that functions take, by function: some are called for each minibatch."""
-        return {}
 
     def error(self, what: str, remedy: str = "") -> ModelError:
         """Make an error whose text begins with the file's name."""
@@ -365,13 +359,13 @@ class TrainingFunctions(UserFile):
             return {}
         returned = self.call_with_settings("metrics", output, target)
         as_sum = _tensor_or_number if self.has("summarize_metrics") else float
-        try:
-            metrics = {str(name): (as_sum(total), float(number)) for name, (total, number) in returned.items()}
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            remedy = "return {name: (sum, count)}; sums that are tensors need a function summarize_metrics"
-            raise self.error_in("metrics", f"metrics() returned {returned!r:.200}", remedy) from error
-        self._check_metric_names("metrics", metrics)
-        return metrics
+
+        def pair(value: Any) -> tuple[Any, float]:
+            total, number = value
+            return as_sum(total), float(number)
+
+        remedy = "return {name: (sum, count)}; sums that are tensors need a function summarize_metrics"
+        return self._by_name("metrics", returned, pair, remedy)
 
     def summarize_metrics(self, totals: Mapping[str, tuple[Any, float]]) -> dict[str, float]:
         """Return the figures of a validation: the means, or what the user's function makes of the totals.
@@ -384,23 +378,22 @@ class TrainingFunctions(UserFile):
         if not self.has("summarize_metrics"):
             return {name: total / count for name, (total, count) in totals.items() if count}
         returned = self.call_with_settings("summarize_metrics", dict(totals))
-        try:
-            figures = {str(name): float(value) for name, value in returned.items()}
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            raise self.error_in(
-                "summarize_metrics", f"summarize_metrics() returned {returned!r:.200}", "return {name: number}"
-            ) from error
-        self._check_metric_names("summarize_metrics", figures)
-        return figures
+        return self._by_name("summarize_metrics", returned, float, "return {name: number}")
 
-    def _check_metric_names(self, function: str, names: Iterable[str]) -> None:
-        for name in names:
+    def _by_name(self, function: str, returned: Any, read: Callable[[Any], Any], remedy: str) -> dict[str, Any]:
+        """Return what a function returned for each name of a metric, as `read` gives it; raises ModelError."""
+        try:
+            values = {str(name): read(value) for name, value in returned.items()}
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise self.error_in(function, f"{function}() returned {returned!r:.200}", remedy) from error
+        for name in values:
             if not 0 < len(name) <= _MAX_METRIC_NAME or not name.isprintable():
                 short = repr(name if len(name) <= _MAX_METRIC_NAME else name[:_MAX_METRIC_NAME] + "…")
                 remedy = f"use 1 to {_MAX_METRIC_NAME} printable characters"
                 raise self.error(f"{function}() names {short}, which cannot be printed in a table", remedy)
             if name in RESERVED_METRICS:
                 raise self.error(f"{function}() names {name!r}, which pdtool logs itself", "rename it")
+        return values
 
 
 @dataclass(frozen=True)
@@ -488,26 +481,22 @@ class ModelFile(DataFunctions, TrainingFunctions):
         """The settings that the model is built with: those that it has parameters for, and those that no other function
         takes. A model with `**settings` is given all but those that a function of training takes."""
         others = OWN_ARGUMENTS.keys() - DATA_FUNCTIONS.keys() if self._takes_any_setting else OWN_ARGUMENTS
-        elsewhere = {key for name in others for key in self.settings_of(name)} - {*self._model_parameters}
+        elsewhere = {key for name in others for key in self.settings_of(name)} - {*self.parameters(self.ref.function)}
         return {key: value for key, value in self.ref.settings.items() if key not in elsewhere}
 
     @property
     def setting_names(self) -> dict[str, tuple[str, ...]]:
         """The settings that each function of the file can be given; that which builds the model is the first."""
-        others = {name: self.parameters(name) for name in OWN_ARGUMENTS if self.has(name)}
-        return {self.ref.function: tuple(self._model_parameters), **others}
+        return {name: self.parameters(name) for name in (self.ref.function, *OWN_ARGUMENTS) if self.has(name)}
 
     def takes_setting(self, name: str) -> bool:
         """Whether a function of the file can be given a setting."""
         return self._takes_any_setting or any(name in names for names in self.setting_names.values())
 
     @property
-    def _model_parameters(self) -> Mapping[str, inspect.Parameter]:
-        return inspect.signature(self.function(self.ref.function)).parameters
-
-    @property
     def _takes_any_setting(self) -> bool:
-        return any(p.kind is p.VAR_KEYWORD for p in self._model_parameters.values())
+        parameters = inspect.signature(self.function(self.ref.function)).parameters.values()
+        return any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     @cached_property
     def hints(self) -> Hints:

@@ -45,8 +45,6 @@ class ModelInputs:
         """Return what `example_inputs` or a dataset gives: a dict is passed by name, a tuple or a list by position."""
         if isinstance(inputs, ModelInputs):
             return inputs
-        if isinstance(inputs, Tensor):
-            return cls((inputs,), {})
         register_containers(inputs)
         if isinstance(inputs, Mapping):
             return cls((), _ordered(dict(inputs)))
@@ -96,13 +94,11 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 def register_containers(value: Any) -> None:
     """Make the dataclasses and subclasses of dict in `value` known to torch's pytrees."""
-    held, kind = children(value), type(value)
-    if held is None:
-        return
+    kind = type(value)
     if kind not in pytree.SUPPORTED_NODES and (isinstance(value, dict) or _is_dataclass(value)):
         unflatten = _made_dict if isinstance(value, dict) else _made_dataclass
         pytree.register_pytree_node(kind, _flatten, partial(unflatten, kind), flatten_with_keys_fn=_flatten_with_keys)
-    for _, child in held:
+    for _, child in children(value) or ():
         register_containers(child)
 
 

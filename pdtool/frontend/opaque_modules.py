@@ -19,7 +19,7 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.utils.checkpoint import CheckpointFunction
 
 from pdtool.errors import TraceError
-from pdtool.frontend.leaf_calls import call_function
+from pdtool.frontend.leaf_calls import LeafCall
 from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.model_rules import hook_on_parameter
 from pdtool.frontend.user_code import line_of
@@ -36,11 +36,9 @@ def failing_module(error: BaseException, model: nn.Module) -> str | None:
     paths = _paths(model)
     cause: BaseException | None = error
     while cause:
-        found: str | None = None
-        for frame, _ in walk_tb(cause.__traceback__):
-            found = _path(frame, paths, found)
-        if found is not None:
-            return found
+        found = [path for frame, _ in walk_tb(cause.__traceback__) if (path := _path(frame, paths)) is not None]
+        if found:
+            return found[-1]
         cause = cause.__cause__ or cause.__context__
     return None
 
@@ -101,9 +99,9 @@ def _paths(model: nn.Module) -> dict[int, str]:
     return {id(vars(module)): path for path, module in modules if not (path and is_leaf(module))}
 
 
-def _path(frame: FrameType, paths: Mapping[int, str], default: str | None = None) -> str | None:
+def _path(frame: FrameType, paths: Mapping[int, str]) -> str | None:
     """The path of the module whose method a frame runs."""
-    return paths.get(id(getattr(frame.f_locals.get("self"), "__dict__", None)), default)
+    return paths.get(id(getattr(frame.f_locals.get("self"), "__dict__", None)))
 
 
 def _callers(paths: Mapping[int, str]) -> list[FixedSize]:
@@ -163,7 +161,7 @@ def _functions_kept() -> Iterator[None]:
         if vars(sys.modules[cls.__module__]).get(cls.__name__) is not cls:
             what = f"{cls.__name__} has a backward of its own, and a stage file cannot import it from {cls.__module__}"
             raise TraceError(what, "define it at the top level of the file")
-        return call_function(cls, apply.__get__(None, cls), args)
+        return LeafCall("", apply.__get__(None, cls), (args, {}), function=cls).as_operator()
 
     with patch.object(Function, "apply", classmethod(kept)):
         yield

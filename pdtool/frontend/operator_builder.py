@@ -1,8 +1,8 @@
 """Build the operators of a model, each with a name of its own, what it returns, and where it stands in the source.
 
 OperatorBuilder appends the operators. NodeValues knows what the nodes of the exported graph stand for, as far as it was
-read. The functions are passes over the finished list: they drop dead operators, mark constants, group operators that
-share state, and find tied parameters.
+read. The functions are passes over the finished list: they drop dead operators, mark constants, and group operators
+that share state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from pdtool.frontend.operators import (
     Operator,
     Size,
     State,
+    Traced,
     Value,
+    first_names,
     named_state,
     names_over_parameters,
     shared_memory,
@@ -89,9 +91,7 @@ class OperatorBuilder:
 
     def unique_name(self, name: str) -> str:
         """Return the name, with a number where an operator or a module has it already."""
-        name = unique_name(name, self._names)
-        self._names.add(name)
-        return name
+        return unique_name(name, self._names)
 
     def module_and_name(self, node: fx.Node, op: str) -> tuple[str, str]:
         """Return the path of the module whose forward runs this node, and a unique name of the operator."""
@@ -218,26 +218,23 @@ def mark_constants(operators: Sequence[Operator], changed_buffers: Collection[st
     return [replace(op, constant=op.name in constants) for op in operators]
 
 
-def operators_sharing_state(
-    operators: Sequence[Operator], changed_buffers: Collection[str], model: nn.Module
-) -> tuple[tuple[str, ...], ...]:
+def operators_sharing_state(traced: Traced) -> tuple[tuple[str, ...], ...]:
     """Group the names of operators that must stand in one stage.
 
     They use a buffer that one of them changes, different tensors over the memory of a parameter, or one opaque module.
     """
-    state = named_state(model)
-    first: dict[int, str] = {}
-    memory = {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
+    state = named_state(traced.model)
+    memory = first_names(state)
     for group in shared_memory(state):
         memory |= dict.fromkeys(group, group[0])
-    used = {op.name: _state_used(op, state) for op in operators}
-    changing = {memory[name] for name in changed_buffers}
+    used = {op.name: _state_used(op, state) for op in traced.operators}
+    changing = {memory[name] for name in traced.changed_buffers}
     all_used = dict.fromkeys(name for names in used.values() for name in names)
     for group in names_over_parameters(state):
         if len({id(state[name]) for name in group if name in all_used}) > 1:
             changing.add(group[0])
     users: dict[str, dict[str, None]] = {}
-    for op in operators:
+    for op in traced.operators:
         shared = [op.module] if op.opaque else []
         for place in (*shared, *(memory[name] for name in used[op.name] if memory[name] in changing)):
             users.setdefault(place, {})[op.name] = None
@@ -248,9 +245,3 @@ def _state_used(op: Operator, state: Mapping[str, Tensor]) -> tuple[str, ...]:
     """The parameters and buffers that an operator uses; of an opaque module also tensors that are mere attributes."""
     inside = (name for name in state if op.opaque and name.startswith(f"{op.module}."))
     return (*op.parameters, *op.buffers, *inside)
-
-
-def first_names(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Map each name of a parameter to the first name of the same parameter."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(parameter), name) for name, parameter in parameters.items()}

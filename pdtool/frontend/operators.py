@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, count
@@ -86,11 +86,6 @@ class Branch:
     evaluation: tuple[Operator, ...]
     results: tuple[tuple[Value | None, Value | None], ...]
 
-    @property
-    def operators(self) -> tuple[Operator, ...]:
-        """Those of both modes."""
-        return self.training + self.evaluation
-
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
@@ -147,7 +142,7 @@ class Operator:
     @property
     def parts(self) -> tuple[Operator, ...]:
         """The operators that it consists of: those of its branch, or itself."""
-        return self.branch.operators if self.branch else (self,)
+        return (*self.branch.training, *self.branch.evaluation) if self.branch else (self,)
 
 
 @dataclass(frozen=True)
@@ -159,7 +154,6 @@ class Traced:
         operators: model inputs first.
         output: what the model returns, in containers of the model's own types: Value, State, Size and constants.
         together: groups of operators that must stand in one stage, since they share changing state.
-        tied: parameter name -> first name of the same parameter, for every parameter.
         arguments: what it was called with; see ModelInputs.signature.
         opaque: path of a module that is called whole, as no leaf module is -> why.
         changed_buffers: names of the buffers that an operator writes.
@@ -169,8 +163,7 @@ class Traced:
     model: nn.Module
     operators: tuple[Operator, ...]
     output: Any
-    together: tuple[tuple[str, ...], ...]
-    tied: dict[str, str]
+    together: tuple[tuple[str, ...], ...] = ()
     arguments: tuple[str, ...] = ()
     opaque: dict[str, str] = field(default_factory=dict)
     changed_buffers: frozenset[str] = frozenset()
@@ -180,6 +173,11 @@ class Traced:
     def by_name(self) -> dict[str, Operator]:
         """Operator name -> operator."""
         return {operator.name: operator for operator in self.operators}
+
+    @cached_property
+    def tied(self) -> dict[str, str]:
+        """Parameter name -> first name of the same parameter, for every parameter."""
+        return first_names(dict(self.model.named_parameters(remove_duplicate=False)))
 
     def sources(self, values: Iterable[Value]) -> tuple[str, ...]:
         """Return the names of the operators that make these values, without constants, each once."""
@@ -209,10 +207,12 @@ def _values_by_mode(leaf: Any) -> Sequence[Value]:
     return values_in((leaf.training, leaf.evaluation)) if isinstance(leaf, ByMode) else ()
 
 
-def unique_name(name: str, taken: Container[str], first: int = 1) -> str:
-    """Return `name`, or where that is taken `name_1` and so on, from number `first`."""
+def unique_name(name: str, taken: set[str], first: int = 1) -> str:
+    """Return `name`, or where that is taken `name_1` and so on, from number `first`; from now on it is taken."""
     candidates = chain([name], (f"{name}_{number}" for number in count(first)))
-    return next(candidate for candidate in candidates if candidate not in taken)
+    free = next(candidate for candidate in candidates if candidate not in taken)
+    taken.add(free)
+    return free
 
 
 def named_state(model: nn.Module) -> dict[str, Tensor]:
@@ -234,6 +234,12 @@ def tensor_attributes(model: nn.Module) -> dict[str, Tensor]:
         for name, value in vars(module).items()
         if isinstance(value, Tensor)
     }
+
+
+def first_names(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Map each name of a tensor to the first name of the same tensor."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
 
 
 def storage_address(tensor: Tensor) -> int:

@@ -63,7 +63,7 @@ def module_draws_by_layout(module: nn.Module) -> bool:
 
 def values_drawn_like(op: Operator) -> list[Value]:
     """Return the tensors whose memory layout decides which element gets which number of a random ATen operator."""
-    by_index = op.target is None or op.target._schema.name.split("::")[-1] in _DRAWING_BY_INDEX
+    by_index = op.target is None or op.op in _DRAWING_BY_INDEX
     return [] if by_index else list(dict.fromkeys(op.values))
 
 

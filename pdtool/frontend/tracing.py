@@ -28,11 +28,11 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.model_rules import unknown_module_remedy
 from pdtool.frontend.opaque_modules import FixedSize, failing_module, fixed_sizes, modules_writing_data, without_inner
+from pdtool.frontend.operator_builder import operators_sharing_state
 from pdtool.frontend.operators import Traced, named_state, names_over_parameters
 from pdtool.frontend.user_code import user_line
 
-_HOOKED = "it has a backward hook"
-_SIZES = (2, 3)  # of the minibatches that tell the shapes of opaque modules
+_HOOKED = "it has a backward hook"  # so its module is called whole
 
 
 def trace(
@@ -54,7 +54,8 @@ def trace(
     was_training = model.training
     _check_paths(model, opaque)
     _check_hooks(model)
-    reasons = without_inner(dict.fromkeys(_hooked_modules(model), _HOOKED) | dict.fromkeys(opaque, "HINTS"))
+    hooked = [name for name, module in model.named_modules() if name and _has_backward_hook(module)]
+    reasons = without_inner(dict.fromkeys(hooked, _HOOKED) | dict.fromkeys(opaque, "HINTS"))
     _check_initialized(model)
     try:
         while True:
@@ -89,11 +90,6 @@ def _check_hooks(model: nn.Module) -> None:
             raise TraceError(what, "change gradients in the optimizer's step, or by MAX_GRAD_NORM")
     if _has_backward_hook(model):
         raise TraceError("the model has a backward hook, which no stage would call", "put it on modules inside of it")
-
-
-def _hooked_modules(model: nn.Module) -> list[str]:
-    """The paths of the modules that are called whole for the sake of their backward hooks."""
-    return [path for path, module in model.named_modules() if path and _has_backward_hook(module)]
 
 
 def _has_backward_hook(module: nn.Module) -> bool:
@@ -163,7 +159,8 @@ class _Tracer:
             training, evaluation = (self._read(mode, opaque, functional=False) for mode in (True, False))
         except PartialWriteError:
             training, evaluation = (self._read(mode, opaque, functional=True) for mode in (True, False))
-        return merge_modes(training, evaluation)
+        merged = merge_modes(training, evaluation)
+        return replace(merged, together=operators_sharing_state(merged))
 
     def _read(self, mode: bool, opaque: Collection[str], *, functional: bool) -> Traced:
         self.model.train(mode)
@@ -171,10 +168,10 @@ class _Tracer:
         fixed: list[FixedSize] = []
         try:
             dynamic = _dynamic_dims(inputs, self.example(self.batch_size + 1), self.batch_size)
-            recorded = record_calls(self.model, opaque, [self.example(size) for size in _SIZES], _SIZES)
+            recorded = record_calls(self.model, opaque, self.example)
             with single_operators(self.model, recorded), fixed_sizes(self.model) as fixed:
                 program = exported(self.model, inputs, dynamic, functional=functional)
-            traced = GraphReader(self.model, program, list(calls), functional=functional).read()
+            traced = GraphReader(self.model, program, calls, functional=functional).read()
             return replace(traced, arguments=inputs.signature)
         except TraceError as error:
             if error.module is not None or error.location or isinstance(error, PartialWriteError):

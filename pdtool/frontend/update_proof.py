@@ -55,14 +55,15 @@ def set_mode(optimizer: Optimizer, *, training: bool) -> None:
 
 def steps_by_user_code(file: ModelFile, optimizer: Optimizer) -> bool:
     """Whether code that is not torch's takes part in a step of an optimizer, as optimizer() has made it."""
-    return not _is_torchs(optimizer) or file.has("after_update")
+    return bool(_step_causes(file, optimizer))
 
 
-def _is_torchs(optimizer: Optimizer) -> bool:
-    """Whether a step of an optimizer is one of torch, without hooks."""
+def _step_causes(file: ModelFile, optimizer: Optimizer) -> list[str]:
+    """What takes part in a step of an optimizer that is not torch's, in words."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     is_of_torch = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
-    return is_of_torch and not any(hooks)
+    causes = [] if is_of_torch and not any(hooks) else [f"a step of {type(optimizer).__name__}"]
+    return causes + ["after_update()"] * file.has("after_update")
 
 
 def schedules_by_user_code(scheduler: object) -> bool:
@@ -85,7 +86,9 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
         ModelError: parameters get other values.
     """
     parameters = dict(model.named_parameters())
-    if len(stages) < 2 or not file.has("optimizer") or not _is_by_user_code(file, parameters):
+    optimizer = file.optimizer(list(parameters.items()))
+    by_user_code = steps_by_user_code(file, optimizer) or schedules_by_user_code(file.scheduler(optimizer, _UPDATES))
+    if len(stages) < 2 or not by_user_code:
         return
     update = _Update(file, parameters)
     if sum(p.numel() for p in parameters.values()) > _LARGE:
@@ -117,11 +120,6 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
             raise _refusal(file, update, f"{what} where {owner} has an optimizer of its own")
 
 
-def _is_by_user_code(file: ModelFile, parameters: Mapping[str, nn.Parameter]) -> bool:
-    optimizer = file.optimizer(list(parameters.items()))
-    return steps_by_user_code(file, optimizer) or schedules_by_user_code(file.scheduler(optimizer, _UPDATES))
-
-
 def _refusal(file: ModelFile, update: _Update, what: str) -> ModelError:
     function = update.cause.removesuffix("()") if file.has(update.cause.removesuffix("()")) else "optimizer"
     return file.error_in(
@@ -130,16 +128,6 @@ def _refusal(file: ModelFile, update: _Update, what: str) -> ModelError:
         "let MAX_GRAD_NORM clip gradients by the norm of all; what needs all parameters in one place can be trained "
         "without stages, as `pdtool partition --strategy data-parallel` plans it",
     )
-
-
-def _causes(file: ModelFile, optimizer: Optimizer) -> list[str]:
-    """What may take part in an update that is not torch's, in words."""
-    causes = [] if _is_torchs(optimizer) else [f"a step of {type(optimizer).__name__}"]
-    return causes + ["after_update()"] * file.has("after_update") or ["scheduler()"]
-
-
-def _copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    return {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in parameters.items()}
 
 
 class _Update:
@@ -170,10 +158,10 @@ class _Update:
 
         The gradients point the same way in each, so that what looks for a step size finds one.
         """
-        parameters = _copies(self._parameters)
+        parameters = {n: nn.Parameter(p.detach().clone(), p.requires_grad) for n, p in self._parameters.items()}
         own = {name: parameters[name] for name in parameters if name in part}
         optimizer = self._file.optimizer(list(parameters.items()))
-        self.cause = " or ".join(_causes(self._file, optimizer))
+        self.cause = " or ".join(_step_causes(self._file, optimizer)) or "scheduler()"
         keep_parameters(optimizer, {id(p) for p in own.values()})
         scheduler: Any = self._file.scheduler(optimizer, _UPDATES)
         gradients = {name: self._gradients[name] for name in own}

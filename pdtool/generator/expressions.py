@@ -1,6 +1,6 @@
 """Write a value as Python, as a person would: ATen operators, constants, parameters and trees of modules.
 
-An operator becomes a torch function, a method, an arithmetic operator or indexing. `ModuleTree` writes the statements
+An operator becomes a torch function, a method, an arithmetic operator or indexing. `module_statements` writes those
 that build the modules of a stage under their original paths.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import keyword
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,14 +70,8 @@ _TEMPLATES = {
     "bernoulli.p": "torch.empty_like({self}).bernoulli_({p})",
     "normal_functional": "torch.empty_like({self}).normal_({mean}, {std})",
 }
-_INTERPOLATIONS = {  # -> mode of F.interpolate, which calls the operator for the number of dimensions
-    **{
-        f"upsample_{mode}{n}d.vec": mode
-        for mode, n in (("linear", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3))
-    },
-    **{f"upsample_nearest{n}d.vec": "nearest" for n in (1, 2, 3)},
-    **{f"_upsample_nearest_exact{n}d.vec": "nearest-exact" for n in (1, 2, 3)},
-}
+# What F.interpolate calls for the number of dimensions; the group is its mode.
+_INTERPOLATION = re.compile(r"_?upsample_(\w+)\dd")
 # The Python functions of these names take other arguments, or do more than the operator.
 _UNLIKE_PYTHON = {"stft", "istft", "max_unpool2d", "max_unpool3d"}
 _FIELD = re.compile(r"\{(\w+)(\*?)\}")
@@ -92,16 +86,13 @@ def expression(op: Operator, write: Write) -> str:
         op: not a leaf call.
         write: gives the text of one argument (a tensor's variable, a parameter, a number).
     """
-    target, arguments = op.target, op.kwargs
-    schema = target._schema
-    name, overload = schema.name.split("::")[-1], target._overloadname
+    name, arguments, schema, overload = op.op, op.kwargs, op.target._schema, op.target._overloadname
     if name in _INDEXING:
         return _INDEXING[name](arguments, write)
-    key = name if overload == "default" else f"{name}.{overload}"
-    if key in _INTERPOLATIONS:
-        return _interpolation(arguments, _INTERPOLATIONS[key], write)
+    if overload == "vec" and (interpolation := _INTERPOLATION.fullmatch(name)):
+        return _interpolation(arguments, interpolation[1].replace("_", "-"), write)
     changed = {a.name for a in schema.arguments if not is_default(arguments[a.name], a)} - LAYOUT_ARGUMENTS
-    template = _TEMPLATES.get(key)
+    template = _TEMPLATES.get(name if overload == "default" else f"{name}.{overload}")
     if template and changed - {"device"} <= {field for field, _ in _FIELD.findall(template)}:
         return _FIELD.sub(
             lambda m: ", ".join(map(write, arguments[m[1]])) if m[2] else _operand(arguments[m[1]], write), template
@@ -117,20 +108,17 @@ def expression(op: Operator, write: Write) -> str:
 
 def _has_python_form(op: Operator) -> bool:
     """Whether torch's function or method of the operator's name takes its arguments; they take no None in a list."""
-    name = op.target._schema.name.split("::")[-1]
     has_none = any(isinstance(value, list) and None in value for value in op.kwargs.values())
-    return name not in _UNLIKE_PYTHON and not has_none
+    return op.op not in _UNLIKE_PYTHON and not has_none
 
 
 def _function(op: Operator) -> str:
     """Return `torch.cat` or `F.pad`; for what neither has, the overload itself: `torch.ops.aten.sin.default`."""
-    target = op.target
-    namespace, name = target._schema.name.split("::")
     if _has_python_form(op):
         for module, prefix in ((torch, "torch"), (functional, "F")):
-            if hasattr(module, name):
-                return f"{prefix}.{name}"
-    return f"torch.ops.{namespace}.{name}.{target._overloadname}"
+            if hasattr(module, op.op):
+                return f"{prefix}.{op.op}"
+    return f"torch.ops.{op.target}"
 
 
 def _call_arguments(
@@ -222,27 +210,20 @@ def sequence(values: Sequence[Any], write: Write) -> str:
     return f"({inner},)" if len(values) == 1 else f"({inner})"
 
 
-class ModuleTree:
-    """Leaf modules and containers of a stage by path; containers are ModuleDicts where the names allow it."""
+def module_statements(calls: Mapping[str, str]) -> Iterator[str]:
+    """Yield the statements of `__init__` that make modules, in ModuleDicts where the names allow it.
 
-    def __init__(self) -> None:
-        self._root: Tree = {}
-
-    def insert(self, path: str, call: str | None = None) -> None:
-        """Put the leaf module made by `call` at `path`; without one, a container."""
+    Args:
+        calls: path of a leaf module -> the text of its constructor call; path of a container -> "".
+    """
+    root: Tree = {}
+    for path, call in calls.items():
         *parents, last = path.split(".")
-        tree = self._root
+        tree = root
         for name in parents:
             tree = tree.setdefault(name, {})
-        if call:
-            tree[last] = call
-        elif last:
-            tree.setdefault(last, {})
-
-    def statements(self) -> Iterator[str]:
-        """Yield the statements of `__init__` that make all modules."""
-        for name, child in self._root.items():
-            yield from _assign(name, child)
+        tree[last] = call or tree.get(last, {})
+    yield from _fill("", root)
 
 
 def access(path: str) -> str:
@@ -295,23 +276,6 @@ def _fits_module_dict(tree: Tree) -> bool:
     return not any(hasattr(nn.ModuleDict, name) for name in tree)
 
 
-def _assign(name: str, child: str | Tree) -> Iterator[str]:
-    """Yield the statements that make one child of the stage, and all that is below it."""
-    lines = list(_expression(child))
-    if _is_attribute(name):
-        lines[0] = f"self.{name} = {lines[0]}"
-        yield from lines
-    else:
-        yield from _add_module("self", name, lines)
-    yield from _fill(name, child)
-
-
-def _add_module(parent: str, name: str, lines: list[str]) -> list[str]:
-    lines[0] = f'{parent}.add_module("{name}", {lines[0]}'
-    lines[-1] += ")"
-    return lines
-
-
 def _expression(child: str | Tree) -> Iterator[str]:
     """Yield the lines of a leaf's constructor call, or of a container with its children."""
     if isinstance(child, str):
@@ -330,11 +294,16 @@ def _expression(child: str | Tree) -> Iterator[str]:
         yield "})"
 
 
-def _fill(path: str, child: str | Tree) -> Iterator[str]:
-    """Yield the statements that add children to the containers at or below `path` that are no ModuleDict."""
-    if isinstance(child, str):
-        return
-    for name, grandchild in child.items():
-        if not _fits_module_dict(child):
-            yield from _add_module(access(path), name, list(_expression(grandchild)))
-        yield from _fill(f"{path}.{name}", grandchild)
+def _fill(path: str, tree: Tree) -> Iterator[str]:
+    """Yield the statements that add modules to the container at `path`, "" for the stage, and to those below it."""
+    for name, child in tree.items():
+        lines = list(_expression(child))
+        if not path and _is_attribute(name):
+            lines[0] = f"self.{name} = {lines[0]}"
+            yield from lines
+        elif not path or not _fits_module_dict(tree):
+            lines[0] = f'{access(path)}.add_module("{name}", {lines[0]}'
+            lines[-1] += ")"
+            yield from lines
+        if not isinstance(child, str):
+            yield from _fill(f"{path}.{name}", child)

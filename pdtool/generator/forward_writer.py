@@ -2,7 +2,7 @@
 
 A tensor that only the next line takes is called `x`, as people do. What is computed from constants alone, such as a
 mask, is written in as few lines as its width allows. `unchanged_values` finds the operators that do nothing.
-`OutputWriter` writes what the model returns as the user's loss takes it: tuples, dicts, and classes like the model's.
+`output_text` writes what the model returns as the user's loss takes it: tuples, dicts, and classes like the model's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -72,10 +72,10 @@ class ForwardWriter:
         """Whether the stage returns the model's own output."""
         return self.stage == len(self.wiring.stages) - 1
 
-    @cached_property
-    def output(self) -> OutputWriter:
-        """Writes what the last stage returns."""
-        return OutputWriter(self.wiring.traced.output if self.is_last else None, self._write)
+    @property
+    def output(self) -> Any:
+        """What the model returns, in containers of its own types; None for a stage that is not the last."""
+        return self.wiring.traced.output if self.is_last else None
 
     @cached_property
     def operators(self) -> list[Operator]:
@@ -86,26 +86,19 @@ class ForwardWriter:
         """Yield the lines of the body, without indentation; raises TraceError where no input tells a size."""
         yield from self._prologue()
         module = ""
+        commented = {op.module for op in self._written if not op.is_module}  # the call of a leaf shows where it is
         for op in self._written:
-            container = _container(op)
-            if container != module and container in self._commented and (container or not op.is_module):
+            container = op.module.rpartition(".")[0] if op.is_module else op.module  # whose forward calls it
+            if container != module and container in commented and (container or not op.is_module):
                 yield f"# {container or 'the model'}"
                 module = container
             yield from self._lines(op)
         if self.is_last:
-            yield f"return {self.output.text()}"
+            yield f"return {output_text(self.output, self._write)}"
         else:
             changing = views_of_buffers(self.operators, self.wiring.traced.changed_buffers)
             outputs = self.wiring.outputs(self.stage)
             yield f"return {', '.join(self._name(v) + '.clone()' * (v in changing) for v in outputs)}"
-
-    @cached_property
-    def _commented(self) -> set[str]:
-        """The modules that are marked where they begin and go on: those with operators of their own, "" the model.
-
-        The call of a leaf module shows where it is.
-        """
-        return {op.module for op in self._written if not op.is_module}
 
     def _lines(self, op: Operator) -> Iterator[str]:
         if op.branch:
@@ -169,7 +162,7 @@ class ForwardWriter:
         parts = [part for op in self.operators for part in op.parts]
         zeros = [output for op in self.operators if op.branch for output in _zeros(op, op.branch)]
         leaves = [leaf for op in parts for leaf in pytree.tree_leaves((op.args, op.kwargs))]
-        leaves += pytree.tree_leaves(self.output.output)
+        leaves += pytree.tree_leaves(self.output)
         if any(isinstance(leaf, Size) for leaf in (*leaves, *(dim for value in zeros for dim in value.shape))):
             yield f"batch = {self._batch()}"
         factories = any(isinstance(leaf, (torch.device, torch.Tensor)) for leaf in leaves)
@@ -178,15 +171,16 @@ class ForwardWriter:
 
     def _batch(self) -> str:
         """Return the size of the minibatch as an expression of an input's shape."""
-        inputs = self.wiring.inputs(self.stage)
-        for value in inputs:
-            for d, dim in enumerate(value.shape):
-                if str(dim) == "batch":
-                    return f"{self._name(value)}.shape[{d}]"
-        for value in inputs:
-            for d, dim in enumerate(value.shape):
-                if isinstance(dim, Size) and str(dim).endswith("*batch"):
-                    return f"{self._name(value)}.shape[{d}] // {str(dim).removesuffix('*batch')}"
+        dims = [
+            (str(dim), f"{self._name(value)}.shape[{d}]")
+            for value in self.wiring.inputs(self.stage)
+            for d, dim in enumerate(value.shape)
+        ]
+        for size, text in sorted(dims, key=lambda dim: dim[0] != "batch"):
+            if size == "batch":
+                return text
+            if size.endswith("*batch"):
+                return f"{text} // {size.removesuffix('*batch')}"
         raise TraceError(
             f"stage {self.stage} computes with the minibatch's size, and takes no tensor that tells it",
             "plan fewer stages, or keep modules together with HINTS no_split",
@@ -269,12 +263,11 @@ class ForwardWriter:
         return self._result_names.get(source, self.wiring.names[source])
 
     @cached_property
-    def _used(self) -> set[Value]:
+    def _used(self) -> set[Source]:
         """Tensors that an operator of this stage takes, or that the stage or the model returns."""
         taken = {value for op in self.operators for part in op.parts for value in part.values}
         taken |= {value for op in self.operators if op.branch for pair in op.branch.results for value in pair if value}
-        taken |= set(self.wiring.outputs(self.stage)) | set(self.wiring.output_values)
-        return taken | {source for source in map(self._source, taken) if isinstance(source, Value)}
+        return taken | self._returned | {self._source(value) for value in taken}
 
     def _targets(self, op: Operator) -> str:
         """Return what stands left of the `=`: names as the operator's result is nested, `_` for what nobody uses."""
@@ -322,11 +315,6 @@ class ForwardWriter:
         return text if isinstance(ast.parse(text, mode="eval").body, (ast.Call, ast.Subscript)) else f"({text})"
 
 
-def _container(op: Operator) -> str:
-    """The module whose forward calls the operator."""
-    return op.module.rpartition(".")[0] if op.is_module else op.module
-
-
 def _zeros(op: Operator, branch: Branch) -> list[Value]:
     """The outputs that one of the modes does not compute."""
     return [output for output, values in zip(op.outputs, branch.results, strict=True) if None in values]
@@ -357,7 +345,8 @@ def unchanged_values(operators: Sequence[Operator], traced: Traced) -> dict[Valu
     found: dict[Value, Source] = {}
     for op in operators:
         source = _source(op, state)
-        if source and not (_makes_tensor(op) and op.outputs[0] in modifiable):
+        makes_tensor = op.op not in _VIEWS | _CASTS  # with memory of its own, in which a module may write
+        if source and not (makes_tensor and op.outputs[0] in modifiable):
             found[op.outputs[0]] = found.get(source, source) if isinstance(source, Value) else source
     return found
 
@@ -386,8 +375,7 @@ def _source(op: Operator, state: Mapping[str, Tensor]) -> Source | None:
     """The tensor that the operator returns as it is, in training and in evaluation; None if it may do something."""
     if op.target is None or len(op.outputs) != 1 or op.target._schema.is_mutable:
         return None
-    name = op.target._schema.name.removeprefix("aten::")
-    source, output = op.kwargs.get("input" if name == "dropout" else "self"), op.outputs[0]
+    source, output = op.kwargs.get("input" if op.op == "dropout" else "self"), op.outputs[0]
     if not isinstance(source, Value) and not (isinstance(source, State) and source.name in state):
         return None
     taken: Any = source if isinstance(source, Value) else state[source.name]
@@ -395,10 +383,10 @@ def _source(op: Operator, state: Mapping[str, Tensor]) -> Source | None:
         return None
     is_fixed = isinstance(source, State) or not output.dtype.is_floating_point
     does_nothing = (
-        name in _VIEWS
-        or (name in _CASTS and is_fixed and not any(op.kwargs.get(argument) for argument in _MEMORY))
-        or (name == "dropout" and op.kwargs["p"] == 0)
-        or (name in _NEUTRAL and _is_neutral(op, _NEUTRAL[name]))
+        op.op in _VIEWS
+        or (op.op in _CASTS and is_fixed and not any(op.kwargs.get(argument) for argument in _MEMORY))
+        or (op.op == "dropout" and op.kwargs["p"] == 0)
+        or (op.op in _NEUTRAL and _is_neutral(op, _NEUTRAL[op.op]))
     )
     return source if does_nothing else None
 
@@ -412,57 +400,39 @@ def _is_neutral(op: Operator, neutral: int) -> bool:
     return neutral == 1 or not op.outputs[0].dtype.is_floating_point
 
 
-def _makes_tensor(op: Operator) -> bool:
-    """Whether the operator returns memory of its own, in which a module may write."""
-    return op.target._schema.name.removeprefix("aten::") not in _VIEWS | _CASTS
+def output_imports(output: Any) -> list[str]:
+    """Return the import statements of Python's own library that the model's output needs, and an empty line."""
+    containers = list(_containers(output))
+    lines = [
+        *(["from collections import namedtuple"] if any(map(_is_named_tuple, containers)) else []),
+        *(["from dataclasses import dataclass"] if any(map(_is_plain_dataclass, containers)) else []),
+    ]
+    return [*lines, ""] if lines else []
 
 
-@dataclass(frozen=True)
-class OutputWriter:
-    """Writes the output of the last stage.
+def output_classes(output: Any) -> list[str]:
+    """Return the lines that define classes like those that the model returns."""
+    texts = dict.fromkeys(map(_definition, _containers(output)))
+    return [line for text in texts for line in text.splitlines()]
 
-    Attributes:
-        output: what the model returns, in containers of its own types; None for a stage that is not the last.
-        write: gives the text of a tensor or a constant.
-    """
 
-    output: Any
-    write: Callable[[Any], str]
-
-    def imports(self) -> list[str]:
-        """Return the import statements of Python's own library, and an empty line."""
-        containers = list(_containers(self.output))
-        lines = [
-            *(["from collections import namedtuple"] if any(map(_is_named_tuple, containers)) else []),
-            *(["from dataclasses import dataclass"] if any(map(_is_plain_dataclass, containers)) else []),
-        ]
-        return [*lines, ""] if lines else []
-
-    def classes(self) -> list[str]:
-        """Return the lines that define classes like those that the model returns."""
-        texts = dict.fromkeys(_definition(container) for container in _containers(self.output))
-        return [line for text in texts for line in text.splitlines()]
-
-    def text(self) -> str:
-        """Return the expression of the whole output."""
-        return self._text(self.output)
-
-    def _text(self, value: Any) -> str:
-        if isinstance(value, ByMode):
-            return f"{self._text(value.training)} if self.training else {self._text(value.evaluation)}"
-        if is_structseq_instance(value):
-            return f"{type(value).__module__}.{type(value).__name__}({sequence(tuple(value), self._text)})"
-        if _is_named_tuple(value):
-            return f"{type(value).__name__}({', '.join(map(self._text, value))})"
-        if isinstance(value, Mapping):
-            items = ", ".join(f"{literal(key)}: {self._text(item)}" for key, item in value.items())
-            return f"{type(value).__name__}({{{items}}})" if _has_attributes(value) else f"{{{items}}}"
-        if isinstance(value, (list, tuple)):
-            return sequence(value, self._text)
-        if _is_plain_dataclass(value):
-            items = ", ".join(f"{name}={self._text(item)}" for name, item in _items(value) or ())
-            return f"{type(value).__name__}({items})"
-        return self.write(value)
+def output_text(value: Any, write: Callable[[Any], str]) -> str:
+    """Return the expression of what the model returns; `write` gives the text of a tensor or a constant."""
+    inner, name = partial(output_text, write=write), type(value).__name__
+    if isinstance(value, ByMode):
+        return f"{inner(value.training)} if self.training else {inner(value.evaluation)}"
+    if is_structseq_instance(value):
+        return f"{type(value).__module__}.{name}({sequence(tuple(value), inner)})"
+    if _is_named_tuple(value):
+        return f"{name}({', '.join(map(inner, value))})"
+    if isinstance(value, Mapping):
+        items = ", ".join(f"{literal(key)}: {inner(item)}" for key, item in value.items())
+        return f"{name}({{{items}}})" if _has_attributes(value) else f"{{{items}}}"
+    if isinstance(value, (list, tuple)):
+        return sequence(value, inner)
+    if _is_plain_dataclass(value):
+        return f"{name}({', '.join(f'{field}={inner(item)}' for field, item in _items(value) or ())})"
+    return write(value)
 
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:

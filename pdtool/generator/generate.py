@@ -20,7 +20,7 @@ from pdtool.files import write_atomically, write_remedy
 from pdtool.frontend.graph_digest import check_profile, graph_sha256
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
-from pdtool.frontend.operators import Traced, Value, named_state
+from pdtool.frontend.operators import Traced, Value, first_names, named_state
 from pdtool.frontend.random_numbers import random_state_kept
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.update_proof import check_update
@@ -79,8 +79,7 @@ def prove_update(model_file: ModelFile, bundle: Bundle) -> None:
     with random_state_kept():
         model = model_file.build()
         if fits_in_memory(model):
-            first: dict[int, str] = {}
-            names = {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
+            names = first_names(dict(model.named_parameters(remove_duplicate=False)))
             tied = {names[tied.names[0]] for tied in bundle.tied}
             stages = [{names[name] for name in stage.parameters if name in names} - tied for stage in bundle.stages]
             check_update(model_file, model, [*stages, *({name} for name in tied)])
@@ -117,7 +116,33 @@ def _written(
     wiring.check_outputs()
     writers = [StageWriter(wiring, s, plan.name) for s in range(len(stages))]
     texts = {f"stage_{writer.stage}.py": writer.text() for writer in writers}
-    return texts, _bundle(plan, wiring, writers, texts, proof)
+    inputs = [wiring.names[op.outputs[0]] for op in traced.operators if op.is_input]
+    bundle = Bundle(
+        name=plan.name,
+        digests={**plan.digests, "plan": plan.plan_sha256},
+        batch_size=plan.batch_size,
+        proof=proof,
+        inputs=tuple(inputs),
+        arguments=traced.arguments,
+        autocast_off=traced.autocast_off,
+        stages=tuple(
+            StageModule(
+                file=file,
+                class_name=writer.class_name,
+                sha256=hashlib.sha256(texts[file].encode()).hexdigest(),
+                inputs=tuple(wiring.names[v] for v in wiring.inputs(writer.stage)),
+                outputs=tuple(wiring.names[v] for v in wiring.outputs(writer.stage)),
+                parameters=tuple(wiring.parameters(writer.stage)),
+                buffers=tuple(wiring.buffers(writer.stage)),
+                opaque=tuple(writer.opaque),
+            )
+            for file, writer in zip(texts, writers, strict=True)
+        ),
+        tensors=tuple(wiring.tensors()),
+        tied=tuple(wiring.tied),
+        optional_gradients=wiring.has_optional_gradients,
+    )
+    return texts, bundle.with_graph(graph_sha256(traced))
 
 
 def _verify(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle: Bundle) -> None:
@@ -146,38 +171,6 @@ def _check_inputs(traced: Traced, inputs: ModelInputs, samples: int) -> None:
         if shape != expected_shape:
             what = f"an input of {samples} samples has shape {list(shape)}, not {list(expected_shape)} as it was traced"
             raise TraceError(what, "pad to a fixed length")
-
-
-def _bundle(
-    plan: Plan, wiring: Wiring, writers: list[StageWriter], texts: dict[str, str], proof: Literal["values", "shapes"]
-) -> Bundle:
-    inputs = [wiring.names[op.outputs[0]] for op in wiring.traced.operators if op.is_input]
-    bundle = Bundle(
-        name=plan.name,
-        digests={**plan.digests, "plan": plan.plan_sha256},
-        batch_size=plan.batch_size,
-        proof=proof,
-        inputs=tuple(inputs),
-        arguments=wiring.traced.arguments,
-        autocast_off=wiring.traced.autocast_off,
-        stages=tuple(
-            StageModule(
-                file=file,
-                class_name=writer.class_name,
-                sha256=hashlib.sha256(texts[file].encode()).hexdigest(),
-                inputs=tuple(wiring.names[v] for v in wiring.inputs(writer.stage)),
-                outputs=tuple(wiring.names[v] for v in wiring.outputs(writer.stage)),
-                parameters=tuple(wiring.parameters(writer.stage)),
-                buffers=tuple(wiring.buffers(writer.stage)),
-                opaque=tuple(writer.opaque),
-            )
-            for file, writer in zip(texts, writers, strict=True)
-        ),
-        tensors=tuple(wiring.tensors()),
-        tied=tuple(wiring.tied),
-        optional_gradients=wiring.has_optional_gradients,
-    )
-    return bundle.with_graph(graph_sha256(wiring.traced))
 
 
 def fits_in_memory(model: nn.Module) -> bool:

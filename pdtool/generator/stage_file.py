@@ -1,7 +1,7 @@
 """Write one stage as a Python file that imports torch and nothing else, and that a person might have written.
 
-Only autograd.Functions of the user's are imported from their files. `StageWriter` writes the file and its class.
-`InitWriter` writes the constructor: leaf modules under their original paths, and the state used outside of them.
+Only autograd.Functions of the user's are imported from their files. The constructor makes leaf modules under their
+original paths, and the state used outside of them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,15 @@ from torch import nn
 
 from pdtool.frontend.operators import Operator, is_persistent, named_state, names_over_parameters
 from pdtool.frontend.user_modules import user_module
-from pdtool.generator.expressions import ModuleTree, access, access_state, constructor_call, literal, set_parameter
-from pdtool.generator.forward_writer import ForwardWriter
+from pdtool.generator.expressions import (
+    access,
+    access_state,
+    constructor_call,
+    literal,
+    module_statements,
+    set_parameter,
+)
+from pdtool.generator.forward_writer import ForwardWriter, output_classes, output_imports
 from pdtool.generator.wiring import Wiring
 
 _SEED_OPERATOR = '''
@@ -48,41 +55,36 @@ class StageWriter:
         return f"Stage{self.stage}"
 
     @cached_property
-    def opaque(self) -> list[str]:
-        """The paths of the modules that it takes from the model."""
-        return self._init.opaque_paths
-
-    @cached_property
-    def _init(self) -> InitWriter:
-        return InitWriter(self.wiring, self.stage)
-
-    @cached_property
     def _forward(self) -> ForwardWriter:
         return ForwardWriter(self.wiring, self.stage)
 
     def text(self) -> str:
         """Return the text of the file."""
         body, output = [*self._forward.lines()], self._forward.output
+        parameters = ", ".join(["self", *(self.wiring.names[value] for value in self.wiring.inputs(self.stage))])
         count = len(self.wiring.stages)
         uses_functional = any("F." in line for line in body)
         others = f"whose stages are 0 to {count - 1}" if count > 1 else "the only one"
         lines = [
             f'"""Stage {self.stage} of {self.title}, {others}; written by pdtool codegen."""',
             "",
-            *output.imports(),
+            *output_imports(output),
             "import torch",
             "from torch import nn",
             *(["from torch.nn import functional as F"] if uses_functional else []),
             *self._function_imports(),
             "",
-            *output.classes(),
+            *output_classes(output),
             *(_SEED_OPERATOR.splitlines() if any("seed_operator(" in line for line in body) else []),
             "",
             f"class {self.class_name}(nn.Module):",
             *self._docstring(),
             "",
-            *self._init.lines(),
-            f"    def forward({', '.join(['self', *(self.wiring.names[v] for v in self.wiring.inputs(self.stage))])}):",
+            f"    def __init__({'self, model' if self.opaque else 'self'}):",
+            "        super().__init__()",
+            *(f"        {statement}" for statement in self._init_statements()),
+            "",
+            f"    def forward({parameters}):",
             *(f"        {line}" for line in body),
             *self._train(),
         ]
@@ -100,7 +102,7 @@ class StageWriter:
         modes = {}
         for training in (False, True):
             model.train(training)
-            modes[training] = {path: model.get_submodule(path).training for path in self._init.leaf_paths}
+            modes[training] = {path: self._module(path).training for path in self._leaf_paths}
         fixed = {path: mode for path, mode in modes[True].items() if mode == modes[False][path]}
         if fixed:
             yield from ("", "    def train(self, mode=True):", "        super().train(mode)")
@@ -122,47 +124,16 @@ class StageWriter:
             yield "    Takes from the model, and calls as it is:"
             yield ""
             for path in self.opaque:
-                kind = type(self.wiring.traced.model.get_submodule(path))
+                kind = type(self._module(path))
                 yield f"        {path}: {kind.__qualname__} of {user_module(kind.__module__)}"
         yield '    """'
 
+    # The constructor.
 
-def _import(function: type) -> str:
-    """Write the import of a class of the user's, from a file whose name need not be an identifier."""
-    module, name = user_module(function.__module__), function.__name__
-    if any(not part.isidentifier() or iskeyword(part) for part in module.split(".")):
-        return f'{name} = __import__("{module}").{name}'
-    return f"from {module} import {name}"
-
-
-@dataclass(frozen=True)
-class InitWriter:
-    """Writes the constructor of one stage.
-
-    Attributes:
-        wiring: the whole model, cut into stages.
-        stage: index of the stage.
-    """
-
-    wiring: Wiring
-    stage: int
-
-    def lines(self) -> Iterator[str]:
-        """Yield the method's lines, indented as in the class, and an empty line."""
-        yield f"    def __init__({'self, model' if self.opaque_paths else 'self'}):"
-        yield "        super().__init__()"
-        for statement in self._statements():
-            yield f"        {statement}"
-        yield ""
-
-    def _statements(self) -> Iterator[str]:
-        tree = ModuleTree()
-        for path in self.leaf_paths:
-            whole = path in self.opaque_paths
-            tree.insert(path, f'model.get_submodule("{path}")' if whole else constructor_call(self._module(path)))
-        for name in self._direct_state:
-            tree.insert(name.rpartition(".")[0])
-        yield from tree.statements()
+    def _init_statements(self) -> Iterator[str]:
+        calls = {path: self._construction(path) for path in self._leaf_paths}
+        containers = (name.rpartition(".")[0] for name in self._direct_state)
+        yield from module_statements(calls | dict.fromkeys(filter(None, containers), ""))
         for name in self._direct_state:
             yield self._declaration(name)
         yield from self._ties()
@@ -175,24 +146,28 @@ class InitWriter:
         return [part for op in self.wiring.operators(self.stage) for part in op.parts]
 
     @cached_property
-    def leaf_paths(self) -> list[str]:
+    def _leaf_paths(self) -> list[str]:
         """The modules that are called whole."""
         return list(dict.fromkeys(op.module for op in self._operators if op.is_module))
 
     @cached_property
-    def opaque_paths(self) -> list[str]:
-        """The modules that the stage takes from the model."""
+    def opaque(self) -> list[str]:
+        """The paths of the modules that the stage takes from the model."""
         return list(dict.fromkeys(op.module for op in self._operators if op.opaque))
 
     @cached_property
     def _direct_state(self) -> list[str]:
         """Parameters and buffers that operators use directly, outside leaf modules."""
         names = (*self.wiring.parameters(self.stage), *self.wiring.buffers(self.stage))
-        leaves = tuple(f"{path}." for path in self.leaf_paths)
+        leaves = tuple(f"{path}." for path in self._leaf_paths)
         return list(dict.fromkeys(name for name in names if not name.startswith(leaves)))
 
     def _module(self, path: str) -> nn.Module:
         return self.wiring.traced.model.get_submodule(path)
+
+    def _construction(self, path: str) -> str:
+        """Return the expression of a module that is called whole."""
+        return f'model.get_submodule("{path}")' if path in self.opaque else constructor_call(self._module(path))
 
     def _declaration(self, name: str) -> str:
         """Return the statement that makes a parameter or buffer, filled with zeros."""
@@ -239,7 +214,7 @@ class InitWriter:
 
     def _opaque_owner(self, name: str) -> str | None:
         """The opaque module in which a parameter is; None elsewhere."""
-        return next((path for path in self.opaque_paths if name.startswith(f"{path}.")), None)
+        return next((path for path in self.opaque if name.startswith(f"{path}.")), None)
 
     def _frozen(self) -> Iterator[str]:
         for name in self.wiring.parameters(self.stage):
@@ -247,6 +222,14 @@ class InitWriter:
             is_frozen = not parameter.requires_grad and _may_be_trained(parameter)
             if is_frozen and not self._opaque_owner(name):
                 yield f"{access_state(name)}.requires_grad_(False)"
+
+
+def _import(function: type) -> str:
+    """Write the import of a class of the user's, from a file whose name need not be an identifier."""
+    module, name = user_module(function.__module__), function.__name__
+    if any(not part.isidentifier() or iskeyword(part) for part in module.split(".")):
+        return f'{name} = __import__("{module}").{name}'
+    return f"from {module} import {name}"
 
 
 def _may_be_trained(parameter: nn.Parameter) -> bool:

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -436,13 +436,12 @@ def kept_attributes(model: nn.Module, before: Attributes) -> Iterator[KeptAttrib
     if not changed:
         return
     modules = dict(model.named_modules())
-    classes = [kind for module in modules.values() for kind in _classes(type(module))]
-    uses = [use for kind in dict.fromkeys(classes) for use in _uses(kind)]
-    read = {use.name for use in uses if use.is_read}
+    uses = {kind: list(_uses(kind)) for kind in {type(module) for module in modules.values()}}
+    used = {use.name for of_class in uses.values() for use in of_class}
+    read = {use.name for of_class in uses.values() for use in of_class if use.is_read}
     for path, name in sorted(changed):
-        own = _classes(type(modules[path]))
-        changes = [use.location for use in uses if use.name == name and not use.is_read and use.owner in own]
-        if name in read or not any(use.name == name for use in uses):
+        changes = [use.location for use in uses[type(modules[path])] if use.name == name and not use.is_read]
+        if name in read or name not in used:
             yield KeptAttribute(path, name, next(iter(changes), ""))
 
 
@@ -465,37 +464,38 @@ def has_same_content(a: Any, b: Any, depth: int = _MAX_DEPTH) -> bool:
 class _Use:
     """One place in a class where an attribute is read, or assigned to."""
 
-    owner: type
     name: str
     is_read: bool
     location: str
 
 
-def _classes(kind: type) -> list[type]:
-    """A module's class and its bases, without those of torch."""
-    return [base for base in kind.__mro__ if issubclass(base, nn.Module) and not _is_of_torch(base)]
+def _uses(kind: type) -> Iterator[_Use]:
+    """Yield where the methods of a module's class, and of its bases but those of torch, use attributes."""
+    for base in kind.__mro__:
+        if issubclass(base, nn.Module) and not _is_of_torch(base):
+            yield from _uses_in(base)
 
 
-@cache
-def _uses(kind: type) -> list[_Use]:
-    """Where the methods of a class use attributes; empty where its source is not there."""
+def _uses_in(kind: type) -> Iterator[_Use]:
+    """Yield where the methods in the source of a class use attributes; nothing where the source is not there."""
     try:
         lines, first = inspect.getsourcelines(kind)
         tree = ast.parse(textwrap.dedent("".join(lines)))
         file = Path(inspect.getsourcefile(kind) or "").name
     except (OSError, TypeError, SyntaxError):
-        return []
-    uses = []
+        return
     for method in ast.walk(tree):
         if not isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef)) or method.name in _NOT_FORWARD:
             continue
         for node in ast.walk(method):
-            if isinstance(node, ast.Attribute):
-                where = f"{file}:{first + node.lineno - 1}"
-                uses.append(_Use(kind, node.attr, isinstance(node.ctx, ast.Load), where))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-                uses.append(_Use(kind, node.value, True, f"{file}:{first + node.lineno - 1}"))  # getattr
-    return uses
+            match node:
+                case ast.Attribute(attr=name):
+                    is_read = isinstance(node.ctx, ast.Load)
+                case ast.Constant(value=str(name)) if name.isidentifier():  # of getattr
+                    is_read = True
+                case _:
+                    continue
+            yield _Use(name, is_read, f"{file}:{first + node.lineno - 1}")
 
 
 def _is_of_torch(kind: type) -> bool:

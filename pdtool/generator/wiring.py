@@ -124,7 +124,6 @@ class Wiring:
                 base = re.sub(r"\W", "_", value.operator)
                 base = f"m{base}" if base[0].isdigit() else base
                 names[value] = unique_name(f"{base}_{value.index}" if value.index else base, taken, first=2)
-                taken.add(names[value])
         return names
 
     def parameters(self, stage: int) -> list[str]:
@@ -144,17 +143,15 @@ class Wiring:
     @cached_property
     def tied(self) -> list[TiedParameter]:
         """Trainable parameters that several stages hold, each under its own name there."""
-        tied = []
-        trainable = {n for n, p in self.traced.model.named_parameters(remove_duplicate=False) if p.requires_grad}
-        for first in dict.fromkeys(self.traced.tied.values()):
-            holders: dict[int, str] = {}
-            for stage in range(len(self.stages)):
-                for name in self.parameters(stage):
-                    if self.traced.tied[name] == first:
-                        holders.setdefault(stage, name)
-            if len(holders) > 1 and first in trainable:
-                tied.append(TiedParameter(stages=tuple(holders), names=tuple(holders.values())))
-        return tied
+        holders: dict[str, dict[int, str]] = {first: {} for first in self.traced.tied.values()}
+        for stage in range(len(self.stages)):
+            for name in self.parameters(stage):
+                holders[self.traced.tied[name]].setdefault(stage, name)
+        return [
+            TiedParameter(stages=tuple(names), names=tuple(names.values()))
+            for first, names in holders.items()
+            if len(names) > 1 and self.traced.model.get_parameter(first).requires_grad
+        ]
 
     def tensors(self) -> list[TensorSpec]:
         """Return the tensors that go from stage to stage or come from the data, for bundle.yaml."""

@@ -1,6 +1,7 @@
 """Law 1: the stages composed equal the model. Compared here by hand, beside codegen's own proof."""
 
 import ast
+import inspect
 from pathlib import Path
 
 import pytest
@@ -381,3 +382,12 @@ def test_cells_and_interpolations_are_written_as_people_write_them(kind, lines):
     stage, model, inputs = namespace["Stage0"](), kind(), torch.randn(5, 8)
     stage.load_state_dict(model.state_dict())
     assert torch.equal(stage(inputs), model(inputs))
+
+
+@pytest.mark.skipif("bias" not in inspect.signature(nn.GroupNorm).parameters, reason="norms of this torch have a bias")
+def test_norms_may_be_without_a_bias_or_without_parameters():
+    model = nn.Sequential(nn.GroupNorm(2, 8, bias=False), nn.GroupNorm(2, 8, affine=False), nn.Linear(8, 8))
+    traced = trace(model, lambda samples: (torch.randn(samples, 8),), 4, Path(__file__))
+    text = StageWriter(Wiring.of(traced, [["input", "0", "1", "2"]]), 0, "net").text()
+    assert "nn.GroupNorm(2, 8, bias=False)" in text
+    assert "nn.GroupNorm(2, 8, affine=False)" in text
