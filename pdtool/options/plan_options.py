@@ -16,8 +16,8 @@ _RUNNING, _CHUNKED = schedule_names(lambda kind: not kind.flushes, "and"), sched
 ORDER_OF_WORK = f"Order of work: {_RUNNING} never stop (old weights are kept); the others empty the pipeline to update"
 MICROBATCHES = "Minibatches in one update of a flushing schedule."
 MAX_MINIBATCHES = 10_000  # in an update; more is a slip
-# What `--wire-dtype` may be -> bytes that an element of a float32 tensor takes in a message between stages; its dtype
-# there, runtime/messages/routes.py says.
+# What `--wire-dtype` may be -> bytes that an element of a float32 tensor takes in a message between stages; how it is
+# packed, runtime/messages/wire_formats.py says.
 WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 _model = partial(option, section="Model", artifact="profile")
