@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from pdtool.cli import terminal
 from pdtool.cli.commands.app import main
 
 # Before anything imports torch, and for the processes that tests start: others hold the cores, and more threads spin.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+terminal._TICK_S = 3600.0  # a busy machine is no reason to print other lines
 
 # What starts the tests with `&` or nohup ignores these, and so would all processes that tests send them to.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -304,7 +304,7 @@ def test_partition_writes_the_conventional_file_and_prints_nothing_on_stdout(pla
     assert "no --bandwidth given: assuming 10Gbit/s,12GB/s" in result.stderr
     assert "wrote plans/net-2x2.yaml" in result.stderr
     assert "this is data parallelism" in result.stderr
-    assert "× data parallelism" not in result.stderr
+    assert "times as fast as data parallelism" not in result.stderr
     plan = Plan.load("plans/net-2x2.yaml")
     assert [level.bandwidth_bytes_per_s for level in plan.cluster.levels] == [1.25e9, 1.2e10]
     assert not plan.edited
@@ -391,7 +391,7 @@ def test_names_of_files_stay_in_their_folder():
             [
                 "2-1 on 2 at 1.25 GB/s, 2 at 12 GB/s",
                 "compute of stage 1",
-                "1.3 × data parallelism",
+                "1.3 times as fast as data parallelism",
                 "F0",
                 "stage 1 worker 2 |",
                 "rejected: 4",
@@ -463,7 +463,7 @@ def test_an_edited_plan_without_its_profile_shows_no_figures_and_is_no_success(f
     folder.write("plan.yaml", samples.plan().dump().replace("in_flight: 2", "in_flight: 3"))
     result = folder.pdtool("show", "plan.yaml", code=3)
     assert "?: the figures in the file are of another plan" in result.stdout
-    assert "× data parallelism" not in result.stdout
+    assert "times as fast as data parallelism" not in result.stdout
     assert "its profile profiles/net.json is not there" in result.stderr
 
 

@@ -54,7 +54,7 @@ def test_how_a_run_ended_and_how_to_go_on(folder: Folder, run: Path, changes: di
         says,
         "last update: 23/40, in epoch 3/4: training loss 0.2500, 1234 samples/s",
         "last checkpoint: epoch 2, validation loss 0.5000, accuracy 0.7500",
-        "go on with `pdtool run PLAN -o runs/a --resume --epochs 4`",
+        "go on with `pdtool run -o runs/a --resume`",
     ]
 
 
@@ -74,16 +74,11 @@ def test_a_run_that_goes_on_says_so(folder: Folder, run: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as holder:
         assert holder.stdout
         assert holder.stdout.readline() == "held\n"
-        lines = shown(folder, epochs_done=1)
+        lines = shown(folder, resumed_after=1)
         holder.communicate()
     assert lines[:2] == ["net: 1-1, schedule 1f1b, 4 epoch(s) in all, resumed after epoch 1", "it is running"]
     assert not any("go on" in line for line in lines)
     assert "it ended without a word" in "\n".join(shown(folder))
-
-
-def test_a_plan_that_is_there_is_named(folder: Folder, run: Path) -> None:
-    samples.plan().save("plans/net.yaml")
-    assert shown(folder)[-1].startswith("go on with `pdtool run plans/net.yaml -o runs/a")
 
 
 def test_a_run_without_a_checkpoint_is_started_again(folder: Folder) -> None:
@@ -91,7 +86,7 @@ def test_a_run_without_a_checkpoint_is_started_again(folder: Folder) -> None:
     lines = folder.pdtool("show", "runs/b").stdout.splitlines()
     assert lines[-2:] == [
         "no checkpoint: the first is written after the first epoch",
-        "start it again with `pdtool run PLAN -o runs/b --epochs 4`",
+        "start it again with `pdtool run -o runs/b --resume`",
     ]
     assert json.loads(folder.pdtool("show", "runs/b", "--json").stdout)["reason"] == "no"
 
@@ -110,7 +105,7 @@ def test_after_a_failed_resume_the_old_report_is_not_shown_as_new(road: Folder) 
     lines = road.pdtool("show", "runs/a").stdout.splitlines()
     assert lines[0].endswith("2 epoch(s) in all, resumed after epoch 1")
     assert "the loss is inf" in lines[1]
-    assert lines[-1] == "go on with `pdtool run plans/model-2.yaml -o runs/a --resume --epochs 2`"
+    assert lines[-1] == "go on with `pdtool run -o runs/a --resume`"
     assert "1 epoch(s)" in road.pdtool("show", "runs/a/report.epoch-1.json").stdout
 
 

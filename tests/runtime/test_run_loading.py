@@ -394,7 +394,9 @@ def test_the_period_is_that_of_a_replica_of_the_first_stage() -> None:
 )
 def test_the_sentence_says_whether_they_suffice(loading_s: float, workers: int, end: str) -> None:
     sentence = LoadingCost(loading_s, 6e-3).sentence(workers)
-    assert sentence.startswith(f"loading takes {format_seconds(loading_s)} a minibatch, and each replica of the first")
+    assert sentence.startswith(
+        f"by the profile, loading takes {format_seconds(loading_s)} a minibatch, and each replica of the first"
+    )
     assert end in sentence
     assert sentence.endswith("a network") == (0 < workers < LoadingCost(loading_s, 6e-3).workers)
     assert LoadingCost(1e-4, 6e-3).sentence(0) == ""

@@ -25,6 +25,7 @@ from pdtool.options.target import Target
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob, StageWork, TiedGroup
 from pdtool.planner.stage_costs import StageEdge
+from pdtool.reports.slowness import slowness_lines
 from pdtool.runtime.config import assign_ranks
 from pdtool.runtime.launch.launcher import launch
 from pdtool.schedule import SCHEDULES, ActionKind
@@ -286,12 +287,33 @@ def test_a_report_says_when_loading_slows_the_run() -> None:
     slow = first.model_copy(update={"data_s": 5e-3})
     slower = second.model_copy(update={"busy_s": 9e-3})
     said = [
-        [line for line in report_view(report.model_copy(update={"stages": stages})) if "loading slows" in str(line)]
+        [line for line in slowness_lines(report.model_copy(update={"stages": stages})) if "loader worker" in line]
         for stages in ((quick, second), (slow, slower), (slow, second), (slow,))
     ]
-    line = "loading slows this run: stage 0 spends 50% of its time on data; more --loader-workers load in the "
     assert said[:2] == [[], []]
-    assert all(str(lines[0]).startswith(line) for lines in said[2:])
+    assert all(
+        "loading: prediction leaves loading out; no loader worker loaded ahead" in lines[0] for lines in said[2:]
+    )
+    unpredicted = report.model_copy(update={"stages": (slow,), "predicted": None})
+    assert next(slowness_lines(unpredicted)).startswith(
+        "loading slows this run: stage 0 spends 50% of its time on data; "
+    )
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "remedy"),
+    [
+        (0, 4, "no loader worker loaded ahead: give --loader-workers 1"),
+        (1, 4, "1 loader worker(s) loaded for each replica: give --loader-workers 2"),
+        (2, 4, "2 loader worker(s) loaded for each replica, and the 4 core(s) are taken: make samples cheaper to load"),
+        (3, None, "3 loader worker(s) loaded for each replica: give --loader-workers 4"),
+    ],
+)
+def test_more_loader_workers_are_proposed_where_there_are_cores_for_them(workers, cores, remedy) -> None:
+    report = samples.report()
+    first = report.stages[0].model_copy(update={"data_s": 5e-3, "replicas": 1})
+    update = {"stages": (first,), "predicted": None, "cores": cores, "local_workers": 2, "loader_workers": workers}
+    assert remedy in next(slowness_lines(report.model_copy(update=update)))
 
 
 def test_a_run_with_slow_samples_says_so(tmp_path: Path) -> None:
@@ -304,7 +326,7 @@ def test_a_run_with_slow_samples_says_so(tmp_path: Path) -> None:
         assert first.data_s > 20e-3, "of 80 ms a minibatch"
         assert second.data_s == 0.0
         assert first.forward_s < first.data_s
-        assert any("loading slows this run" in str(line) for line in report_view(report))
+        assert any("loader worker" in str(line) for line in report_view(report))
 
 
 def test_seeds_differ_in_every_part() -> None:

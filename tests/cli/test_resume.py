@@ -1,0 +1,162 @@
+"""`--resume` goes on with the run's own plan and options; what a command lacks is said before anything runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Folder
+
+from pdtool import Plan, RunState
+from pdtool.artifacts.metrics import UpdateLine, read_metrics
+from pdtool.artifacts.plan import FasterPlan
+from pdtool.cli.terminal import status, telling_what_takes_long
+from pdtool.options.target import Target
+
+OPTIONS = ("--seed", "3", "--steps", "5", "--schedule", "gpipe", "--microbatches", "2", "--set", "lr=0.01")
+
+
+def losses(run: str) -> list[float]:
+    return [line.loss for line in read_metrics(Path(run) / "metrics.jsonl") if isinstance(line, UpdateLine)]
+
+
+@pytest.fixture
+def trainable(road: Folder) -> Folder:
+    """A folder with a plan of a model whose optimizer takes a setting."""
+    text = Path("model.py").read_text()
+    Path("model.py").write_text(
+        re.sub(r"def optimizer\(named_parameters.*?\):", "def optimizer(named_parameters, lr=0.1):", text)
+    )
+    return road
+
+
+def test_resume_alone_trains_what_the_run_was_asked_for(trainable: Folder) -> None:
+    """Half a run, gone on with by nothing but its folder, has the losses of a whole one; so has one begun again."""
+    plan = ("run", "plans/model-2.yaml", *OPTIONS)
+    trainable.pdtool(*plan, "-o", "runs/whole", "--epochs", "2")
+    trainable.pdtool(*plan, "-o", "runs/half", "--epochs", "2")
+    state = RunState.load("runs/half/run.json")
+    assert (state.epochs, state.epochs_done, state.plan_path) == (2, 2, "plans/model-2.yaml")
+    shutil.rmtree("runs/half/checkpoints/epoch-2")
+    said = trainable.pdtool("run", "-o", "runs/half", "--resume").stderr
+    assert "as this run was asked for before: --epochs 2 --seed 3 --steps 5" in said.replace(
+        "--steps 5 --seed 3", "--seed 3 --steps 5"
+    )
+    assert "going on after epoch 1" in said
+    assert losses("runs/half") == losses("runs/whole")
+    shutil.rmtree("runs/half/checkpoints")
+    assert "has no checkpoint yet: its run begins again" in trainable.pdtool("run", "--resume", "runs/half").stderr
+    assert losses("runs/half") == losses("runs/whole")
+
+
+def test_what_is_typed_goes_before_what_the_run_was_asked_for(trainable: Folder) -> None:
+    trainable.pdtool("run", "plans/model-2.yaml", *OPTIONS, "-o", "runs/a")
+    said = trainable.pdtool(
+        "run", "-o", "runs/a", "--resume", "--epochs", "2", "--seed", "0", "--schedule", "1f1b"
+    ).stderr
+    asked = RunState.load("runs/a/run.json").asked
+    assert (asked["seed"], asked["schedule"], asked["steps"], asked["model_settings"]) == (0, "1f1b", 5, ("lr=0.01",))
+    assert "microbatches" not in asked
+    assert "goes on with --seed 0" in said
+
+
+def test_options_that_run_json_cannot_hold_are_refused_by_name(trainable: Folder) -> None:
+    trainable.pdtool("run", "plans/model-2.yaml", "--steps", "3", "-o", "runs/a")
+    state = RunState.load("runs/a/run.json")
+    state.model_copy(update={"asked": {"schedule": "dance", "unknown": 7}}).save("runs/a/run.json")
+    said = trainable.pdtool("run", "-o", "runs/a", "--resume", "--epochs", "2", code=2).stderr
+    assert "--schedule='dance'" in said
+
+
+def test_an_older_run_is_read(trainable: Folder) -> None:
+    """Its epochs_done were those before it began."""
+    state = json.loads(RunState(plan="net", config="1-1", schedule="1f1b", epochs=4, resumed_after=2).dump())
+    older = {key: value for key, value in state.items() if key not in ("plan_path", "resumed_after", "asked", "sha256")}
+    upgraded = RunState.upgraded(older | {"epochs_done": 2}, 1)
+    assert upgraded["resumed_after"] == 2
+
+
+def test_hints_of_a_run_that_missed_its_target_can_be_pasted(trainable: Folder) -> None:
+    said = trainable.pdtool("run", "plans/model-2.yaml", "-o", "runs/a b", "--target", "loss<=0.0", code=6).stderr
+    command = re.search(r"train for more: `pdtool (.*?)`", said)
+    assert command
+    again = trainable.pdtool(*shlex.split(command[1]), code=6).stderr
+    assert "going on after epoch 1 of runs/a b, with 1 epoch(s)" in again
+
+
+@pytest.mark.parametrize("missing", ["loss", "optimizer", "dataset"])
+@pytest.mark.parametrize("command", [("train", "model.py", "--topology", "2"), ("run", "plans/model-2.yaml")])
+def test_what_training_lacks_is_said_before_anything_runs(road: Folder, missing: str, command: tuple[str, ...]) -> None:
+    text = Path("model.py").read_text()
+    Path("model.py").write_text(text.replace(f"def {missing}(", f"def other_{missing}("))
+    said = road.pdtool(*command, code=1).stderr
+    assert f"error: model.py has no function {missing}(); it defines: " in said
+    assert "training on" not in said
+    assert not Path("runs").exists()
+
+
+def test_names_that_no_reader_sees_are_left_to_the_import(road: Folder) -> None:
+    Path("base.py").write_text(Path("model.py").read_text())
+    Path("model.py").write_text("from base import *\n")
+    assert "training on" in road.pdtool("run", "plans/model-2.yaml", "--steps", "2").stderr
+
+
+def test_a_script_is_told_of_init(folder: Folder) -> None:
+    folder.write("train.py", "def main():\n    pass\n")
+    said = folder.pdtool("train", "train.py", "--topology", "2", code=1).stderr
+    assert "train.py has no function model(); it defines: main; pdtool calls functions of this file" in said
+    assert "`pdtool init example`" in said
+    folder.pdtool("init", "example")
+
+
+def test_a_start_that_fails_leaves_no_folder(road: Folder) -> None:
+    """The other machine never comes."""
+    road.pdtool("codegen")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    machines = ("--nnodes", "2", "--rdzv-endpoint", endpoint, "--timeout", "1")
+    road.pdtool("run", "plans/model-2.yaml", "-o", "runs/a", *machines, code=5)
+    assert not Path("runs/a").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "before", "is_doubted"),
+    [("accuracy>=98", 0.1, True), ("accuracy>=0.98", 0.1, False), ("bleu>28", 3.0, False), ("loss<=2", 0.5, False)],
+)
+def test_a_share_above_one_is_doubted(target: str, before: float, is_doubted: bool) -> None:
+    doubt = Target.parse(target).doubt({target.partition(">")[0].partition("<")[0]: before})
+    assert bool(doubt) == is_doubted
+    assert not is_doubted or "give --target 'accuracy>=0.98'" in doubt
+
+
+def test_a_faster_plan_that_was_passed_over_is_named(road: Folder) -> None:
+    plan = Plan.load("plans/model-2.yaml")
+    assert plan.why
+    assert plan.predicted
+    time_s = (plan.predicted.simulated_s or 0) * 0.98
+    faster = FasterPlan(config="1-1-1", begins=("a", "b"), simulated_s=time_s)
+    plan.model_copy(update={"why": plan.why.model_copy(update={"faster": faster})}).save("plans/model-2.yaml")
+    shown = road.pdtool("show", "plans/model-2.yaml").stdout
+    assert "passed over: 1-1-1, whose stages begin at a, b; it takes " in shown
+    assert ", 2.0% less, but has more stages" in shown
+
+
+def test_what_takes_long_is_told_where_no_bar_shows_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pdtool.cli.terminal._TICK_S", 0.05)
+    with telling_what_takes_long(lambda: "codegen"):
+        time.sleep(0.2)
+        with status("generating") as step:
+            step("proving stage 1")
+            time.sleep(0.5)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("codegen: still running, ")
+    assert any(line.startswith("proving stage 1: still running, ") for line in lines)
