@@ -10,22 +10,16 @@ read_digits = cache(mnist_data)  # 5000 images of 28×28, and what each shows
 
 
 def model(hidden=1024):
-    layers, channels = [], 1
-    for out in (16, 32, 64):
-        for inputs in (channels, out):
-            layers += [nn.Conv2d(inputs, out, 3, padding=1), nn.ReLU()]
+    layers = []
+    for inputs, out in ((1, 16), (16, 32), (32, 64)):
+        layers += [nn.Conv2d(inputs, out, 3, padding=1), nn.ReLU(), nn.Conv2d(out, out, 3, padding=1), nn.ReLU()]
         layers.append(nn.MaxPool2d(2))
-        channels = out
     net = nn.Sequential()
     net.features = nn.Sequential(*layers, nn.Flatten())
-    net.classifier = nn.Sequential(
-        nn.Linear(channels * 3 * 3, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 10)
-    )
+    linear = [nn.Linear(64 * 3 * 3, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 10)]
+    net.classifier = nn.Sequential(*linear)
     for parameter in net.parameters():
-        if parameter.dim() > 1:
-            nn.init.kaiming_uniform_(parameter, nonlinearity="relu")
-        else:
-            nn.init.zeros_(parameter)
+        (nn.init.kaiming_uniform_ if parameter.dim() > 1 else nn.init.zeros_)(parameter)
     return net
 
 
