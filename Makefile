@@ -50,7 +50,7 @@ fuzz: $(STAMP) ## try 10,000 damaged and forged artifacts, and 300 through the c
 	PDTOOL_FUZZ_INPUTS=$(or $(INPUTS),10000) PDTOOL_FUZZ_COMMANDS=300 \
 		$(BIN)/python -m pytest -n 2 --timeout 3600 tests/road/test_fuzz.py
 
-demo: $(STAMP) ## plan, prove and train a small VGG on MNIST with two workers, and plan VGG-16 for four servers (a minute)
+demo: $(STAMP) ## plan, prove and train a small VGG on MNIST with two workers, and plan VGG-16 for four servers (half a minute)
 	$(BIN)/python tests/demo.py
 
 demo-network: $(STAMP) ## emulate VGG-16 on four servers with 2.5 Gbit/s, as a pipeline and data-parallel (one minute)

@@ -268,7 +268,7 @@ class SubjectView:
             if not self.run:
                 yield "per minibatch", format_seconds(result.time_per_minibatch_s)
                 yield "samples/s", f"{result.throughput_samples_per_s:,.0f}"
-                yield "× data parallelism", f"{predicted.gain_over_data_parallel:.3g}"
+                yield "times as fast as data parallelism", f"{predicted.gain_over_data_parallel:.3g}"
             yield "schedule", plan.schedule
             yield "minibatch", f"{plan.batch_size}"
             yield "samples per update", f"{self.simulated.comparison.plans[0].samples_per_update:,}"

@@ -195,10 +195,17 @@ def run_python(shell: Shell, page: str, block: str) -> None:
 
 @pytest.mark.slow
 def test_the_readmes_workflow(folder):
-    """README's model.py and README's commands print what README shows."""
-    [model] = [block for kind, block in BLOCK.findall(README) if kind == "python"]
-    folder.write("model.py", model)
+    """README's model file and README's commands print what README shows."""
+    shutil.copy(ROOT / "pdtool/zoo/mnist.py", folder.path)
     prints_what_is_shown(Shell(folder), WORKFLOW)
+
+
+def test_the_readmes_model_is_that_of_the_example_and_of_the_demo():
+    [shown] = [block for kind, block in BLOCK.findall(README) if kind == "python"]
+    _, _, code = (ROOT / "pdtool/zoo/mnist.py").read_text(encoding="utf-8").partition('"""\n\n')
+    assert [line for line in shown.splitlines() if line] == [line for line in code.splitlines() if line]
+    assert "pdtool/zoo/mnist.py" in demo.STEPS[0].command
+    assert Plan.load(ROOT / "plans/mnist-2.yaml").profile == "profiles/mnist.json"
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ _IN_WORDS = {
     "predicted.simulated_s": "time, simulated",
     "predicted.data_parallel_s": "data parallelism's time",
     "predicted.throughput_samples_per_s": "samples/s, predicted",
-    "predicted.gain_over_data_parallel": "× data parallelism",
+    "predicted.gain_over_data_parallel": "times as fast as data parallelism",
     "predicted.samples_per_update": "samples per update",
     "predicted.data_parallel_samples_per_update": "data parallelism's samples per update",
     "predicted.traffic_bytes": "sent per minibatch",

@@ -105,8 +105,8 @@ def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iter
         field="predicted",
         recomputed=recomputed.model_dump(mode="json"),
         words=f"{stored}; as it is now it takes "
-        f"{format_seconds(time_s)} per minibatch ({recomputed.throughput_samples_per_s:.4g} samples/s), {gain} × data "
-        f"parallelism ({workers})",
+        f"{format_seconds(time_s)} per minibatch ({recomputed.throughput_samples_per_s:.4g} samples/s), {gain} times "
+        f"as fast as data parallelism on {workers} worker(s)",
     )
     with suppress(UsageError, NoPlanError):  # what is not searched, or only with what the plan does not say
         if not (found := _found_again(plan, profile)):
