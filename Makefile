@@ -8,6 +8,11 @@ PROFILE ?= --threads 1
 # How `make plans/...` partitions: freely, unless options are given here.
 PARTITION ?=
 
+# The page of `pdtool report` is tried in a browser where there is one.
+CHROMIUM := $(shell which chromium-headless-shell chromium google-chrome 2>/dev/null | head -1)
+COMMA := ,
+EXTRAS := test$(if $(CHROMIUM),$(COMMA)browser)
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Two files of tests at a time, in the order of tests/conftest.py; what a file makes once is made in one process.
@@ -18,7 +23,7 @@ DEMO_NETWORK := profiles/demo-vgg16.json plans/demo-vgg16-4.yaml runs/demo-vgg16
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help venv test test-models check fuzz demo demo-network bench-road bench-planner bench-runtime bench-startup bench-transport bench-long-run reproduce reproduce-quick soak chaos gpu-check examples docs pictures clean
+.PHONY: help venv test test-models check fuzz demo demo-network bench-road bench-planner bench-runtime bench-startup bench-transport bench-long-run reproduce reproduce-quick soak chaos gpu-check browser-check examples docs pictures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,7 +35,7 @@ $(STAMP): setup.cfg pyproject.toml
 	@echo "making $(VENV), which takes about two minutes, and 2 GB: $(TORCH), then what pdtool and its tests need"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
 	@touch $@
 	@echo "the command is $(BIN)/pdtool"
 
@@ -100,6 +105,11 @@ gpu-check: $(STAMP) ## run the tests that need a CUDA device, and measure; witho
 examples: $(STAMP) ## write the checked-in examples again
 	rm -rf profiles/mnist.json plans/mnist-2.yaml plans/mnist-2
 	$(MAKE) plans/mnist-2/bundle.yaml
+
+browser-check: $(STAMP) ## open the pages of `pdtool report` in Chromium, and look for what overlaps or is cut off
+	@test -n "$(CHROMIUM)" || { echo "no Chromium is here: apt-get install chromium"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[browser]'
+	$(BIN)/python -m pytest tests/reports/test_browser.py
 
 docs: $(STAMP) ## build the documentation into build/docs, and its reference of commands from the commands
 	$(BIN)/python tests/cli_reference.py

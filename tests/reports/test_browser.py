@@ -123,5 +123,5 @@ def overlaps(texts: list[tuple[str, float, float, float, float]]) -> list[str]:
 
 
 def test_texts_over_each_other_are_found() -> None:
-    texts = [("a", 0.0, 0.0, 10.0, 10.0), ("b", 12.0, 0.0, 20.0, 10.0), ("c", 8.0, 5.0, 12.5, 15.0)]
+    texts = [("a", 0.0, 0.0, 10.0, 10.0), ("b", 12.0, 0.0, 20.0, 10.0), ("c", 8.0, 5.0, 14.0, 15.0)]
     assert overlaps(texts) == ["'a' lies over 'c'", "'b' lies over 'c'"]

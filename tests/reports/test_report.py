@@ -29,7 +29,7 @@ from pdtool.artifacts.metrics import UpdateLine, ValidationLine
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
-from pdtool.planner.choice.comparison import simulated_for_report
+from pdtool.planner.choice.comparison import SweepPoint, crossings, simulated_for_report
 from pdtool.planner.choice.make_plan import make_plan, under_schedule
 from pdtool.planner.placement import Placement
 from pdtool.planner.search.search import SearchOptions
@@ -43,6 +43,7 @@ from pdtool.reports.picture import FONT_SIZE, AxisScale, Picture, text_width, ti
 from pdtool.reports.sentences import gain_in_words
 from pdtool.reports.slowness import differences, slowness_lines
 from pdtool.reports.timeline_drawing import TimelineGroup, timeline_drawing
+from pdtool.units import format_bits_rate
 
 WIDTHS = (1120, 358)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -182,6 +183,19 @@ def test_charts_are_tidy(digits, width):
             Curve("validation", [(0.0, ys[0])], 1, is_dotted=True),
         ]
         assert_tidy(curve_chart(curves, width, "loss", "updates"))
+
+
+@given(st.sampled_from([400, *WIDTHS]), st.lists(st.sampled_from([0.5, 0.9, 1.2, 3.0]), min_size=2, max_size=9))
+def test_bandwidths_of_equal_gain_are_told_apart_or_together(width, gains):
+    points = [
+        SweepPoint(bandwidth_bytes_per_s=1e8 * 1.3**number, time_per_minibatch_s=1.0, data_parallel_s=gain)
+        for number, gain in enumerate(gains)
+    ]
+    picture = gain_chart(points, width)
+    assert_tidy(picture)
+    labels = [text for text, *_ in text_boxes(parsed(picture)) if text.startswith("equal at")]
+    if len(equal := [format_bits_rate(rate) for rate in crossings(points)]) <= 2:
+        assert labels in ([f"equal at {rate}" for rate in equal], [f"equal at {' and '.join(equal)}"])
 
 
 @given(st.floats(1e-9, 1e9), st.floats(1.001, 1e6), st.integers(2, 12), st.booleans())
