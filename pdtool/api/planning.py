@@ -39,7 +39,7 @@ from pdtool.units import format_bytes, parse_bandwidth, parse_bytes, parse_secon
 
 if TYPE_CHECKING:
     from pdtool.api.staleness import FreshnessFinding
-    from pdtool.planner.choice.comparison import Simulation
+    from pdtool.planner.choice.comparison import SimulatedPlan
     from pdtool.planner.choice.plan_check import Finding
 
 NO_LIMIT = "none"  # what --memory takes besides a size
@@ -104,7 +104,7 @@ def simulate(
     minibatches: int | None = None,
     against: Sequence[str] = ("data-parallel",),
     bandwidths: Sequence[float] = (),
-) -> Simulation:
+) -> SimulatedPlan:
     """Execute a plan on a simulated clock, beside its rivals.
 
     Args:

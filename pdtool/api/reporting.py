@@ -20,7 +20,7 @@ from pdtool.files import check_replaceable, read_text, write_atomically
 from pdtool.reports.page import GENERATOR, Subject, page
 
 if TYPE_CHECKING:
-    from pdtool.planner.choice.comparison import Simulation
+    from pdtool.planner.choice.comparison import SimulatedPlan
 
 _MAX_SUBJECTS = 4
 
@@ -58,7 +58,7 @@ def check_page(names: Sequence[str], path: Path) -> None:
         check_replaceable(path, "a page of pdtool", lambda head: GENERATOR.encode() in head)
 
 
-def page_of(names: Sequence[str], simulations: dict[str, Simulation]) -> tuple[str, list[Subject]]:
+def page_of(names: Sequence[str], simulations: dict[str, SimulatedPlan]) -> tuple[str, list[Subject]]:
     """Return the page of some plans and runs, and what it shows.
 
     Args:

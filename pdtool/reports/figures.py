@@ -14,7 +14,7 @@ from statistics import fmean
 from pdtool.artifacts.chrome_trace import WorkerTrace
 from pdtool.artifacts.metrics import MetricsLine, UpdateLine, ValidationLine
 from pdtool.artifacts.report import Emulation, StageReport
-from pdtool.planner.choice.comparison import THIS_PLAN, ComparedPlan, Simulation, StageShares
+from pdtool.planner.choice.comparison import THIS_PLAN, ComparedPlan, SimulatedPlan, StageShares
 from pdtool.planner.simulator.result import SimulationResult
 from pdtool.reports.chart import Curve
 from pdtool.reports.timeline_drawing import TimelineGroup
@@ -72,7 +72,7 @@ def _time_bar(name: str, seconds_of: Mapping[str, float], time_s: float, longest
     return Bar(name, parts, format_seconds(time_s))
 
 
-def rival_bars(simulated: Simulation) -> list[Bar]:
+def rival_bars(simulated: SimulatedPlan) -> list[Bar]:
     """Samples per second of the plan and its rivals, the fastest first."""
     own = next(plan for plan in simulated.comparison.plans if plan.label == THIS_PLAN)
     rivals = [plan for plan in simulated.comparison.plans if plan is own or not _is_same(plan, own)]

@@ -24,7 +24,7 @@ from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Emulation, Report
 from pdtool.artifacts.run_dir import RunRecord
 from pdtool.errors import PdtoolError, printable
-from pdtool.planner.choice.comparison import Simulation, simulated_for_report
+from pdtool.planner.choice.comparison import SimulatedPlan, simulated_for_report
 from pdtool.reports.chart import curve_chart, gain_chart
 from pdtool.reports.figures import (
     Bar,
@@ -81,7 +81,7 @@ class PageFigure(NamedTuple):
     body: Markup
 
 
-def page(subjects: Sequence[Subject], simulations: dict[str, Simulation]) -> str:
+def page(subjects: Sequence[Subject], simulations: dict[str, SimulatedPlan]) -> str:
     """Return the page as HTML.
 
     Args:
@@ -159,7 +159,7 @@ class SubjectView:
         PdtoolError: a plan cannot be simulated.
     """
 
-    def __init__(self, subject: Subject, simulations: dict[str, Simulation], *, is_repeated: bool) -> None:
+    def __init__(self, subject: Subject, simulations: dict[str, SimulatedPlan], *, is_repeated: bool) -> None:
         self.subject, self.plan, self.profile, self.run = subject, subject.plan, subject.profile, subject.run
         self.emulation, self.report = subject.emulation, subject.run.report if subject.run else None
         self.is_repeated, self.missing = is_repeated, [subject.missing] if subject.missing else []

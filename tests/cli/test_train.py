@@ -183,27 +183,31 @@ def test_a_run_after_others_has_the_losses_of_a_fresh_one(folder, tmp_path_facto
     assert losses["after others"] == losses["fresh"]
 
 
-def test_a_sweep_side_by_side_trains_what_it_trains_in_a_row(folder):
+@pytest.mark.slow
+def test_a_sweep_side_by_side_trains_what_it_trains_in_a_row(folder, tmp_path_factory):
     """Law: commands that are started at once in one folder each train what was asked of them."""
-    folder.write("model.py", NET)
-    widths = (5, 6, 7, 8)
-    command = [
-        sys.executable,
-        "-m",
-        "pdtool",
-        *TRAIN,
-        "--straight",
-        "--batch-size",
-        "8",
-        "--steps",
+    alone = [
+        "train",
+        "model.py",
+        "--topology",
         "1",
+        "--memory",
+        "1GB",
+        "--device",
+        "cpu",
+        "--steps",
+        "2",
         "--epochs",
         "1",
     ]
+
+    def asked(width: int) -> list[str]:
+        return [*alone, "--set", f"width={width}", "-o", f"runs/{width}"]
+
+    folder.write("model.py", NET)
+    widths = range(3, 11)
     started = {
-        width: subprocess.Popen(
-            [*command, "--set", f"width={width}", "-o", f"runs/{width}"], stderr=subprocess.PIPE, text=True
-        )
+        width: subprocess.Popen([sys.executable, "-m", "pdtool", *asked(width)], stderr=subprocess.PIPE, text=True)
         for width in widths
     }
     for width, process in started.items():
@@ -211,8 +215,13 @@ def test_a_sweep_side_by_side_trains_what_it_trains_in_a_row(folder):
         assert process.returncode == 0, errors
         assert Plan.load(f"runs/{width}/plan.yaml").model.settings == {"width": width}
         folder.pdtool("export", f"runs/{width}", "-o", f"{width}.pt")
-        assert torch.load(f"{width}.pt")["first.weight"].shape == (width, 4)
-        assert RunDir(Path(f"runs/{width}")).stages.is_dir(), "its own stage files"
+    with chdir(tmp_path_factory.mktemp("in a row")):
+        Path("model.py").write_text(NET)
+        for width in widths:
+            folder.pdtool(*asked(width))
+            folder.pdtool("export", f"runs/{width}", "-o", f"{width}.pt")
+            trained, expected = torch.load(folder.path / f"{width}.pt"), torch.load(f"{width}.pt")
+            assert all(torch.equal(trained[name], tensor) for name, tensor in expected.items())
 
 
 def test_another_operator_makes_a_new_profile_and_another_learning_rate_does_not(road, runs):

@@ -64,7 +64,7 @@ HOMES = {
     "jinja2": {"reports"},
     "markupsafe": {"reports"},  # of jinja2
     "pydantic": {"artifacts"},
-    "networkx": {"graph"},
+    "networkx": {"graph", "profiler"},
     "numpy": {"frontend", "planner", "runtime"},
     "torch": {"frontend", "profiler", "generator", "runtime", "emulator", "zoo"},
     "sympy": {"frontend", "generator"},  # a dependency of torch, whose sizes are its expressions

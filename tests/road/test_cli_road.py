@@ -51,7 +51,8 @@ def test_profile_to_export(road):
     assert result.stderr.count("going on after epoch 1 of runs/model-2, with 1 epoch(s) to train\n") == 1
     assert not (road.path / "runs/model-2.2").exists(), "a resumed run goes on in its own folder"
     shutil.rmtree(road.path / "runs/model-2/checkpoints/epoch-2")
-    told = road.pdtool("run", "--resume", "runs/model-2").stderr
+    told = road.pdtool("run", "--resume", "runs/model-2", code=6).stderr
+    assert "as this run was asked for before: --epochs 2 --target accuracy=1.5" in told
     assert "going on after epoch 1 of runs/model-2, with 1 epoch(s) to train" in told, "what it was asked for"
     errors = road.pdtool("run", "--resume", "runs/model-2", code=2).stderr
     assert "has its 2 epoch(s) already; give more --epochs" in errors
@@ -62,7 +63,7 @@ def test_another_seed_and_other_steps_on_resuming_are_told(road):
     road.pdtool("run", "--steps", "2", "--seed", "3", "-o", "runs/x")
     resumed = ["run", "--steps", "2", "--resume", "-o", "runs/x"]
     assert "goes on with --seed" not in road.pdtool(*resumed, "--seed", "3", "--epochs", "2").stderr
-    result = road.pdtool(*resumed, "--epochs", "3", "--steps", "3")
+    result = road.pdtool(*resumed, "--epochs", "3", "--steps", "3", "--seed", "0")
     assert "was trained with --seed 3, and goes on with --seed 0" in result.stderr
     assert "2 epoch(s) of 2, 1 epoch(s) of 3 minibatches of 8" in result.stderr
     assert "resumed after epoch 2: what was measured is of the epochs since" in road.pdtool("show", "runs/x").stdout
@@ -82,7 +83,9 @@ def test_other_samples_per_update_on_resuming_are_told_and_the_remedy_gives_the_
     assert "for 8 as before, partition with --global-batch-size 8" in told
     road.pdtool("run", "plans/model-2.yaml", "--steps", "6", "--update-every", "2", "-o", "runs/z")
     resumed = ["run", "plans/model-2.yaml", "--steps", "6", "--resume", "runs/z", "--epochs", "2"]
-    assert "averages 8 samples, and averaged 16 until now" in (told := road.pdtool(*resumed, "-o", "runs/w").stderr)
+    assert "averages 8 samples, and averaged 16 until now" in (
+        told := road.pdtool(*resumed, "--update-every", "1", "-o", "runs/w").stderr
+    )
     assert "for 16 as before, give --update-every 2" in told
     told = road.pdtool(*resumed, "--update-every", "2").stderr
     assert "an update averages" not in told

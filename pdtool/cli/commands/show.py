@@ -18,7 +18,7 @@ from pdtool.errors import PdtoolError, UsageError, with_article
 if TYPE_CHECKING:
     from pdtool.artifacts.artifact import Artifact
     from pdtool.cli.table import Lines
-    from pdtool.planner.choice.comparison import Simulation
+    from pdtool.planner.choice.comparison import SimulatedPlan
     from pdtool.reports.page import Subject
 
 _WATCH_S = 2.0  # between two looks at a run
@@ -72,7 +72,7 @@ def report(what: tuple[str, ...], output: str | None, watch: bool) -> None:
         _watch(names, path, subjects)
 
 
-def _write(names: tuple[str, ...], path: Path, simulations: dict[str, Simulation]) -> list[Subject]:
+def _write(names: tuple[str, ...], path: Path, simulations: dict[str, SimulatedPlan]) -> list[Subject]:
     """Write the page to `path` or stdout; simulations are taken from `simulations`, and new ones put there."""
     from pdtool.api.reporting import page_of
     from pdtool.files import write_atomically
@@ -93,7 +93,7 @@ def _watch(names: tuple[str, ...], path: Path, subjects: list[Subject]) -> None:
     """
     from pdtool.reports.page import is_unfinished
 
-    simulations: dict[str, Simulation] = {}
+    simulations: dict[str, SimulatedPlan] = {}
     while any(map(is_unfinished, subjects)):
         time.sleep(_WATCH_S)
         try:

@@ -202,7 +202,7 @@ class StageShares:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulation:
+class SimulatedPlan:
     """What simulations say of a plan.
 
     Attributes:
@@ -232,7 +232,7 @@ def simulated(
     minibatches: int | None = None,
     against: Sequence[str] = (),
     bandwidths: Sequence[float] = (),
-) -> Simulation:
+) -> SimulatedPlan:
     """Simulate a plan as its workers would run it, its rivals, and both over bandwidths.
 
     Args:
@@ -251,7 +251,7 @@ def simulated(
     job = SimulationJob.of(placement, profile, cluster, minibatches)
     result = simulate(job)
     steady = simulate(SimulationJob.of(placement, profile, cluster)) if minibatches else result
-    return Simulation(
+    return SimulatedPlan(
         schedule=name,
         shape=job.shape,
         result=result,
@@ -260,7 +260,7 @@ def simulated(
     )
 
 
-def simulated_for_report(plan: Plan, profile: Profile) -> Simulation:
+def simulated_for_report(plan: Plan, profile: Profile) -> SimulatedPlan:
     """Simulate a plan, the baselines, and the plan at bandwidths around its own, as far as that takes seconds.
 
     Raises:
