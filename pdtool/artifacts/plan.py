@@ -42,8 +42,8 @@ else:
 
 MAX_IN_FLIGHT = 10_000  # a schedule is a list: a typing error must not fill the memory
 _MAX_MINIBATCHES_TIMES_STAGES = 250_000  # data parallelism on MAX_WORKERS has 200,001
-# The fields that the predictions do not depend on: names, and the predictions themselves.
 ONE_WORKER = "one worker"  # the rival that everybody has
+# The fields that the predictions do not depend on: names, and the predictions themselves.
 _NOT_PREDICTED_FROM = {"format", "tool_version", "sha256", "name", "model", "profile", "asked", "predicted", "why"}
 _EARLIER_CERTIFICATE = {"lower_bound_s": "bound_s", "gap": "gap", "proof": "proof"}  # fields of Why, once
 CostModelName = Literal["ours", "pipedream", "pipedream-free"]
