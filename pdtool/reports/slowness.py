@@ -17,6 +17,7 @@ _MUCH_SLOWER = 1.25  # times what was profiled: a stage that computes longer tha
 _BUSY = 0.7  # of its predicted share: where no stage computes as large a share of the time, messages set the pace
 _SLOWER = 1.1  # times what was predicted: what the terminal explains
 _MUCH_LOADING = 0.1  # of the first stage's time: then it is said that loading slows a run
+_SMALL_MESSAGES_BYTES = 64_000  # a minibatch; for so few the bandwidth of a link matters little
 _LARGE_SHARE = 0.1  # of the whole difference, which the terminal names
 
 
@@ -105,14 +106,18 @@ def _waiting_cause(report: Report, predicted: Predicted) -> str:
     if depth < 2 or any(stage.time_s - stage.wait_s > busy_s for stage in report.stages):
         return "another stage, or the link to it, is slower"
     seen = ""
-    if measured_s and all(
-        stage.replicas == 1 for stage in report.stages
-    ):  # no gradients that replicas average are among the bytes
+    if measured_s and all(stage.replicas == 1 for stage in report.stages):  # no averaged gradients among the bytes
         over = [0]
         for stage in report.stages[:-1]:  # it sends back as many bytes as came to it, and the rest on
             over.append(max(0, stage.sent_bytes - over[-1]))
         border = max(range(1, len(over)), key=over.__getitem__)
         size, rate = format_bytes(over[border]), format_bits_rate(over[border] / measured_s)
+        if over[border] < _SMALL_MESSAGES_BYTES:
+            return (
+                f"no stage computes all the time: a message takes some time however small it is, and those between "
+                f"stages {border - 1} and {border} have {size} a minibatch; `pdtool profile` with a larger "
+                f"--batch-size makes them fewer and larger"
+            )
         seen = f"; {size} a minibatch each way between stages {border - 1} and {border} went at {rate}"
     return (
         f"no stage computes all the time, so messages set the pace{seen}. Measure what the links carry with "
