@@ -23,7 +23,7 @@ DEMO_NETWORK := profiles/demo-vgg16.json plans/demo-vgg16-4.yaml runs/demo-vgg16
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help venv test test-models check fuzz demo demo-network bench-road bench-planner bench-runtime bench-startup bench-transport bench-long-run reproduce reproduce-quick soak chaos gpu-check browser-check examples docs pictures clean
+.PHONY: help venv test test-models check fuzz demo demo-network bench-road bench-planner bench-runtime bench-startup bench-transport bench-memory bench-long-run reproduce reproduce-quick soak chaos gpu-check browser-check examples docs pictures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,6 +88,9 @@ bench-startup: $(STAMP) ## measure the memory of each worker of a GPT of 1.5 bil
 
 bench-transport: $(STAMP) ## measure the cost of a message between two workers
 	PYTHONPATH=. $(BIN)/python tests/bench/bench_transport.py
+
+bench-memory: $(STAMP) ## compare predicted and measured memory of five models in four plans each (ten minutes)
+	$(BIN)/python tests/bench/bench_memory.py
 
 bench-long-run: $(STAMP) ## measure whether a run of 20,000 updates slows down (three minutes)
 	$(BIN)/python tests/bench/bench_long_run.py

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -34,6 +34,15 @@ class Level:
     size: Count
     bandwidth_bytes_per_s: Rate
     latency_s: Seconds = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Bytes/s of a stream: what a link of this level is shaped to."""
+        return self.bandwidth_bytes_per_s
+
+    def slower(self, factor: float) -> Level:
+        """Return a level whose links take `factor` times as long for each byte."""
+        return replace(self, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s / factor)
 
     def time_s(self, size_bytes: Any, messages: Any = 1) -> Any:
         """Return the seconds that a link takes; numbers or arrays.
@@ -84,7 +93,7 @@ class Cluster:
         """Return the slowest link crossed inside the contiguous workers [first, end); None for a single worker."""
         slowest = None
         for level, below in zip(self.levels, self.below, strict=True):
-            slower = slowest is None or level.bandwidth_bytes_per_s < slowest.bandwidth_bytes_per_s
+            slower = slowest is None or level.rate < slowest.rate
             if slower and first // below != (end - 1) // below:
                 slowest = level
         return slowest

@@ -193,7 +193,7 @@ class Checkpoint:
         try:
             manifest = CheckpointManifest.load(path)
         except ArtifactError as error:
-            reason = error.what.removeprefix(f"{path}: ")
+            reason = ": ".join(filter(None, (error.field, error.fault)))
             raise ArtifactError(path, f"is damaged ({reason})", self.remedy()) from error
         if self.epoch not in (None, manifest.epoch):
             what = f"is of epoch {manifest.epoch}, and stands in a folder of another epoch"

@@ -144,8 +144,7 @@ def check_minibatches(plan: Plan, profile: Profile, minibatches: int | None) -> 
 def scaled_cluster(cluster: Cluster, scaling: Scaling) -> Cluster:
     """Return the cluster with the bandwidths that the pretend links get."""
     factor = scaling.scale * scaling.slowdown
-    levels = (replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s / factor) for level in cluster.levels)
-    return replace(cluster, levels=tuple(levels))
+    return replace(cluster, levels=tuple(level.slower(factor) for level in cluster.levels))
 
 
 def minibatches_to_steady_state(plan: Plan, profile: Profile, slowdown: float = 1.0) -> int:

@@ -207,8 +207,7 @@ class PlanSearch:
         Args:
             slower: search as if links were so many times slower, for plans that send less.
         """
-        levels = [replace(v, bandwidth_bytes_per_s=v.bandwidth_bytes_per_s / slower) for v in self.cluster.levels]
-        slow_cluster = replace(self.cluster, levels=tuple(levels))
+        slow_cluster = replace(self.cluster, levels=tuple(level.slower(slower) for level in self.cluster.levels))
         for layout in self.layouts:
             search = self.search_layout(replace(layout, cluster=slow_cluster), execution, bound_s).coarser
             if search.fastest.time_per_minibatch_s >= bound_s:
