@@ -18,7 +18,7 @@ from pdtool.errors import UsageError
 from pdtool.units import format_bits_rate, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from pdtool.planner.choice.comparison import ComparedPlan, Comparison, SweepPoint
+    from pdtool.planner.choice.comparison import Comparison, SweepPoint
     from pdtool.planner.simulator.result import SimulationResult
 
 _RIVALS = (
@@ -324,7 +324,9 @@ def comparison_view(comparison: Comparison) -> Lines:
     plan_row = next(row for row in comparison.plans if row.label == THIS_PLAN)
     rows = []
     for row in comparison.plans:
-        speed, gain = f"{row.throughput_samples_per_s:.4g}", _gain(plan_row, row)
+        speed, gain = f"{row.throughput_samples_per_s:.4g}", ""
+        if row is not plan_row and plan_row.time_per_minibatch_s:
+            gain = f"{row.time_per_minibatch_s / plan_row.time_per_minibatch_s:.3g} ×"
         memory = format_bytes(row.memory_bytes) + ("" if row.fits else ": does not fit")
         sent = format_bytes(row.sent_bytes)
         config = row.config if len(row.config) <= 20 else f"{row.config[:8]}…{row.config[-8:]}"
@@ -336,13 +338,6 @@ def comparison_view(comparison: Comparison) -> Lines:
         "sent: by all workers for one minibatch"
     )
     yield from comparison.left_out
-
-
-def _gain(plan: ComparedPlan, other: ComparedPlan) -> str:
-    """Return by how much the plan is faster than another."""
-    if other is plan or not plan.time_per_minibatch_s:
-        return ""
-    return f"{other.time_per_minibatch_s / plan.time_per_minibatch_s:.3g} ×"
 
 
 def sweep_view(points: Sequence[SweepPoint]) -> Lines:

@@ -300,8 +300,7 @@ def emulation_view(emulation: Emulation) -> Lines:
     if emulation.target:
         yield from _target_lines(emulation)
     if any(_is_crowded(emulation, plan) for plan in emulation.plans):
-        workers = max(plan.workers for plan in emulation.plans)
-        yield _crowded(workers, emulation.cores)
+        yield _crowded(max(plan.workers for plan in emulation.plans), emulation.cores)
 
 
 def _scalings(emulation: Emulation) -> Lines:

@@ -105,9 +105,8 @@ def _waiting_cause(report: Report, predicted: Predicted) -> str:
     if depth < 2 or any(stage.time_s - stage.wait_s > busy_s for stage in report.stages):
         return "another stage, or the link to it, is slower"
     seen = ""
-    if measured_s and all(
-        stage.replicas == 1 for stage in report.stages
-    ):  # no gradients that replicas average are among the bytes
+    is_averaging = any(stage.replicas > 1 for stage in report.stages)  # then gradients are among the bytes
+    if measured_s and not is_averaging:
         over = [0]
         for stage in report.stages[:-1]:  # it sends back as many bytes as came to it, and the rest on
             over.append(max(0, stage.sent_bytes - over[-1]))

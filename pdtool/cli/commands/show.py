@@ -132,14 +132,10 @@ def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
     if as_json:
         print_json(artifact)
     else:
-        terminal.show(*_view(artifact, _folder_of(file)), err=False)
+        folder = None if file == "-" else Path(file) if Path(file).is_dir() else Path(file).parent
+        terminal.show(*_view(artifact, folder), err=False)
     if fault:
         raise fault
-
-
-def _folder_of(file: str) -> Path | None:
-    """The folder that an artifact stands in; None for stdin."""
-    return None if file == "-" else Path(file) if Path(file).is_dir() else Path(file).parent
 
 
 def _view(artifact: Artifact, folder: Path | None) -> Lines:
