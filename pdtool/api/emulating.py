@@ -110,7 +110,12 @@ def emulated(plan: Plan | Path | str, output: str | None, asked: EmulateOptions)
     """
     inputs = Inputs.load(plan, asked.model) if asked.compute == "real" else None
     chosen, profile = (inputs.plan, inputs.profile) if inputs else planned(plan)
-    cluster, folder = chosen.cluster, _folder(output, Path("runs") / f"{chosen.name}-emulated")
+    if output == "-":
+        raise UsageError("-o -: an emulation writes a folder, which is not for stdout", "name a folder")
+    folder = Path(output) if output else new_folder(Path("runs") / f"{chosen.name}-emulated")
+    if RunDir(folder).emulation_file.exists():
+        raise UsageError(f"{folder} holds an emulation already", "name another folder with -o")
+    cluster = chosen.cluster
     others = _others(chosen, rival_plans(profile, cluster, chosen, asked.against))
     plans = {name: without_latency(other, profile) for name, other in {"this plan": chosen, **others}.items()}
     for each in plans.values():
@@ -126,16 +131,6 @@ def emulated(plan: Plan | Path | str, output: str | None, asked: EmulateOptions)
     emulation = assemble_emulation(plans, reports, scalings, asked)
     emulation.save(RunDir(folder).emulation_file)
     return emulation, folder
-
-
-def _folder(output: str | None, default: Path) -> Path:
-    """Return the folder that is asked for, else a new one; raises UsageError when it holds an emulation."""
-    if output == "-":
-        raise UsageError("-o -: an emulation writes a folder, which is not for stdout", "name a folder")
-    folder = Path(output) if output else new_folder(default)
-    if RunDir(folder).emulation_file.exists():
-        raise UsageError(f"{folder} holds an emulation already", "name another folder with -o")
-    return folder
 
 
 def _others(chosen: Plan, rivals: Mapping[str, Plan]) -> dict[str, Plan]:

@@ -177,8 +177,7 @@ def of_profile_as_it_is(plan: Plan, profile: Profile, path: str) -> Plan:
 
 def was_made_from(plan: Plan, profile: Profile) -> bool:
     """Whether `profile` has the content that the plan was made from; a plan that records none fits any."""
-    recorded = plan.digests.get(plan.profile) or plan.digests.get("-")
-    return recorded in (None, profile.content_sha256)
+    return (plan.digests.get(plan.profile) or plan.digests.get("-")) in (None, profile.content_sha256)
 
 
 def path_of_profile(profile: Profile, path: str) -> str:

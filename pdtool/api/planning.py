@@ -239,8 +239,13 @@ def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) ->
         memory_bytes: int | None = parse_bytes(given)
     else:
         memory_bytes = cluster.memory_bytes or _profiled_bytes(cluster, profile)
-    if memory_bytes is not None and profile.reserved_bytes:
-        memory_bytes = _less_reserve(memory_bytes, profile.reserved_bytes)
+    if memory_bytes is not None and profile.reserved_bytes:  # which no tensor gets
+        whole, reserved = format_bytes(memory_bytes), format_bytes(profile.reserved_bytes)
+        purpose = "CUDA's context, communicators and workspaces"
+        memory_bytes -= profile.reserved_bytes
+        if memory_bytes <= 0:
+            raise UsageError(f"{whole} of memory, of which {reserved} are for {purpose}", "give the memory of a device")
+        note(f"of {whole} of memory {reserved} are left for {purpose}")
     return replace(cluster, memory_bytes=memory_bytes)
 
 
@@ -262,13 +267,3 @@ def _profiled_bytes(cluster: Cluster, profile: Profile) -> int | None:
     of_all = f", the machine's {format_bytes(device.memory_bytes)} shared by {sharing}" if sharing > 1 else ""
     note(f"no --memory given: planning for {format_bytes(share_bytes)} a worker{of_all} {remedy}")
     return share_bytes
-
-
-def _less_reserve(memory_bytes: int, reserved_bytes: int) -> int:
-    """Subtract what no tensor gets; raises UsageError where nothing is left."""
-    whole, reserved = format_bytes(memory_bytes), format_bytes(reserved_bytes)
-    purpose = "CUDA's context, communicators and workspaces"
-    if memory_bytes <= reserved_bytes:
-        raise UsageError(f"{whole} of memory, of which {reserved} are for {purpose}", "give the memory of a device")
-    note(f"of {whole} of memory {reserved} are left for {purpose}")
-    return memory_bytes - reserved_bytes

@@ -107,7 +107,9 @@ def profiled(model: str, output: str | None, asked: ProfileOptions) -> tuple[Pro
     if spec:
         note(f"the times below are estimated for {result.device.name}; nothing was run or measured")
         note(f"source: {spec.source}")
-        result = _with_digests(result, device, asked.calibrate)
+        paths = (path for path in (device, asked.calibrate) if path and path != "-" and Path(path).is_file())
+        made_from = result.digests | {path: file_sha256(path) for path in paths}
+        result = result.model_copy(update={"digests": made_from})
     return result.model_copy(update={"asked": asked}), target
 
 
@@ -148,9 +150,3 @@ def _with_loading(result: Profile, file: ModelFile) -> Profile:
     except ModelError as error:
         note(f"what loading costs was not measured: {error.what}")
         return result
-
-
-def _with_digests(result: Profile, *paths: str | None) -> Profile:
-    """Record the files that an estimate was made from besides the model's."""
-    files = [path for path in paths if path and path != "-" and Path(path).is_file()]
-    return result.model_copy(update={"digests": {**result.digests, **{path: file_sha256(path) for path in files}}})

@@ -6,7 +6,6 @@ import os
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdtool.api.console import note
@@ -14,7 +13,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.run_dir import Checkpoint, RunDir
 from pdtool.errors import ArtifactError, UsageError
 from pdtool.options.declaration import Option, declared
-from pdtool.options.run_options import SAME_FOLDER, RunOptions
+from pdtool.options.run_options import RunOptions
 
 if TYPE_CHECKING:
     from pdtool.runtime.config import RunConfig
@@ -41,7 +40,9 @@ def as_asked(plan: str | None, asked: RunOptions, given: Collection[str]) -> tup
     Raises:
         UsageError: an option that run.json records is none of today's values.
     """
-    folder = _resumed_folder(asked)
+    folder = asked.resumed
+    if folder and Checkpoint(folder).is_complete:
+        folder = folder.parent.parent
     state = RunDir(folder).state() if folder else None
     if folder is None or state is None:
         return plan, asked
@@ -82,14 +83,6 @@ def _typed(option: Option, value: Any) -> str:
 def _lasting_options() -> dict[str, Option]:
     """Return the options that a run keeps when it is resumed: all but where it runs, and what only its user can say."""
     return {name: each for name, each in declared(RunOptions).items() if each.in_file and each.section != "Machines"}
-
-
-def _resumed_folder(asked: RunOptions) -> Path | None:
-    """Return the folder of the run that is resumed; None where there is none, or none is named."""
-    folder = asked.resume
-    if folder == SAME_FOLDER:
-        folder = Path(asked.output) if asked.output else None
-    return folder.parent.parent if folder and Checkpoint(folder).is_complete else folder
 
 
 def plan_resumed(config: RunConfig) -> Plan | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from pdtool.api.inputs import bundle_folder, find_model, was_made_from
 from pdtool.artifacts.bundle import Bundle
@@ -81,7 +80,13 @@ def _bundle_findings(path: str, plan: Plan, traced: Traced | None) -> Iterator[F
         yield FreshnessFinding("bundle", False, f"{folder}/ was made of a model with other operators", remedy)
     else:
         yield FreshnessFinding("bundle", True, f"{folder}/ was made from {path} as it is")
-    yield _stage_files(bundle, folder, remedy)
+    try:
+        bundle.check_files(folder)
+    except StaleError as error:
+        yield FreshnessFinding("stage files", False, error.what, remedy)
+    else:
+        names = ", ".join(stage.file for stage in bundle.stages)
+        yield FreshnessFinding("stage files", True, f"{names} are as codegen wrote them")
 
 
 def why_model_differs(profile: Profile, path: str) -> str:
@@ -121,12 +126,3 @@ def profile_findings(profile: Profile, path: str, source: str, traced: Traced) -
     if changed and is_fresh:
         words = f"{source} has changed since it was profiled: its loss and its optimizer may cost something else"
         yield FreshnessFinding("source", None, f"{words}, and the plan keeps the HINTS that it was made with")
-
-
-def _stage_files(bundle: Bundle, folder: Path, remedy: str) -> FreshnessFinding:
-    try:
-        bundle.check_files(folder)
-    except StaleError as error:
-        return FreshnessFinding("stage files", False, error.what, remedy)
-    names = ", ".join(stage.file for stage in bundle.stages)
-    return FreshnessFinding("stage files", True, f"{names} are as codegen wrote them")

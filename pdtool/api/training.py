@@ -36,7 +36,7 @@ from pdtool.files import file_sha256
 from pdtool.host import usable_cores
 from pdtool.machines import is_first_worker, is_worker
 from pdtool.options.declaration import common_fields, declared, read_options
-from pdtool.options.run_options import SAME_FOLDER, RunOptions, WorkerOptions
+from pdtool.options.run_options import RunOptions, WorkerOptions
 
 if TYPE_CHECKING:
     from pdtool.runtime.config import RunConfig
@@ -153,8 +153,7 @@ def to_train(
     own, asked = as_asked(path, asked, given)
     if is_first_worker(os.environ):
         note_options(before, asked)
-    chosen = plan if isinstance(plan, Plan) else candidate("plan", own)
-    inputs = Inputs.load(chosen, asked.model)
+    inputs = Inputs.load(plan if isinstance(plan, Plan) else candidate("plan", own), asked.model)
     check_trainable(find_source(inputs.model.source), inputs.model.function)
     inputs = with_settings(inputs, asked.model_settings)
     return inputs, rescheduled(inputs, asked), asked
@@ -190,7 +189,9 @@ def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:
     if bundle:
         _prove_update_again(inputs, bundle)
         return bundle
-    _refuse_edited_files(folder)
+    if edited := _edited_files(folder):  # what someone wrote is not overwritten unasked
+        remedy = "run with --trust to train it as it is, or `pdtool codegen` to write it again"
+        raise StaleError(edited[0], "was changed since codegen wrote it", remedy)
     if is_worker(os.environ):
         raise StaleError(folder, "holds no bundle of this plan", "run `pdtool codegen` before torchrun or srun")
     note(f"{folder}/ is missing, or was made from something else: generating it")
@@ -214,13 +215,6 @@ def _prove_update_again(inputs: Inputs, bundle: Bundle) -> None:
             prove_update(inputs.model_file(), bundle)
 
 
-def _refuse_edited_files(folder: Path) -> None:
-    """Raise StaleError when a stage file was edited: what someone wrote is not overwritten unasked."""
-    if edited := _edited_files(folder):
-        remedy = "run with --trust to train it as it is, or `pdtool codegen` to write it again"
-        raise StaleError(edited[0], "was changed since codegen wrote it", remedy)
-
-
 def _edited_files(folder: Path) -> list[Path]:
     """Return the stage files that are not as codegen wrote them."""
     try:
@@ -236,14 +230,16 @@ def _config(inputs: Inputs, bundle: Bundle, asked: RunOptions) -> RunConfig:
 
     stages = inputs.plan.stage_nodes(inputs.profile)
     check = partial(check_stage_files, inputs.plan, stages, bundle, inputs.folder)
-    out, resume = _folders(inputs, asked.output, asked.resume)
+    output, resume = asked.output, asked.resumed
+    if output is None and (resume is None or not RunDir(resume).checkpoints_folder.is_dir()):
+        output = str(new_folder(Path("runs") / inputs.folder.name))
     config = RunConfig(
         plan=inputs.plan,
         bundle=bundle,
         bundle_dir=inputs.folder,
         model=inputs.model,
         trusted=inputs.trusted,
-        out=out,
+        out=Path(output or str(resume)),
         threads_given=asked.threads is not None,
         machines=asked.machines,
         check_stage_files=None if asked.trust else check,
@@ -264,13 +260,11 @@ def check_run(asked: RunOptions, workers: int) -> None:
         UsageError: it has no folder, or another run's, or nothing to resume; or a machine has no share of the workers.
     """
     asked.machines.node_workers(workers)
-    output, resume = asked.output, asked.resume
+    output, resume = asked.output, asked.resumed
     if output == "-":
         raise UsageError("-o -: a run writes a folder, which is not for stdout", "name a folder")
-    if resume == SAME_FOLDER:
-        if output is None:
-            raise UsageError("--resume names no run", "give its folder: --resume runs/NAME, or -o runs/NAME --resume")
-        resume = Path(output)
+    if asked.resume and resume is None:
+        raise UsageError("--resume names no run", "give its folder: --resume runs/NAME, or -o runs/NAME --resume")
     if resume is not None:
         RunDir(resume).latest_checkpoint()
     is_one_by_one = asked.nnodes > 1 or is_worker(os.environ)
@@ -289,15 +283,6 @@ def _with_loader_workers(config: RunConfig, loading_s: float | None, asked: int 
     if cost and is_first_worker(os.environ) and (sentence := cost.sentence(workers)):
         note(sentence)
     return replace(config, loader_workers=workers)
-
-
-def _folders(inputs: Inputs, output: str | None, resume: Path | None) -> tuple[Path, Path | None]:
-    """Return the run's folder and the one to resume from; with one of them given, the other is the same."""
-    if resume == SAME_FOLDER:
-        resume = Path(str(output))
-    if output is None and (resume is None or not RunDir(resume).checkpoints_folder.is_dir()):
-        output = str(new_folder(Path("runs") / inputs.folder.name))
-    return Path(output or str(resume)), resume
 
 
 def new_folder(path: Path) -> Path:
@@ -357,20 +342,20 @@ def _warn_about_predictions(config: RunConfig, profile: Profile) -> None:
     """Say it when the run computes in another way than the profile says that it was measured or estimated."""
     from pdtool.frontend.compute_mode import default_device
 
+    def warn(what: str, remedy: str) -> None:
+        note(f"warning: {what}: its predictions do not hold; {remedy}")
+
     device = default_device() if config.device == "auto" else config.device
     if (device == "cpu") != profile.is_measured_on_cpu:
-        what = f"the plan is for {profile.device.name}, the run computes on {device}"
-        note(f"warning: {what}: its predictions do not hold; profile with --device {device}")
+        warn(f"the plan is for {profile.device.name}, the run computes on {device}", f"profile with --device {device}")
     profiled = "fp32" if profile.precision in (None, "tf32") else profile.precision
     if config.precision != profiled:
-        remedy = f"profile with --precision {config.precision}"
         what = f"the plan is for {profiled}, the run computes in {config.precision}"
-        note(f"warning: {what}: its predictions do not hold; {remedy}")
+        warn(what, f"profile with --precision {config.precision}")
     elif profiled == "bf16" and profile.device.kind == "estimated":
         note("warning: the plan was estimated for bf16 weights, the run keeps them in fp32: it needs more memory")
     if config.compiled and not profile.compiled:
-        what = "the plan is for operators one by one, torch.compile fuses them"
-        note(f"warning: {what}: its predictions do not hold; profile with --compile")
+        warn("the plan is for operators one by one, torch.compile fuses them", "profile with --compile")
     elif profile.compiled and not config.compiled:
         what = "the plan is for stages that go through torch.compile, which the run does not do"
-        note(f"warning: {what}: its predictions do not hold; run with --compile, or profile without")
+        warn(what, "run with --compile, or profile without")

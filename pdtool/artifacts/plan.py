@@ -7,9 +7,9 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, GetPydanticSchema, SerializerFunctionWrapHandler, model_serializer
 
 from pdtool.artifacts.artifact import STRICT, FrozenModel, ModelRef, YamlArtifact
 from pdtool.artifacts.cluster import Cluster, check_levels
@@ -29,16 +29,15 @@ from pdtool.schedule import (
     schedule_names,
 )
 
-if TYPE_CHECKING:
-    ScheduleName = str
-    AskedScheduleName = str
-    StrategyName = str
-    WeightPolicyName = str
-else:
-    ScheduleName = Literal[tuple(SCHEDULES)]
-    AskedScheduleName = Literal[(*SCHEDULES, "auto")]
-    StrategyName = Literal[tuple(STRATEGIES)]
-    WeightPolicyName = Literal[tuple(WEIGHT_POLICIES)]
+
+def _one_of(*names: str) -> GetPydanticSchema:
+    return GetPydanticSchema(lambda source, handler: handler(Literal[names]))
+
+
+ScheduleName = Annotated[str, _one_of(*SCHEDULES)]
+AskedScheduleName = Annotated[str, _one_of(*SCHEDULES, "auto")]
+StrategyName = Annotated[str, _one_of(*STRATEGIES)]
+WeightPolicyName = Annotated[str, _one_of(*WEIGHT_POLICIES)]
 
 MAX_IN_FLIGHT = 10_000  # a schedule is a list: a typing error must not fill the memory
 _MAX_MINIBATCHES_TIMES_STAGES = 250_000  # data parallelism on MAX_WORKERS has 200,001

@@ -18,7 +18,7 @@ from pdtool.errors import UsageError
 from pdtool.units import format_bits_rate, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from pdtool.planner.choice.comparison import ComparedPlan, Comparison, SweepPoint
+    from pdtool.planner.choice.comparison import Comparison, SweepPoint
     from pdtool.planner.simulator.result import SimulationResult
 
 _RIVALS = (
@@ -217,7 +217,7 @@ def worker_table(plan: Plan, nnodes: int) -> Table:
 
 def profile_table(profile: Profile, *, largest: int | None = None) -> Table:
     """List the operators, or only the `largest` by time, with the totals."""
-    ranked = sorted(profile.nodes, key=_total_s, reverse=True)
+    ranked = sorted(profile.nodes, key=lambda node: -(node.forward_s + node.backward_s + node.update_s))
     shown = ranked[:largest] if largest else profile.nodes
     rows = [[node.name, node.op, *_costs([node]), format_bytes(node.output_bytes)] for node in shown]
     if len(shown) < len(profile.nodes):
@@ -236,10 +236,6 @@ def profile_table(profile: Profile, *, largest: int | None = None) -> Table:
         title += f"\nloading {format_seconds(profile.loading_s)} a minibatch"
     columns = ("operator", "kind", "forward", "backward", "update", "parameters", "output")
     return Table(columns, rows, names=2, title=title, drop=("output", "kind", "update", "parameters"))
-
-
-def _total_s(node: Node) -> float:
-    return node.forward_s + node.backward_s + node.update_s
 
 
 def _costs(nodes: Collection[Node]) -> list[str]:
@@ -328,10 +324,13 @@ def comparison_view(comparison: Comparison) -> Lines:
     plan_row = next(row for row in comparison.plans if row.label == THIS_PLAN)
     rows = []
     for row in comparison.plans:
-        speed, gain = f"{row.throughput_samples_per_s:.4g}", _gain(plan_row, row)
+        speed, gain = f"{row.throughput_samples_per_s:.4g}", ""
+        if row is not plan_row and plan_row.time_per_minibatch_s:
+            gain = f"{row.time_per_minibatch_s / plan_row.time_per_minibatch_s:.3g} ×"
         memory = format_bytes(row.memory_bytes) + ("" if row.fits else ": does not fit")
         sent = format_bytes(row.sent_bytes)
-        rows.append([row.label, _shortened(row.config), speed, gain, row.samples_per_update, memory, sent])
+        config = row.config if len(row.config) <= 20 else f"{row.config[:8]}…{row.config[-8:]}"
+        rows.append([row.label, config, speed, gain, row.samples_per_update, memory, sent])
     columns = ("in steady state", "plan", "samples/s", "gain", "per update", "most memory", "sent")
     yield Table(columns, rows, names=2, drop=("sent", "samples/s", "per update"))
     yield (
@@ -339,17 +338,6 @@ def comparison_view(comparison: Comparison) -> Lines:
         "sent: by all workers for one minibatch"
     )
     yield from comparison.left_out
-
-
-def _gain(plan: ComparedPlan, other: ComparedPlan) -> str:
-    """Return by how much the plan is faster than another."""
-    if other is plan or not plan.time_per_minibatch_s:
-        return ""
-    return f"{other.time_per_minibatch_s / plan.time_per_minibatch_s:.3g} ×"
-
-
-def _shortened(config: str) -> str:
-    return config if len(config) <= 20 else f"{config[:8]}…{config[-8:]}"
 
 
 def sweep_view(points: Sequence[SweepPoint]) -> Lines:

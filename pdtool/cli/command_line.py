@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from pdtool.api.console import Listener, OnEvent, OnProgress, OnStep, install
+from pdtool.api.console import Listener, OnEvent, install
 from pdtool.cli.click_options import CommandOption, prefer_typed
 from pdtool.cli.terminal import Verbosity, note, progress, status
 from pdtool.options.declaration import SECTIONS
@@ -69,26 +69,16 @@ def keep_interrupts() -> None:
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        number = _signal_of(unraisable.exc_value)
-        if number is None:
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
             before(unraisable)
             return
-        timer = threading.Timer(_LATER_S, _send_to_main_thread, (number,))
+        number = int(getattr(unraisable.exc_value, "number", signal.SIGINT))  # that of a run has one
+        # To the thread that handles it, also where it waits.
+        timer = threading.Timer(_LATER_S, signal.pthread_kill, (threading.main_thread().ident, number))
         timer.daemon = True
         timer.start()
 
     sys.unraisablehook = hook
-
-
-def _send_to_main_thread(number: int) -> None:
-    """Send a signal to the thread that handles it, also where it waits."""
-    if main := threading.main_thread().ident:
-        signal.pthread_kill(main, number)
-
-
-def _signal_of(error: BaseException | None) -> int | None:
-    """Return the signal that an exception stands for, that of a run too; None for any other."""
-    return int(getattr(error, "number", signal.SIGINT)) if isinstance(error, KeyboardInterrupt) else None
 
 
 def verbosity_options() -> Sequence[click.Option]:
@@ -127,14 +117,7 @@ def _print_log() -> None:
 class Terminal(Listener):
     """Shows what the functions of the API say as commands do: with bars on a terminal, with lines elsewhere."""
 
-    def note(self, text: str) -> None:
-        note(text)
-
-    def progress(self, label: str) -> AbstractContextManager[OnProgress]:
-        return progress(label)
-
-    def status(self, label: str) -> AbstractContextManager[OnStep]:
-        return status(label)
+    note, progress, status = staticmethod(note), staticmethod(progress), staticmethod(status)
 
     def training(self, out: Path, epochs: int, log_every: int | None) -> AbstractContextManager[OnEvent]:
         from pdtool.cli.run_view import training_progress

@@ -54,8 +54,7 @@ class ProjectDefaults:
             if own is None:
                 raise ArtifactError(path, "has no [tool.pdtool]", "add it, or name another file with --config")
             content = own
-        tables = {name: _table(path, name, values, commands) for name, values in content.items()}
-        return cls(path, tables)
+        return cls(path, {name: _table(path, name, values, commands) for name, values in content.items()})
 
     def sentence(self, command: click.Command, error: str) -> str:
         """Say which options of a command, of those that an error names, the file gives; "" for none."""

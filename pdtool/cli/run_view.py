@@ -115,10 +115,6 @@ class _Training:
         per_update_s = (update.time - first_s) / (update.step - first)
         return f"{clock(per_update_s * max(0, self.total - update.step))} left"
 
-    def is_epoch_over(self, update: UpdateLine) -> bool:
-        """Whether this was the last update of its epoch."""
-        return bool(self.updates) and update.step == update.epoch * (self.updates or 0)
-
     def validation_line(self, validation: ValidationLine) -> str:
         """Write a validation as `epoch 3/10: training loss 0.1301, validation loss 0.1234, accuracy 0.9810`."""
         loss = self.end_epoch()
@@ -186,7 +182,7 @@ class _TrainingBar:
             return
         self._bar.start()  # with the first update: workers that start print their warnings where a bar would be
         training.add(line)
-        over = training.is_epoch_over(line)
+        over = line.step == line.epoch * (training.updates or 0)
         if not over and line.time - self._moved_s < _BAR_S:
             return
         self._moved_s = line.time
@@ -304,8 +300,7 @@ def emulation_view(emulation: Emulation) -> Lines:
     if emulation.target:
         yield from _target_lines(emulation)
     if any(_is_crowded(emulation, plan) for plan in emulation.plans):
-        workers = max(plan.workers for plan in emulation.plans)
-        yield _crowded(workers, emulation.cores)
+        yield _crowded(max(plan.workers for plan in emulation.plans), emulation.cores)
 
 
 def _scalings(emulation: Emulation) -> Lines:

@@ -77,8 +77,7 @@ class Table:
 
     def _tells_rows_apart(self, column: str) -> bool:
         """Whether a column says something else of one row than of another."""
-        index = self._columns.index(column)
-        return len({row[index] for row in self._cells}) > 1
+        return len({row[self._columns.index(column)] for row in self._cells}) > 1
 
     def _needed(self, index: int, broken_to: int | None) -> int:
         """Return the characters that a column needs; of words, where they are broken to lines of `broken_to`."""

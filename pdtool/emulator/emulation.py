@@ -86,8 +86,7 @@ def scaling_warnings(plan: Plan, profile: Profile, scaling: Scaling) -> Iterator
     time_s = scaling.slowdown * _time_per_minibatch_s(plan)
     if time_s < _SHORTEST_MINIBATCH_S:
         yield f"a minibatch takes {format_seconds(time_s)}, beside which the workers' own 2 to 4 ms count"
-    load = _core_s(plan, profile) / scaling.scale / time_s
-    if load > (os.cpu_count() or 1):
+    if _core_s(plan, profile) / scaling.scale / time_s > (os.cpu_count() or 1):
         yield "what is sent and updated keeps the cores busy"
 
 

@@ -11,7 +11,6 @@ name on the machine: the kernel removes a namespace with its processes. Latency 
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import shutil
 import socket
@@ -69,10 +68,7 @@ def enter_own_network() -> None:
 
 def _unshare(flags: int) -> int:
     """Return 0, or the error's number."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "unshare"):
-        return errno.ENOSYS
-    return ctypes.get_errno() if libc.unshare(flags) else 0
+    return ctypes.get_errno() if ctypes.CDLL(None, use_errno=True).unshare(flags) else 0
 
 
 def check_tools() -> None:

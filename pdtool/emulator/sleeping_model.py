@@ -124,34 +124,6 @@ class SleepingSegment(nn.Module):
         return computed
 
 
-class SleepingStage(nn.Sequential):
-    """A stage of segments, which a generated file gives.
-
-    Attributes:
-        SEGMENTS: name -> segment, in order.
-        SENDS: floats of each tensor that it sends, and whether a gradient comes back; empty for the last stage.
-    """
-
-    SEGMENTS: ClassVar[Mapping[str, Segment]] = {}
-    SENDS: ClassVar[Sequence[tuple[int, bool]]] = ()
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, segment in self.SEGMENTS.items():
-            self.add_module(name, SleepingSegment(segment))
-
-    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Take what other stages sent; return the tensors for other stages, or the model's output, [1, 1]."""
-        token: Tensor = super().forward(_Receive.apply(*inputs))  # type: ignore[no-untyped-call]
-        if not self.SENDS:
-            return token
-        sent: tuple[Tensor, ...] = tuple(
-            _Send.apply(token if gradient else token.detach(), floats)  # type: ignore[no-untyped-call]
-            for floats, gradient in self.SENDS
-        )
-        return sent[0] if len(sent) == 1 else sent
-
-
 class SleepingModel(nn.Sequential):
     """All segments of a model; a shared parameter is the same tensor in each segment that has it.
 
@@ -167,6 +139,32 @@ class SleepingModel(nn.Sequential):
             for shared in segment.shared:
                 module.register_parameter(shared, first.setdefault(shared, module.get_parameter(shared)))
             self.add_module(name, module)
+
+
+class SleepingStage(SleepingModel):
+    """A stage of segments, which a generated file gives.
+
+    Attributes:
+        SEGMENTS: name -> segment, in order.
+        SENDS: floats of each tensor that it sends, and whether a gradient comes back; empty for the last stage.
+    """
+
+    SEGMENTS: ClassVar[Mapping[str, Segment]] = {}
+    SENDS: ClassVar[Sequence[tuple[int, bool]]] = ()
+
+    def __init__(self) -> None:
+        super().__init__(self.SEGMENTS)
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Take what other stages sent; return the tensors for other stages, or the model's output, [1, 1]."""
+        token: Tensor = super().forward(_Receive.apply(*inputs))  # type: ignore[no-untyped-call]
+        if not self.SENDS:
+            return token
+        sent: tuple[Tensor, ...] = tuple(
+            _Send.apply(token if gradient else token.detach(), floats)  # type: ignore[no-untyped-call]
+            for floats, gradient in self.SENDS
+        )
+        return sent[0] if len(sent) == 1 else sent
 
 
 class SleepingSGD(torch.optim.Optimizer):
@@ -222,8 +220,7 @@ def write_sleeping_model(
     Returns:
         the same plan, with a minibatch of one sample, and the bundle.
     """
-    stages = plan.stage_nodes(profile)
-    segments = _segments(profile, stages, scaling)
+    segments = _segments(profile, plan.stage_nodes(profile), scaling)
     title = f"Sleeps in place of {plan.name} ({plan.config}): bytes / {scaling.scale:g}, times x {scaling.slowdown:g}"
     every = {name: segment for stage in segments for name, segment in stage.items()}
     valid = max(stage.replicas for stage in plan.stages)

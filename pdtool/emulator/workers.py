@@ -134,22 +134,17 @@ def _run_workers(pretend: PretendCluster, config: RunConfig) -> None:
         for assignment in assignments:
             pid = workers.start(assignment.rank, _worker_main, pretend, config, assignment, os.getpid())
             links.callback(pretend.remove_worker, pid)
-        for assignment in assignments:
-            _connect(pretend, assignment, workers)
+        for assignment in assignments:  # linked once it is in its own namespace
+            process, pipe = workers.processes[assignment.rank], workers.pipes[assignment.rank]
+            what = f"{assignment} did not start within {_START_TIMEOUT_S} s"
+            late = WorkerDiedError(what, "see whether the machine is overloaded")
+            _receive(pipe, process, _START_TIMEOUT_S, late, f"{assignment} ended with {{}} as it started")
+            pretend.add_worker(assignment.worker, process.pid or 0)
         for pipe in workers.pipes.values():  # all links are there: worker 0 answers
             pipe.send(None)
         reports, exit_codes = wait_for_workers(workers, config.out)
     if len(reports) < len(assignments):
         raise diagnose(config, assignments, exit_codes)
-
-
-def _connect(pretend: PretendCluster, assignment: RankAssignment, workers: WorkerProcesses) -> None:
-    """Link a worker once it is in its own namespace; raises PdtoolError."""
-    process, pipe = workers.processes[assignment.rank], workers.pipes[assignment.rank]
-    what = f"{assignment} did not start within {_START_TIMEOUT_S} s"
-    late = WorkerDiedError(what, "see whether the machine is overloaded")
-    _receive(pipe, process, _START_TIMEOUT_S, late, f"{assignment} ended with {{}} as it started")
-    pretend.add_worker(assignment.worker, process.pid or 0)
 
 
 def _worker_main(

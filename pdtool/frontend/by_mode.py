@@ -119,7 +119,8 @@ class _Merger:
         modules = [op.module for sequence in sequences for op in sequence]
         if not modules:
             return
-        gap = self._new_gap(_common_module(modules))
+        parts = zip(*(module.split(".") for module in modules), strict=False)
+        gap = self._new_gap(".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, parts)))
         for mode, sequence in enumerate(sequences):
             for op in sequence:
                 self.gaps[mode, op.name] = gap
@@ -160,7 +161,7 @@ class _Merger:
         if homes == [None, None] and value == evaluated:
             return value
         latest = self.entries[max(at, evaluated_at)]
-        gap = latest if isinstance(latest, _Gap) else self._new_gap(_common_module([latest.module]))
+        gap = latest if isinstance(latest, _Gap) else self._new_gap(latest.module)
         return gap.result(self._seen(TRAINING, a, gap), self._seen(EVALUATION, b, gap))
 
     def _merged_output(self) -> Any:
@@ -238,9 +239,3 @@ def _is_same(a: Any, b: Any) -> bool:
     if isinstance(a, Value) and isinstance(b, Value):
         return (a.operator, a.index) == (b.operator, b.index)
     return type(a) is type(b) and bool(a == b or a != a)  # NaN equals itself here
-
-
-def _common_module(modules: Sequence[str]) -> str:
-    """The path of the innermost module that all of these are, or are in."""
-    parts = zip(*(module.split(".") for module in modules), strict=False)
-    return ".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, parts))

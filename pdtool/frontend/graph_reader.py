@@ -200,9 +200,6 @@ class GraphReader:
         arguments = [self._values.argument(a) for a in taken]
         body = getattr(self._program.graph_module, str(node.args[body_index].target))  # type: ignore[union-attr]
         body_nodes = list(body.graph.nodes)
-        if not no_grad:
-            lines = (location(n) for n in body_nodes if n.op == "call_function")
-            self._autocast_off.append(next(filter(None, lines), module_path(node) or "the model"))
         if no_grad:
             if any(_written(n.target) for n in body_nodes):  # maybe a parameter into a buffer
                 arguments = [
@@ -212,6 +209,9 @@ class GraphReader:
                     for v, n in zip(arguments, taken, strict=True)
                 ]
             arguments = [self._builder.detached(v) for v in arguments]
+        else:
+            lines = (location(n) for n in body_nodes if n.op == "call_function")
+            self._autocast_off.append(next(filter(None, lines), module_path(node) or "the model"))
         for placeholder, argument in zip((n for n in body_nodes if n.op == "placeholder"), arguments, strict=True):
             self._values[placeholder] = argument
         for body_node in body_nodes:

@@ -169,10 +169,10 @@ def _recorded(model: nn.Module, paths: Collection[str], minibatch: ModelInputs) 
         register_containers(result)
         if versions != [t._version for t in inputs] or not all(map(_is_same, inputs, before)):  # by `.data`
             what = f"{path} writes into its input in place"
-            raise TraceError(what, "let it work on a copy", module=_parent(path))
+            raise TraceError(what, "let it work on a copy", module=path.rpartition(".")[0])
         if others := [o for o in pytree.tree_leaves(result) if o is not None and not isinstance(o, Tensor)]:
             what = f"{path} returns {type(others[0]).__name__} {others[0]!r:.80}, which is no tensor"
-            raise TraceError(what, "let it return tensors", module=_parent(path))
+            raise TraceError(what, "let it return tensors", module=path.rpartition(".")[0])
         structure, outputs = _indexed(result)
         recorded.append(
             RecordedCall(
@@ -274,7 +274,3 @@ def _collect_containers(value: Any, depth: int, found: dict[int, Any]) -> None:
 
 def _is_in(path: str, parents: Collection[str]) -> bool:
     return any(path == parent or path.startswith(f"{parent}.") for parent in parents)
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]

@@ -30,7 +30,7 @@ from pdtool.artifacts.metrics import RESERVED_METRICS
 from pdtool.errors import FieldError, ModelError, StaleError, describe_error, suggestion
 from pdtool.files import file_sha256
 from pdtool.frontend.model_io import LEAVES, ModelInputs
-from pdtool.frontend.model_rules import Hints, TrainingOptions, check_optimizer, takes_total
+from pdtool.frontend.model_rules import Hints, TrainingOptions, optimizer_fault, takes_total
 from pdtool.frontend.random_numbers import seed_generators
 from pdtool.frontend.user_code import (
     check_local,
@@ -320,10 +320,9 @@ class TrainingFunctions(UserFile):
     def optimizer(self, named_parameters: NamedParameters) -> Optimizer:
         """Make the user's optimizer over all parameters of the model, under their original names."""
         returned = self.call_once("optimizer", named_parameters, **self.settings_of("optimizer"))
-        try:
-            return check_optimizer(returned)
-        except FieldError as fault:
-            raise self.error_in("optimizer", f"{fault.field} {fault}") from fault
+        if fault := optimizer_fault(returned):
+            raise self.error_in("optimizer", f"optimizer() {fault}")
+        return returned  # type: ignore[no-any-return]
 
     def scheduler(self, optimizer: Optimizer, total_steps: int) -> LRScheduler | None:
         """Make the user's learning-rate schedule; None without one.

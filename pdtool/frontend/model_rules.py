@@ -103,31 +103,28 @@ class TrainingOptions:
         return cls(None if norm is None else float(norm), str(step), drop_last)
 
 
-def check_optimizer(returned: object) -> Optimizer:
-    """Return what optimizer() returned; raises FieldError, whose text says why it cannot be used and what can."""
+def optimizer_fault(returned: object) -> str:
+    """Say why what optimizer() returned cannot be used, and what can; "" where it can."""
     if isinstance(returned, (list, tuple, dict)):
-        raise FieldError(
-            "optimizer()",
+        return (
             f"returned {len(returned)} values in a {type(returned).__name__}, but an update is one step of one "
             "optimizer, so that models which several optimizers train in turn (GANs) cannot be pipelined; "
-            "return one optimizer, with a parameter group for each learning rate or weight decay",
+            "return one optimizer, with a parameter group for each learning rate or weight decay"
         )
     if not isinstance(returned, Optimizer):
-        raise FieldError("optimizer()", f"returned {type(returned).__name__}, not an Optimizer; return one")
+        return f"returned {type(returned).__name__}, not an Optimizer; return one"
     if isinstance(returned, SparseAdam):
-        raise FieldError(
-            "optimizer()",
+        return (
             "returned SparseAdam, which takes sparse gradients only, but stages compute dense ones, also where an "
-            "Embedding has sparse=True; use Adam or SGD",
+            "Embedding has sparse=True; use Adam or SGD"
         )
     closure = inspect.signature(type(returned).step).parameters.get("closure")
     if closure and closure.default is inspect.Parameter.empty:
-        raise FieldError(
-            "optimizer()",
+        return (
             f"returned {type(returned).__name__}, whose step needs a closure that computes the loss again, which a "
-            "pipeline computes once for each update; use one without a closure, such as SGD or AdamW",
+            "pipeline computes once for each update; use one without a closure, such as SGD or AdamW"
         )
-    return returned
+    return ""
 
 
 def check_gradient(loss: Tensor, output: Any) -> None:

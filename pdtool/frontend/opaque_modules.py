@@ -77,8 +77,10 @@ def fixed_sizes(model: nn.Module) -> Iterator[list[FixedSize]]:
             guards: list[Any] = node.shape_env.guards if node.shape_env else []
             before = len(guards)
             result = guard(node, file, line)
-            if len(guards) > before:
-                found.extend(_callers(paths))
+            for frame, _ in walk_stack(sys._getframe(1)) if len(guards) > before else ():
+                if (path := _path(frame, paths)) is not None:  # the innermost module that is running
+                    found.append(FixedSize(path, line_of(frame)))
+                    break
             return result
 
         return noted
@@ -102,14 +104,6 @@ def _paths(model: nn.Module) -> dict[int, str]:
 def _path(frame: FrameType, paths: Mapping[int, str]) -> str | None:
     """The path of the module whose method a frame runs."""
     return paths.get(id(getattr(frame.f_locals.get("self"), "__dict__", None)))
-
-
-def _callers(paths: Mapping[int, str]) -> list[FixedSize]:
-    """What the innermost module that is running does now; nothing outside of modules."""
-    for frame, _ in walk_stack(sys._getframe(2)):
-        if (path := _path(frame, paths)) is not None:
-            return [FixedSize(path, line_of(frame))]
-    return []
 
 
 @contextmanager

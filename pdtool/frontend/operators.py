@@ -249,8 +249,7 @@ def storage_address(tensor: Tensor) -> int:
 
 def have_one_storage(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors lie in one storage."""
-    is_strided = a.layout is b.layout is torch.strided
-    return is_strided and storage_address(a) == storage_address(b)
+    return a.layout is b.layout is torch.strided and storage_address(a) == storage_address(b)
 
 
 def shared_memory(state: Mapping[str, Tensor]) -> list[list[str]]:

@@ -30,9 +30,8 @@ from pdtool.errors import FieldError, ModelError, UsageError, describe_error
 from pdtool.frontend.user_modules import begin_import, module_name, undoing_imports
 
 _ZOO = Path(__file__).parent.parent / "zoo"
-_BINDS_UNSEEN = re.compile(
-    r"import\s*\*|\b(global|globals|exec|eval|setattr|vars|__dict__)\b"
-)  # names, where no reader sees
+# What binds names where no reader sees.
+_BINDS_UNSEEN = re.compile(r"import\s*\*|\b(global|globals|exec|eval|setattr|vars|__dict__)\b")
 _TRAINED_WITH = ("dataset", "loss", "optimizer")
 
 
@@ -96,33 +95,29 @@ def import_source(source: str, path: Path) -> ModuleType:
     Args:
         path: absolute, for the file may change the current folder.
     """
-    with defaults_kept(f"{path.name}: importing it", may_set_dtype=True):
-        return _imported(source, path)
-
-
-def _imported(source: str, path: Path) -> ModuleType:
     is_module = not source.endswith(".py") and "/" not in source
     sys.path.insert(0, str(Path.cwd() if is_module else path.resolve().parent))
     sys.argv = [str(path)]
     name = "" if is_module else module_name(path)
     begin_import(path, path.resolve().parents[source.count(".") if is_module else 0], name)
-    try:
-        if is_module:
-            return importlib.import_module(source)
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec
-        assert spec.loader
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # pickling and dataclasses look the module up by name
-        spec.loader.exec_module(module)
-        return module
-    except SyntaxError as error:
-        file = Path(error.filename or source)  # the model's own, or one that it imports
-        name = source if file.resolve() == path.resolve() else file.name
-        line = f":{error.lineno}" if error.lineno else ""
-        raise ModelError(f"{name}{line}: {error.msg}") from error
-    except Exception as error:
-        raise error_at(path, error, "importing it") from error
+    with defaults_kept(f"{path.name}: importing it", may_set_dtype=True):
+        try:
+            if is_module:
+                return importlib.import_module(source)
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec
+            assert spec.loader
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # pickling and dataclasses look the module up by name
+            spec.loader.exec_module(module)
+            return module
+        except SyntaxError as error:
+            file = Path(error.filename or source)  # the model's own, or one that it imports
+            name = source if file.resolve() == path.resolve() else file.name
+            line = f":{error.lineno}" if error.lineno else ""
+            raise ModelError(f"{name}{line}: {error.msg}") from error
+        except Exception as error:
+            raise error_at(path, error, "importing it") from error
 
 
 @contextmanager
@@ -130,12 +125,7 @@ def undoing_user_changes() -> Iterator[None]:
     """Undo at the end what the user's code, and its import, changed of this process: the current folder, the dtype that
     torch makes tensors of, and what undoing_imports says."""
     dtype = torch.get_default_dtype()
-    with (
-        chdir("."),
-        undoing_imports(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):  # the caller may be in another
+    with chdir("."), undoing_imports(), torch.inference_mode(False), torch.enable_grad():  # or what the caller is in
         try:
             yield
         finally:

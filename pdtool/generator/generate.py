@@ -116,13 +116,12 @@ def _written(
     wiring.check_outputs()
     writers = [StageWriter(wiring, s, plan.name) for s in range(len(stages))]
     texts = {f"stage_{writer.stage}.py": writer.text() for writer in writers}
-    inputs = [wiring.names[op.outputs[0]] for op in traced.operators if op.is_input]
     bundle = Bundle(
         name=plan.name,
         digests={**plan.digests, "plan": plan.plan_sha256},
         batch_size=plan.batch_size,
         proof=proof,
-        inputs=tuple(inputs),
+        inputs=tuple(wiring.names[op.outputs[0]] for op in traced.operators if op.is_input),
         arguments=traced.arguments,
         autocast_off=traced.autocast_off,
         stages=tuple(

@@ -511,8 +511,7 @@ def _fingerprint(value: Any, depth: int) -> object:
     if isinstance(value, nn.Module) or depth == 0:
         return id(value)
     if isinstance(value, Mapping):
-        items = [(repr(key), _fingerprint(item, depth - 1)) for key, item in value.items()]
-        return id(value), tuple(items)
+        return id(value), tuple((repr(key), _fingerprint(item, depth - 1)) for key, item in value.items())
     if isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
         return id(value), tuple(_fingerprint(item, depth - 1) for item in value)
     if hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):

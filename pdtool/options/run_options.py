@@ -192,3 +192,10 @@ class RunOptions(WorkerOptions, LaunchOptions):
         Count(unset="10 seconds"),
         "Updates between two lines where stderr is no terminal, which shows a bar.",
     )
+
+    @property
+    def resumed(self) -> Path | None:
+        """The folder to go on from; None where there is none, or none is named."""
+        if self.resume != SAME_FOLDER:
+            return self.resume
+        return Path(self.output) if self.output else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import count, groupby, pairwise, takewhile
 
 from pdtool.artifacts.plan import Plan
-from pdtool.artifacts.profile import Node, Profile
+from pdtool.artifacts.profile import Profile
 from pdtool.errors import printable
 from pdtool.graph import Graph
 from pdtool.reports.picture import Picture, fitted, stage_class
@@ -413,7 +413,9 @@ def _blocks(profile: Profile, stage_of: dict[str, int], groups: Sequence[_Group]
     for i, names in enumerate(merged):
         inputs = {number[source] for name in names for source in profile.graph.inputs[name]} - {i}
         more = f" +{len(names) - 1}" if len(names) > 1 else ""
-        costliest = max((profile.by_name[name] for name in names), key=_cost)
+        # With parameters before without: a convolution names its block, not the ReLU after it.
+        nodes = [profile.by_name[name] for name in names]
+        costliest = max(nodes, key=lambda node: (node.parameter_bytes > 0, node.forward_s + node.backward_s))
         path = ".".join(_common_path(profile.graph, names))
         of_module = {name for name in profile.graph.members.get(path, ()) if stage_of[name] == stage_of[names[0]]}
         is_module = len(names) > 1 and 0 < len(of_module) == len(of_module.intersection(names))
@@ -436,11 +438,6 @@ def _common_path(graph: Graph, names: Sequence[str]) -> tuple[str, ...]:
     first, last = (pick(_path(graph, name) for name in names) for pick in (min, max))
     same = takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
     return tuple(part for part, _ in same)
-
-
-def _cost(node: Node) -> tuple[bool, float]:
-    """What has parameters comes before what has none: a convolution names its block, not the ReLU after it."""
-    return node.parameter_bytes > 0, node.forward_s + node.backward_s
 
 
 def _seconds(profile: Profile, names: Collection[str]) -> float:

@@ -93,16 +93,19 @@ def page(subjects: Sequence[Subject], simulations: dict[str, SimulatedPlan]) -> 
     digests = [subject.digest for subject in subjects]
     views = [SubjectView(s, simulations, is_repeated=s.digest in digests[:i]) for i, s in enumerate(subjects)]
     figures = [figure for figures_of in FIGURES for figure in figures_of(views)]
-    template = _environment().get_template("page.html.j2")
-    return template.render(
-        generator=Markup(GENERATOR),
-        refresh_s=REFRESH_S if any(map(is_unfinished, subjects)) else 0,
-        title=printable(" and ".join(view.title for view in views)),
-        views=views,
-        figures=figures,
-        drawing_css=Markup(stylesheet()),
-        version=__version__,
-        made=time.strftime("%Y-%m-%d %H:%M:%S"),
+    return (
+        _environment()
+        .get_template("page.html.j2")
+        .render(
+            generator=Markup(GENERATOR),
+            refresh_s=REFRESH_S if any(map(is_unfinished, subjects)) else 0,
+            title=printable(" and ".join(view.title for view in views)),
+            views=views,
+            figures=figures,
+            drawing_css=Markup(stylesheet()),
+            version=__version__,
+            made=time.strftime("%Y-%m-%d %H:%M:%S"),
+        )
     )
 
 

@@ -60,8 +60,7 @@ def timeline_drawing(groups: Sequence[TimelineGroup], width: float, title: str =
     share of its time in which a worker computes, once the pipeline is full.
     """
     picture = Picture(width, title or "; ".join(group.title for group in groups))
-    is_narrow = width < _NARROW
-    left, right = (52, 38) if is_narrow else (122, 52)
+    left, right = (52, 38) if width < _NARROW else (122, 52)
     length_s = max((group.end_s - group.start_s for group in groups), default=0.0) or 1.0
     scale = AxisScale(0.0, length_s, left, width - right)
     kinds = {event.kind for group in groups for row in group.rows for event in row.events}
@@ -113,8 +112,7 @@ def _shown(rows: Sequence[WorkerTrace]) -> list[WorkerTrace]:
 
 def _row(picture: Picture, group: TimelineGroup, row: WorkerTrace, scale: AxisScale, y: float, end_x: float) -> None:
     """Draw one worker; what lies outside the group's time is cut off."""
-    is_narrow = picture.width < _NARROW
-    label = f"s{row.stage} w{row.worker}" if is_narrow else f"worker {row.worker}"
+    label = f"s{row.stage} w{row.worker}" if picture.width < _NARROW else f"worker {row.worker}"
     picture.text(scale.start - 11, y + 13, label, "soft small", anchor="end")
     picture.box(scale.start, y, end_x - scale.start, _BOX, "rail", radius=2)
     for event in row.events:

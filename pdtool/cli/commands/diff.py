@@ -79,7 +79,7 @@ def diff(ctx: click.Context, first: str, second: str, exit_code: bool, as_json: 
         raise UsageError(
             f"{first} is {with_article(a.KIND)} and {second} {with_article(b.KIND)}", "name two artifacts of one kind"
         )
-    found, moved = differences(a, b), _moved(a, b, first, second)
+    found, moved = differences(a, b), _moved(a, b, first)
     is_same = not found and not moved
     if as_json:
         data = {"kind": a.KIND, "a": first, "b": second, "is_same": is_same}
@@ -110,24 +110,18 @@ def _config(artifact: Artifact) -> str:
     return f": {artifact.config} on {artifact.cluster.topology}, schedule {artifact.schedule}"
 
 
-def _moved(a: Artifact, b: Artifact, first: str, second: str) -> list[MovedOperators]:
-    """The operators that are in another stage, where both are plans."""
+def _moved(a: Artifact, b: Artifact, first: str) -> list[MovedOperators]:
+    """The operators that are in another stage, where both are plans; the first stands in `first`."""
+    from pdtool.api.inputs import profile_of, was_made_from
     from pdtool.artifacts.plan import Plan
 
     if not isinstance(a, Plan) or not isinstance(b, Plan):
         return []
-    return moved_operators(a, b, _common_profile(a, b, first, second))
-
-
-def _common_profile(a: Plan, b: Plan, first: str, second: str) -> Profile | None:
-    """The profile that both plans were made from; None where it is not one, or cannot be read."""
-    from pdtool.api.inputs import profile_of, was_made_from
-
     try:
         profile = profile_of(a, first)
     except ArtifactError:
-        return None
-    return profile if was_made_from(b, profile) else None
+        return moved_operators(a, b, None)
+    return moved_operators(a, b, profile if was_made_from(b, profile) else None)
 
 
 def _view(found: list[FieldDifference], moved: list[MovedOperators]) -> Lines:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import click
-from click.core import ParameterSource
 
 from pdtool.cli import click_options as options
 from pdtool.cli.command_line import command
@@ -32,7 +29,11 @@ def emulate(plan: str | None, output: str | None, asked: EmulateOptions, as_json
     from pdtool.api.inputs import candidate
     from pdtool.cli.run_view import emulation_view
 
-    _refuse_options_of_training(asked.compute)
+    typed = options.typed(click.get_current_context())
+    for name in ("model", "seed"):
+        if asked.compute == "sleep" and name in typed:
+            what = f"--{name}: workers that sleep train no model"
+            raise UsageError(what, f"add --compute real, or leave --{name} out")
     check_emulation(asked)
     emulation, folder = emulated(candidate("plan", plan), output, asked)
     if as_json:
@@ -43,13 +44,3 @@ def emulate(plan: str | None, output: str | None, asked: EmulateOptions, as_json
         epochs = max(each.epochs for each in emulation.plans)
         what = f"target {emulation.target} was not reached by {' and '.join(missed)} in {epochs} epochs"
         raise TargetMissedError(what, "give more --epochs")
-
-
-def _refuse_options_of_training(compute: Literal["sleep", "real"]) -> None:
-    """Raise UsageError for options that workers which sleep would not look at."""
-    source = click.get_current_context().get_parameter_source
-    for name in ("model", "seed"):
-        if compute == "sleep" and source(name) is ParameterSource.COMMANDLINE:
-            raise UsageError(
-                f"--{name}: workers that sleep train no model", f"add --compute real, or leave --{name} out"
-            )

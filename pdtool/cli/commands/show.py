@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -131,48 +132,28 @@ def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
     if as_json:
         print_json(artifact)
     else:
-        terminal.show(*_view(artifact, _folder_of(file)), err=False)
+        folder = None if file == "-" else Path(file) if Path(file).is_dir() else Path(file).parent
+        terminal.show(*_view(artifact, folder), err=False)
     if fault:
         raise fault
 
 
-def _folder_of(file: str) -> Path | None:
-    """The folder that an artifact stands in; None for stdin."""
-    return None if file == "-" else Path(file) if Path(file).is_dir() else Path(file).parent
-
-
 def _view(artifact: Artifact, folder: Path | None) -> Lines:
-    from pdtool.artifacts.bundle import Bundle
-    from pdtool.artifacts.cluster import ClusterFile
-    from pdtool.artifacts.device import Devices
-    from pdtool.artifacts.plan import Plan
-    from pdtool.artifacts.profile import Profile
-    from pdtool.artifacts.report import Emulation, Report
-    from pdtool.artifacts.run_dir import CheckpointManifest, RunState
     from pdtool.cli.artifact_views import bundle_view, cluster_view, devices_view, plan_view, profile_table, timeline
     from pdtool.cli.run_view import checkpoint_view, emulation_view, report_view, resumed_line, run_view
 
-    match artifact:
-        case Profile():
-            return [profile_table(artifact)]
-        case Devices():
-            return devices_view(artifact)
-        case ClusterFile():
-            return cluster_view(artifact)
-        case Plan():
-            return [*plan_view(artifact), "", timeline(artifact, terminal.console(err=False).width)]
-        case Bundle():
-            return bundle_view(artifact)
-        case Report():
-            return [*report_view(artifact), *(resumed_line(folder) if folder else ())]
-        case RunState():
-            return run_view(artifact, folder)
-        case Emulation():
-            return emulation_view(artifact)
-        case CheckpointManifest():
-            return checkpoint_view(artifact)
-        case _:
-            raise AssertionError(artifact.KIND)
+    views: dict[str, Callable[[Any], Lines]] = {
+        "profile": lambda profile: [profile_table(profile)],
+        "device": devices_view,
+        "cluster": cluster_view,
+        "plan": lambda plan: [*plan_view(plan), "", timeline(plan, terminal.console(err=False).width)],
+        "bundle": bundle_view,
+        "report": lambda report: [*report_view(report), *(resumed_line(folder) if folder else ())],
+        "run": lambda state: run_view(state, folder),
+        "emulation": emulation_view,
+        "checkpoint": checkpoint_view,
+    }
+    return views[artifact.KIND](artifact)
 
 
 def _draw_graph(artifact: Artifact, file: str, output: str | None) -> None:

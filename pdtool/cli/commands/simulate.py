@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import click
@@ -15,6 +16,7 @@ from pdtool.options.simulate_options import SimulateOptions
 
 _SWEEP_POINTS = 13
 _TIMELINE_WIDTH, _GAIN_WIDTH = 1200, 640  # pixels
+_file = partial(options.option, in_file=False, type=click.Path(path_type=Path), metavar="FILE")
 
 
 @command(
@@ -23,18 +25,9 @@ _TIMELINE_WIDTH, _GAIN_WIDTH = 1200, 640  # pixels
 )
 @click.argument("plan", required=False)
 @options.options_of(SimulateOptions)
-@options.option(
-    "--trace",
-    in_file=False,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write what happened when, for Perfetto or chrome://tracing; - is stdout.",
-)
-@options.option(
+@_file("--trace", help="Write what happened when, for Perfetto or chrome://tracing; - is stdout.")
+@_file(
     "--svg",
-    in_file=False,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
     help="Draw the timeline (filling, then two rounds), or with --sweep the gain against bandwidth; - is stdout.",
 )
 @options.option(

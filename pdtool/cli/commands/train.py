@@ -121,13 +121,10 @@ def _forget_what_the_plan_has(running: click.Context, ctx: click.Context) -> Non
     named = {setting.partition("=")[0] for setting in ctx.params["model_settings"]}
     kept = [each for each in running.params["model_settings"] if each.partition("=")[0] not in named]
     running.params["model_settings"] = tuple(kept)
-    in_plan = [name for name in running.params if name in _OF_PLAN - {"model", "model_settings"} and _is_of_plan(name)]
+    of_plan = {name for name, option in declared(RunOptions).items() if option.of_plan}
+    in_plan = of_plan & _OF_PLAN - {"model", "model_settings"}
     if any(is_asked_for(ctx, name) for name in in_plan):
         running.params |= dict.fromkeys(in_plan)
-
-
-def _is_of_plan(name: str) -> bool:
-    return name in declared(RunOptions) and declared(RunOptions)[name].of_plan
 
 
 def _invoke(context: click.Context) -> None:
