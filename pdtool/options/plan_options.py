@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -16,9 +17,13 @@ _RUNNING, _CHUNKED = schedule_names(lambda kind: not kind.flushes, "and"), sched
 ORDER_OF_WORK = f"Order of work: {_RUNNING} never stop (old weights are kept); the others empty the pipeline to update"
 MICROBATCHES = "Minibatches in one update of a flushing schedule."
 MAX_MINIBATCHES = 10_000  # in an update; more is a slip
-# What `--wire-dtype` may be -> bytes that an element of a float32 tensor takes in a message between stages; how it is
-# packed, runtime/messages/wire_formats.py says.
-WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+# What `--wire-dtype` may be -> the bytes in messages between stages of so many bytes of a float32 tensor; how it is packed,
+# runtime/messages/wire_formats.py says.
+WIRE_BYTES: dict[str, Callable[[int], int]] = {
+    "fp32": lambda size_bytes: size_bytes,
+    "fp16": lambda size_bytes: size_bytes // 2,
+    "bf16": lambda size_bytes: size_bytes // 2,
+}
 
 _model = partial(option, section="Model", artifact="profile")
 _computing = partial(option, section="Computing", artifact="profile")

@@ -272,7 +272,7 @@ def test_what_stays_on_a_worker_is_not_converted() -> None:
 def test_the_sizes_that_the_formulas_take_are_those_of_the_formats() -> None:
     assert WIRE_BYTES.keys() == WIRE_FORMATS.keys()
     for name, wire in WIRE_FORMATS.items():
-        assert sum(math.prod(shape) * dtype.itemsize for shape, dtype in wire.parts((6, 5))) == 30 * WIRE_BYTES[name]
+        assert sum(math.prod(shape) * dtype.itemsize for shape, dtype in wire.parts((6, 5))) == WIRE_BYTES[name](120)
 
 
 # several processes
