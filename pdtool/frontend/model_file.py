@@ -26,7 +26,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from pdtool.artifacts.artifact import OPERATOR_GRAPH, ModelRef
-from pdtool.artifacts.metrics import RESERVED_METRICS
 from pdtool.errors import FieldError, ModelError, StaleError, describe_error, suggestion
 from pdtool.files import file_sha256
 from pdtool.frontend.model_io import LEAVES, ModelInputs
@@ -391,8 +390,8 @@ class TrainingFunctions(UserFile):
                 short = repr(name if len(name) <= _MAX_METRIC_NAME else name[:_MAX_METRIC_NAME] + "…")
                 remedy = f"use 1 to {_MAX_METRIC_NAME} printable characters"
                 raise self.error(f"{function}() names {short}, which cannot be printed in a table", remedy)
-            if name in RESERVED_METRICS:
-                raise self.error(f"{function}() names {name!r}, which pdtool logs itself", "rename it")
+            if name == "loss":
+                raise self.error(f"{function}() names {name!r}, which is the validation loss", "rename it")
         return values
 
 
