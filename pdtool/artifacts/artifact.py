@@ -28,6 +28,7 @@ from pdtool.files import check_replaceable, read_text, write_atomically
 
 _DECLARED = re.compile(r"""^\W{0,4}format["']?:\s*["']?pdtool/([a-z]+)/""", re.MULTILINE)
 _ENDS = re.compile(r"[\n\r]\.\.\.[ \t\r]*(#.*)?(\n[ \t\r]*(#.*)?)*\Z")  # comments may follow
+_IDENTIFY = ("name", "plan", "config", "schedule", "epoch", "batch_size")  # those that an artifact has
 _LOG = logging.getLogger(__name__)
 OPERATOR_GRAPH = "operator graph"  # in Artifact.digests, among paths: the model as it was traced
 
@@ -89,6 +90,20 @@ class Artifact(FrozenModel):
         if hasattr(cls, "KIND"):  # pydantic reads both afterwards
             cls.format = cls._tag(cls.VERSION)
             cls.__annotations__["format"] = Literal[cls.format]
+
+    def __repr__(self) -> str:
+        """Say which artifact it is, in a line; `pdtool.show` and notebooks tell the rest."""
+        named = {key: getattr(self, key, None) for key in _IDENTIFY}
+        fields = (f"{key}={value!r}" for key, value in named.items() if value is not None)
+        return f"{type(self).__name__}({', '.join(fields)})"
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """Return what `pdtool show` prints, for notebooks."""
+        from pdtool import as_html  # only the package itself may know what shows artifacts
+
+        return as_html(self)
 
     def dump(self) -> str:
         """Write the artifact as JSON, or as YAML if people edit its kind; equal content gives equal bytes."""

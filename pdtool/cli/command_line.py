@@ -9,14 +9,17 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pdtool.api.console import Listener, OnEvent, OnProgress, OnStep, install
 from pdtool.cli.click_options import CommandOption, prefer_typed
-from pdtool.cli.terminal import Verbosity, note, progress, status
+from pdtool.cli.terminal import Verbosity, console, note, progress, show, status
 from pdtool.options.declaration import SECTIONS
+
+if TYPE_CHECKING:
+    from pdtool.artifacts.artifact import Artifact
 
 _FEW = 9  # so many options are taken in at a glance without groups
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
@@ -129,6 +132,11 @@ class Terminal(Listener):
 
     def note(self, text: str) -> None:
         note(text)
+
+    def show(self, artifact: Artifact, folder: Path | None) -> None:
+        from pdtool.cli.view import view
+
+        show(*view(artifact, folder, console(err=False).width), err=False)
 
     def progress(self, label: str) -> AbstractContextManager[OnProgress]:
         return progress(label)

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 from pdtool.cli import click_options as options
-from pdtool.cli import terminal
 from pdtool.cli.command_line import command
 from pdtool.cli.terminal import note, print_json, write_stdout
 from pdtool.errors import PdtoolError, UsageError, with_article
 
 if TYPE_CHECKING:
     from pdtool.artifacts.artifact import Artifact
-    from pdtool.cli.table import Lines
     from pdtool.planner.choice.comparison import Simulation
     from pdtool.reports.page import Subject
 
@@ -118,61 +116,24 @@ def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
     The figures of a plan that was edited by hand are computed for what it says now. One that cannot be executed is not
     shown, and the exit code is 3.
     """
-    from pdtool.api.inputs import as_it_is
-    from pdtool.artifacts import load_any
-
     if output and not graph:
         raise UsageError(f"-o {output} without --graph", "redirect the output, or add --graph")
-    artifact = load_any(file)
     if graph:
-        _draw_graph(artifact, file, output)
-        return
-    artifact, fault = as_it_is(artifact, file)
-    if as_json:
+        from pdtool.artifacts import load_any
+
+        _draw_graph(load_any(file), file, output)
+    elif as_json:
+        from pdtool.api.inputs import as_it_is
+        from pdtool.artifacts import load_any
+
+        artifact, fault = as_it_is(load_any(file), file)
         print_json(artifact)
+        if fault:
+            raise fault
     else:
-        terminal.show(*_view(artifact, _folder_of(file)), err=False)
-    if fault:
-        raise fault
+        from pdtool.api.reporting import shown
 
-
-def _folder_of(file: str) -> Path | None:
-    """The folder that an artifact stands in; None for stdin."""
-    return None if file == "-" else Path(file) if Path(file).is_dir() else Path(file).parent
-
-
-def _view(artifact: Artifact, folder: Path | None) -> Lines:
-    from pdtool.artifacts.bundle import Bundle
-    from pdtool.artifacts.cluster import ClusterFile
-    from pdtool.artifacts.device import Devices
-    from pdtool.artifacts.plan import Plan
-    from pdtool.artifacts.profile import Profile
-    from pdtool.artifacts.report import Emulation, Report
-    from pdtool.artifacts.run_dir import CheckpointManifest, RunState
-    from pdtool.cli.artifact_views import bundle_view, cluster_view, devices_view, plan_view, profile_table, timeline
-    from pdtool.cli.run_view import checkpoint_view, emulation_view, report_view, resumed_line, run_view
-
-    match artifact:
-        case Profile():
-            return [profile_table(artifact)]
-        case Devices():
-            return devices_view(artifact)
-        case ClusterFile():
-            return cluster_view(artifact)
-        case Plan():
-            return [*plan_view(artifact), "", timeline(artifact, terminal.console(err=False).width)]
-        case Bundle():
-            return bundle_view(artifact)
-        case Report():
-            return [*report_view(artifact), *(resumed_line(folder) if folder else ())]
-        case RunState():
-            return run_view(artifact, folder)
-        case Emulation():
-            return emulation_view(artifact)
-        case CheckpointManifest():
-            return checkpoint_view(artifact)
-        case _:
-            raise AssertionError(artifact.KIND)
+        shown(file)
 
 
 def _draw_graph(artifact: Artifact, file: str, output: str | None) -> None:
