@@ -152,15 +152,24 @@ class Artifact(FrozenModel):
         if cls.SEALED and content.pop("sha256", None) != _seal(content):
             raise cls._rewritable(path, "was altered or damaged after it was written", field="sha256")
         content = cls.upgraded(content, version) | {"format": cls._tag(cls.VERSION)}
+        artifact = cls._checked(lambda: cls.model_validate_json(json.dumps(content)), path)
+        _LOG.debug("read %s, a %s that pdtool %s wrote", path, cls.KIND, artifact.tool_version)
+        return artifact
+
+    def check_again(self, path: Path | str) -> None:
+        """Check what model_copy() may have changed, as if it were read from `path`; raises ArtifactError."""
+        self._checked(lambda: self.model_validate(vars(self)), path)
+
+    @classmethod
+    def _checked(cls, make: Callable[[], Self], path: Path | str) -> Self:
         try:
-            artifact = cls.model_validate_json(json.dumps(content))
+            artifact = make()
             artifact.check()
         except ValidationError as error:
             field, what = first_fault(error, cls)
             raise ArtifactError(path, what, field=field) from error
         except FieldError as fault:
             raise ArtifactError(path, str(fault), field=fault.field) from fault
-        _LOG.debug("read %s, a %s that pdtool %s wrote", path, cls.KIND, artifact.tool_version)
         return artifact
 
     @classmethod

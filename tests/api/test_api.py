@@ -121,6 +121,13 @@ def test_errors_are_those_of_the_commands(road):
         pdtool.partition("profiles/model.json", topology="2", bandwidth="10")
     with pytest.raises(UsageError, match=r"strategy='fastest': .*is not one of"):
         pdtool.partition("profiles/model.json", topology="2", strategy="fastest")
+    plan = pdtool.Plan.load("plans/model-2.yaml")
+    for update, said in ({"wire_dtype": "fp7"}, "wire_dtype: "), ({"schedule": "x"}, "schedule: "):
+        with pytest.raises(ArtifactError, match=rf"plans/model-2.yaml: {said}"):
+            pdtool.simulate(plan.model_copy(update=update))
+    for wrong in (5, [5]):
+        with pytest.raises(UsageError, match=r"against=\[?5\]? are no names of strategies; write against=\['gpipe'\]"):
+            pdtool.simulate(plan, against=wrong)
     with pytest.raises(NoPlanError):
         pdtool.partition("profiles/model.json", topology="2", memory="1B", output="none.yaml")
     with pytest.raises(TypeError, match=r"partition\(\) has no option 'worker'; did you mean workers"):
