@@ -13,6 +13,10 @@ CHROMIUM := $(shell which chromium-headless-shell chromium google-chrome 2>/dev/
 COMMA := ,
 EXTRAS := test$(if $(CHROMIUM),$(COMMA)browser)
 
+# What setup.cfg allows at least. No torch: one exact version is found everywhere, which TORCH names.
+LOWEST = $(filter-out torch==%,$(shell sed -n '/^install_requires/,/^$$/ s/>=/==/p; s/^ *\(pytest\|pytest-timeout\|hypothesis\)>=/\1==/p' setup.cfg))
+LOWEST_TESTS := tests/api/test_api.py tests/artifacts tests/cli/test_cli.py tests/cli/test_cli_help.py tests/schedule
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Two files of tests at a time, in the order of tests/conftest.py; what a file makes once is made in one process.
@@ -23,7 +27,7 @@ DEMO_NETWORK := profiles/demo-vgg16.json plans/demo-vgg16-4.yaml runs/demo-vgg16
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help venv test test-models check fuzz demo demo-network bench-road bench-planner bench-runtime bench-startup bench-transport bench-memory bench-long-run reproduce reproduce-quick soak chaos gpu-check browser-check examples docs pictures clean
+.PHONY: help venv test test-models check check-lowest fuzz demo demo-network bench-road bench-planner bench-runtime bench-startup bench-transport bench-memory bench-long-run reproduce reproduce-quick soak chaos gpu-check browser-check examples docs pictures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +54,11 @@ check: $(STAMP) ## run ruff, mypy --strict and all tests
 	$(BIN)/ruff format --check pdtool tests
 	$(BIN)/mypy
 	$(PYTEST)
+
+check-lowest: ## run the fast tests with the lowest versions that setup.cfg allows, of all but torch (four minutes)
+	$(PYTHON) -m venv $(VENV)-lowest
+	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH) $(LOWEST)
+	$(VENV)-lowest/bin/python -m pytest -W ignore::ImportWarning $(LOWEST_TESTS)
 
 fuzz: $(STAMP) ## try 10,000 damaged and forged artifacts, and 300 through the commands (about five minutes)
 	PDTOOL_FUZZ_INPUTS=$(or $(INPUTS),10000) PDTOOL_FUZZ_COMMANDS=300 \

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from pdtool.api.profiling import profile as profile
     from pdtool.api.reporting import export as export
     from pdtool.api.reporting import report as report
+    from pdtool.api.reporting import show as show
     from pdtool.api.training import codegen as codegen
     from pdtool.api.training import run as run
+    from pdtool.artifacts.artifact import Artifact
     from pdtool.artifacts.bundle import Bundle as Bundle
     from pdtool.artifacts.cluster import ClusterFile as ClusterFile
     from pdtool.artifacts.device import Devices as Devices
@@ -38,6 +40,7 @@ _MODULES = {
     "codegen": "api.training",
     "run": "api.training",
     "emulate": "api.emulating",
+    "show": "api.reporting",
     "report": "api.reporting",
     "export": "api.reporting",
     "Profile": "artifacts.profile",
@@ -65,6 +68,13 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(f"pdtool.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
+
+
+def as_html(artifact: Artifact) -> str:
+    """Return the view of an artifact as HTML, which notebooks ask it for."""
+    from pdtool.cli.view import html
+
+    return html(artifact)
 
 
 def __dir__() -> list[str]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pdtool.errors import printable
 
 if TYPE_CHECKING:
+    from pdtool.artifacts.artifact import Artifact
     from pdtool.artifacts.metrics import MetricsLine
 
 OnProgress = Callable[[int, int], None]  # called with (done, total)
@@ -29,6 +30,14 @@ class Listener:
         """Print a line; where nobody reads it any more the work goes on."""
         with suppress(OSError):
             sys.stderr.write(f"{printable(text)}\n")
+
+    def show(self, artifact: Artifact, folder: Path | None) -> None:
+        """Print an artifact on stdout.
+
+        Args:
+            folder: where it stands; None: unknown.
+        """
+        sys.stdout.write(artifact.dump())
 
     def progress(self, label: str) -> AbstractContextManager[OnProgress]:
         """Show how much is done while the context lasts."""
@@ -77,6 +86,15 @@ def muted() -> Iterator[None]:
 def note(text: str) -> None:
     """Print a line for the user."""
     _installed.note(text)
+
+
+def show(artifact: Artifact, folder: Path | None) -> None:
+    """Print an artifact on stdout, for people.
+
+    Args:
+        folder: where it stands; None: unknown.
+    """
+    _installed.show(artifact, folder)
 
 
 def progress(label: str) -> AbstractContextManager[OnProgress]:

@@ -380,11 +380,14 @@ def located_plan(plan: Plan | Path | str) -> tuple[Plan, str]:
 
     Raises:
         TypeError: it is neither a plan nor a path.
+        ArtifactError: it does not hold together.
     """
     if not isinstance(plan, (Plan, Path, str)):
         raise TypeError(f"a plan or its path is needed, and this is a {type(plan).__name__}")
     if isinstance(plan, Plan):
-        return plan, default_plan_path(plan)
+        path = default_plan_path(plan)
+        plan.check_again(path)
+        return plan, path
     return Plan.load(str(plan), may_be_pipe=True), str(plan)
 
 

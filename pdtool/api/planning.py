@@ -124,13 +124,16 @@ def simulate(
     """
     from pdtool.planner.choice.comparison import simulated
 
-    names = against if isinstance(against, str) else ",".join(against)
-    given = {"schedule": schedule, "minibatches": minibatches, "against": names}
+    names = [against] if isinstance(against, str | Real) else list(against)
+    rates = [bandwidths] if isinstance(bandwidths, int | float) else list(bandwidths)
+    if not all(isinstance(name, str) for name in names):
+        raise UsageError(f"against={against!r:.80} are no names of strategies", "write against=['gpipe']")
+    given = {"schedule": schedule, "minibatches": minibatches, "against": ",".join(names)}
     asked = read_options("simulate", SimulateOptions, given)
-    if wrong := [rate for rate in bandwidths if not isinstance(rate, Real) or not 0 < rate < math.inf]:
+    if wrong := [rate for rate in rates if not isinstance(rate, Real) or not 0 < rate < math.inf]:
         raise UsageError(f"bandwidth {wrong[0]} is no rate in bytes per second", "give positive numbers, as 1.25e9")
     chosen, profile = planned(plan)
-    return simulated(chosen, profile, asked.schedule, asked.minibatches, asked.against, bandwidths)
+    return simulated(chosen, profile, asked.schedule, asked.minibatches, asked.against, rates)
 
 
 @unchanged_caller()

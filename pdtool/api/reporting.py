@@ -1,4 +1,4 @@
-"""Draw plans, runs and emulations as one HTML page, and write the weights that a run has trained as one file."""
+"""Show artifacts, draw plans, runs and emulations as one HTML page, and write a run's weights as one file."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdtool.api import console
 from pdtool.api.caller import unchanged_caller
 from pdtool.api.console import note, status
-from pdtool.api.inputs import path_text, planned
-from pdtool.artifacts.artifact import declared_kind
+from pdtool.api.inputs import as_it_is, path_text, planned
+from pdtool.artifacts import load_any
+from pdtool.artifacts.artifact import Artifact, declared_kind
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.report import Emulation
 from pdtool.artifacts.run_dir import RunDir, RunRecord
@@ -23,6 +25,29 @@ if TYPE_CHECKING:
     from pdtool.planner.choice.comparison import SimulatedPlan
 
 _MAX_SUBJECTS = 4
+
+
+@unchanged_caller()
+def show(what: Artifact | Path | str) -> None:
+    """Print an artifact for people, on stdout.
+
+    Args:
+        what: the artifact, the path of its file, or the folder of a bundle, a run or a checkpoint.
+
+    Raises:
+        ArtifactError: there is none, or it is damaged; or a plan edited by hand cannot be executed, or has no profile.
+    """
+    shown(what if isinstance(what, Artifact) else path_text(what))
+
+
+def shown(what: Artifact | str) -> None:
+    """Print an artifact, or that of a file or folder, `-` being stdin; errors as of `show`."""
+    path = None if isinstance(what, Artifact) or what == "-" else Path(what)
+    artifact = what if isinstance(what, Artifact) else load_any(what)
+    artifact, fault = as_it_is(artifact, str(path or "-"))
+    console.show(artifact, path if path is None or path.is_dir() else path.parent)
+    if fault:
+        raise fault
 
 
 @unchanged_caller()

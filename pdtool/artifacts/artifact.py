@@ -28,6 +28,7 @@ from pdtool.files import check_replaceable, read_text, write_atomically
 
 _DECLARED = re.compile(r"""^\W{0,4}format["']?:\s*["']?pdtool/([a-z]+)/""", re.MULTILINE)
 _ENDS = re.compile(r"[\n\r]\.\.\.[ \t\r]*(#.*)?(\n[ \t\r]*(#.*)?)*\Z")  # comments may follow
+_IDENTIFY = ("name", "plan", "config", "schedule", "epoch", "batch_size")  # those that an artifact has
 _LOG = logging.getLogger(__name__)
 OPERATOR_GRAPH = "operator graph"  # in Artifact.digests, among paths: the model as it was traced
 
@@ -90,6 +91,20 @@ class Artifact(FrozenModel):
             cls.format = cls._tag(cls.VERSION)
             cls.__annotations__["format"] = Literal[cls.format]
 
+    def __repr__(self) -> str:
+        """Say which artifact it is, in a line; `pdtool.show` and notebooks tell the rest."""
+        named = {key: getattr(self, key, None) for key in _IDENTIFY}
+        fields = (f"{key}={value!r}" for key, value in named.items() if value is not None)
+        return f"{type(self).__name__}({', '.join(fields)})"
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """Return what `pdtool show` prints, for notebooks."""
+        from pdtool import as_html  # only the package itself may know what shows artifacts
+
+        return as_html(self)
+
     def dump(self) -> str:
         """Write the artifact as JSON, or as YAML if people edit its kind; equal content gives equal bytes."""
         content = self.model_dump(mode="json", exclude={"sha256"})
@@ -137,15 +152,24 @@ class Artifact(FrozenModel):
         if cls.SEALED and content.pop("sha256", None) != _seal(content):
             raise cls._rewritable(path, "was altered or damaged after it was written", field="sha256")
         content = cls.upgraded(content, version) | {"format": cls._tag(cls.VERSION)}
+        artifact = cls._checked(lambda: cls.model_validate_json(json.dumps(content)), path)
+        _LOG.debug("read %s, a %s that pdtool %s wrote", path, cls.KIND, artifact.tool_version)
+        return artifact
+
+    def check_again(self, path: Path | str) -> None:
+        """Check what model_copy() may have changed, as if it were read from `path`; raises ArtifactError."""
+        self._checked(lambda: self.model_validate(vars(self)), path)
+
+    @classmethod
+    def _checked(cls, make: Callable[[], Self], path: Path | str) -> Self:
         try:
-            artifact = cls.model_validate_json(json.dumps(content))
+            artifact = make()
             artifact.check()
         except ValidationError as error:
             field, what = first_fault(error, cls)
             raise ArtifactError(path, what, field=field) from error
         except FieldError as fault:
             raise ArtifactError(path, str(fault), field=fault.field) from fault
-        _LOG.debug("read %s, a %s that pdtool %s wrote", path, cls.KIND, artifact.tool_version)
         return artifact
 
     @classmethod

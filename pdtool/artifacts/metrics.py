@@ -1,7 +1,7 @@
 """`metrics.jsonl`: a line for each update and each validation, written by one worker of the last stage.
 
-A line is flat JSON: its fields, and of a validation the user's metrics beside them, so that no metric has the name of a
-field. A column is a field of a line here, and what the worker writes into it (runtime/worker/worker.py).
+A line is the JSON of its fields; the user's metrics stand in one of their own, and may have any name but `loss`. A
+column is a field of a line here, and what the worker writes into it (runtime/worker/worker.py).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ValidationLine(FrozenModel):
     """A validation; `loss` is the validation loss, the rest as of an update.
 
     Attributes:
-        metrics: those of the user, which stand beside the fields in the file.
+        metrics: those of the user; in older files they stand beside the fields.
     """
 
     split: Literal["valid"] = "valid"
@@ -75,7 +75,6 @@ class ValidationLine(FrozenModel):
 
 
 MetricsLine = UpdateLine | ValidationLine
-RESERVED_METRICS = UpdateLine.model_fields.keys() | ValidationLine.model_fields.keys()
 _LINE: TypeAdapter[MetricsLine] = TypeAdapter(Annotated[MetricsLine, Field(discriminator="split")])
 
 
@@ -229,8 +228,7 @@ def following_metrics(
 
 
 def _as_text(line: MetricsLine) -> str:
-    content = dict(vars(line))
-    return json.dumps(content | content.pop("metrics", {})) + "\n"
+    return json.dumps(vars(line)) + "\n"
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, MetricsLine]]:
@@ -243,8 +241,9 @@ def _lines(path: Path) -> Iterator[tuple[bytes, MetricsLine]]:
 def _parse(text: bytes, path: Path, number: int = 0) -> MetricsLine:
     try:
         content = json.loads(text)
-        if isinstance(content, dict) and content.get("split") == "valid":
-            own = ValidationLine.model_fields
+        is_valid = isinstance(content, dict) and content.get("split") == "valid"
+        if is_valid and not isinstance(content.get("metrics"), dict):  # an older file
+            own = ValidationLine.model_fields.keys() - {"metrics"}
             content["metrics"] = {name: content.pop(name) for name in [*content] if name not in own}
         return _LINE.validate_python(content)
     except ValidationError as error:

@@ -9,14 +9,17 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pdtool.api.console import Listener, OnEvent, install
 from pdtool.cli.click_options import CommandOption, prefer_typed
-from pdtool.cli.terminal import Verbosity, note, progress, status
+from pdtool.cli.terminal import Verbosity, console, note, progress, show, status
 from pdtool.options.declaration import SECTIONS
+
+if TYPE_CHECKING:
+    from pdtool.artifacts.artifact import Artifact
 
 _FEW = 9  # so many options are taken in at a glance without groups
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
@@ -118,6 +121,11 @@ class Terminal(Listener):
     """Shows what the functions of the API say as commands do: with bars on a terminal, with lines elsewhere."""
 
     note, progress, status = staticmethod(note), staticmethod(progress), staticmethod(status)
+
+    def show(self, artifact: Artifact, folder: Path | None) -> None:
+        from pdtool.cli.view import view
+
+        show(*view(artifact, folder, console(err=False).width), err=False)
 
     def training(self, out: Path, epochs: int, log_every: int | None) -> AbstractContextManager[OnEvent]:
         from pdtool.cli.run_view import training_progress

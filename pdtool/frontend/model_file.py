@@ -26,7 +26,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from pdtool.artifacts.artifact import OPERATOR_GRAPH, ModelRef
-from pdtool.artifacts.metrics import RESERVED_METRICS
 from pdtool.errors import FieldError, ModelError, StaleError, describe_error, suggestion
 from pdtool.files import file_sha256
 from pdtool.frontend.model_io import LEAVES, ModelInputs
@@ -50,18 +49,18 @@ from pdtool.frontend.user_code import (
 
 Setting = str | int | float | bool
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
-DATA_FUNCTIONS = {"example_inputs": 1, "dataset": 1}
-# Functions that take settings besides what pdtool passes them, so many arguments.
+DATA_FUNCTIONS = {"example_inputs": ("batch_size",), "dataset": ("split",)}
+# Functions that take settings besides what pdtool passes them, by position.
 OWN_ARGUMENTS = {
     **DATA_FUNCTIONS,
-    "collate": 1,
-    "sampler": 2,
-    "loss": 2,
-    "optimizer": 1,
-    "scheduler": 1,
-    "metrics": 2,
-    "summarize_metrics": 1,
-    "after_update": 2,
+    "collate": ("samples",),
+    "sampler": ("dataset", "epoch"),
+    "loss": ("output", "target"),
+    "optimizer": ("named_parameters",),
+    "scheduler": ("optimizer",),
+    "metrics": ("output", "target"),
+    "summarize_metrics": ("totals",),
+    "after_update": ("named_parameters", "update"),
 }
 _MAX_METRIC_NAME = 100
 _NO_VALIDATION = "each epoch ends with a validation: return samples for it, if need be some of the training set"
@@ -131,14 +130,28 @@ class UserFile:
 
     def parameters(self, name: str) -> tuple[str, ...]:
         """Return the names of those parameters of a function that a setting may be for: not of what pdtool passes."""
-        passed = OWN_ARGUMENTS.get(name, 0)  # to the function that builds the model: none
+        passed = OWN_ARGUMENTS.get(name, ())  # to the function that builds the model: none
         try:
-            parameters = list(inspect.signature(self.function(name)).parameters.values())[passed:]
+            parameters = list(inspect.signature(self.function(name)).parameters.values())[len(passed) :]
         except (TypeError, ValueError):  # of a function in C
             return ()
         if name == "scheduler" and takes_total(self.function(name)):
             parameters = parameters[1:]
         return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+    def check_signatures(self) -> None:
+        """Check that the functions of the file take what pdtool passes them; raises ModelError."""
+        for name in filter(self.has, OWN_ARGUMENTS):
+            try:
+                signature = inspect.signature(self.function(name))
+            except (TypeError, ValueError):  # of a function in C
+                continue
+            try:
+                signature.bind_partial(*OWN_ARGUMENTS[name])  # what else it takes, settings may give
+            except TypeError as error:
+                call = f"{name}({', '.join(OWN_ARGUMENTS[name])})"
+                what = f"{name}({', '.join(signature.parameters)}) cannot be called as {call}"
+                raise self.error_in(name, what, f"write `def {call}:` (docs/model-file.md)") from error
 
     def error(self, what: str, remedy: str = "") -> ModelError:
         """Make an error whose text begins with the file's name."""
@@ -390,8 +403,8 @@ class TrainingFunctions(UserFile):
                 short = repr(name if len(name) <= _MAX_METRIC_NAME else name[:_MAX_METRIC_NAME] + "…")
                 remedy = f"use 1 to {_MAX_METRIC_NAME} printable characters"
                 raise self.error(f"{function}() names {short}, which cannot be printed in a table", remedy)
-            if name in RESERVED_METRICS:
-                raise self.error(f"{function}() names {name!r}, which pdtool logs itself", "rename it")
+            if name == "loss":
+                raise self.error(f"{function}() names {name!r}, which is the validation loss", "rename it")
         return values
 
 
@@ -413,7 +426,7 @@ class ModelFile(DataFunctions, TrainingFunctions):
         Raises:
             UsageError: no such file or module.
             StaleError: the file changed since the artifact was made, which does not record the operator graph.
-            ModelError: it cannot be imported, or lacks the function.
+            ModelError: it cannot be imported, lacks the function, or another cannot be called as it will be.
         """
         path = find_source(ref.source)
         if not trusted:
@@ -425,6 +438,7 @@ class ModelFile(DataFunctions, TrainingFunctions):
         file = cls(ref, path.absolute(), import_source(ref.source, path.absolute()))  # the module may change the folder
         _LOG.debug("imported %s", path)
         file.function(ref.function)
+        file.check_signatures()
         _ = file.hints, file.training  # checked now, not when they are first needed
         return file
 

@@ -24,6 +24,7 @@ from pdtool.runtime.status import PeerError, WorkerFailure, process_state, read_
 
 _THREADS_GRACE_S = 1.0  # for threads of the user's code, when the work is done
 _ENDING_S = 0.1  # a process that is killed closes its connections a little earlier than it is gone
+_RAISE_AN_ERROR = "raise an error in model.py instead"
 _FOLDER = Path("/dev/shm")  # of counters
 end_process = os._exit  # kept, for `explain_exits` replaces it
 
@@ -41,7 +42,7 @@ def record_failure(out: Path, rank: int, error: BaseException) -> int:
 def exit_error(error: SystemExit) -> WorkerDiedError:
     """Return the error of a worker whose user's code called sys.exit()."""
     text = "" if error.code is None else repr(error.code)
-    return WorkerDiedError(f"sys.exit({text}) was called{_place(error)}", "raise an error in model.py instead")
+    return WorkerDiedError(f"sys.exit({text}) was called{_place(error)}", _RAISE_AN_ERROR)
 
 
 def describe_end(exit_code: int | None) -> str:
@@ -60,7 +61,7 @@ def explain_exits(out: Path, rank: int) -> None:
         file = Path(caller.f_code.co_filename)
         if os.getpid() == own_pid and not file.is_relative_to(own_code):  # nor in a process forked from this one
             what = f"os._exit({status}) was called ({file.name}:{caller.f_lineno})"
-            error = WorkerDiedError(what, "raise an error in model.py instead")
+            error = WorkerDiedError(what, _RAISE_AN_ERROR)
             status = record_failure(out, rank, error)
         end_process(status)
 
@@ -103,7 +104,8 @@ def _failure(out: Path, rank: int, error: BaseException, at_s: float) -> WorkerF
             stopped, gone = _silent_neighbours(out, rank)
         return WorkerFailure(error, at_s, stopped, gone)
     if not isinstance(error, PdtoolError):
-        error = WorkerDiedError(f"{describe_error(error)}{_place(error)}")
+        remedy = "" if isinstance(error, Exception) else _RAISE_AN_ERROR  # Ctrl-C raises nothing in a worker
+        error = WorkerDiedError(f"{describe_error(error)}{_place(error)}", remedy)
     return WorkerFailure(error, at_s)
 
 

@@ -7,9 +7,11 @@ import re
 import runpy
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 
 import pytest
+import samples
 import torch
 
 import pdtool
@@ -23,7 +25,7 @@ from pdtool.artifacts.run_dir import CheckpointManifest, RunState
 from pdtool.errors import ArtifactError, ModelError, NoPlanError, StaleError, UsageError
 
 DOCS = Path(__file__).parents[2] / "docs" / "python.md"
-FUNCTIONS = ("profile", "partition", "simulate", "check", "codegen", "run", "emulate", "report", "export")
+FUNCTIONS = ("profile", "partition", "simulate", "check", "codegen", "run", "emulate", "show", "report", "export")
 ARTIFACTS = (Bundle, CheckpointManifest, ClusterFile, Devices, Emulation, Plan, Profile, Report, RunState)
 
 
@@ -64,6 +66,9 @@ def test_from_model_to_report(folder, capsys):
     assert isinstance(plan, Plan)
     assert plan == Plan.load("plans/model-2.yaml")
     assert plan.profile == "profiles/model.json", "the file that holds this profile, not another copy"
+    assert "".join(map(str, (plan, profile))) == (
+        "Plan(name='model', config='1-1', schedule='1f1b', batch_size=8)Profile(name='model', batch_size=8)"
+    )
     simulation = pdtool.simulate(plan, against=["gpipe"], bandwidths=[1e8, 1e9])
     assert simulation.result.time_per_minibatch_s == pytest.approx(plan.predicted.simulated_s)
     assert [point.bandwidth_bytes_per_s for point in simulation.sweep] == [1e8, 1e9]
@@ -81,6 +86,34 @@ def test_from_model_to_report(folder, capsys):
     assert capsys.readouterr().out == "", "what it has to say goes to stderr"
 
 
+def test_a_notebook_gets_the_tables_of_show_and_a_line_where_it_needs_text(capsys):
+    """Once, a plan filled three pages."""
+    hostile = "<script>[bold]"
+    kinds = (samples.profile(), samples.plan(), samples.bundle(), samples.report(), samples.cluster())
+    for artifact in kinds:
+        artifact = artifact.model_copy(update={"plan" if isinstance(artifact, Report) else "name": hostile})
+        assert repr(artifact) == str(artifact)
+        assert hostile in repr(artifact)
+        assert len(repr(artifact)) < 120
+        pdtool.show(artifact)
+        printed, html = capsys.readouterr().out, artifact._repr_html_()
+        assert hostile in printed
+        assert re.fullmatch(r"(?s)<pre[^<]*>.*</pre>", html)
+        assert "<script" not in html
+        told = unescape(re.sub(r"<[^>]*>", "", html))
+        assert told.splitlines()[0].rstrip() == printed.splitlines()[0]
+
+
+def test_show_takes_what_the_command_takes(road, capsys):
+    for what in ("plans/model-2.yaml", Path("profiles/model.json")):
+        pdtool.show(what)
+        assert capsys.readouterr().out == road.pdtool("show", str(what)).stdout
+    with pytest.raises(ArtifactError, match=r"nothing\.yaml"):
+        pdtool.show("nothing.yaml")
+    with pytest.raises(TypeError, match="a path is needed, and this is a int"):
+        pdtool.show(3)
+
+
 def test_errors_are_those_of_the_commands(road):
     with pytest.raises(ModelError, match="broken"):
         pdtool.profile(road.write("broken.py", "raise ValueError('broken')"))
@@ -88,6 +121,13 @@ def test_errors_are_those_of_the_commands(road):
         pdtool.partition("profiles/model.json", topology="2", bandwidth="10")
     with pytest.raises(UsageError, match=r"strategy='fastest': .*is not one of"):
         pdtool.partition("profiles/model.json", topology="2", strategy="fastest")
+    plan = pdtool.Plan.load("plans/model-2.yaml")
+    for update, said in ({"wire_dtype": "fp7"}, "wire_dtype: "), ({"schedule": "x"}, "schedule: "):
+        with pytest.raises(ArtifactError, match=rf"plans/model-2.yaml: {said}"):
+            pdtool.simulate(plan.model_copy(update=update))
+    for wrong in (5, [5]):
+        with pytest.raises(UsageError, match=r"against=\[?5\]? are no names of strategies; write against=\['gpipe'\]"):
+            pdtool.simulate(plan, against=wrong)
     with pytest.raises(NoPlanError):
         pdtool.partition("profiles/model.json", topology="2", memory="1B", output="none.yaml")
     with pytest.raises(TypeError, match=r"partition\(\) has no option 'worker'; did you mean workers"):

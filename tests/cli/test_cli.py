@@ -176,8 +176,8 @@ def test_usage_errors_exit_with_2(folder, arguments):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["run", "--epoch", "3"], "error: no such option '--epoch'; did you mean '--epochs'? See `pdtool run --help`"),
-        (["runn"], "error: no such command 'runn'; did you mean 'run'? See `pdtool --help`"),
+        (["run", "--epoch", "3"], "error: no such option '--epoch'; did you mean --epochs? See `pdtool run --help`"),
+        (["runn"], "error: no such command 'runn'; did you mean run? See `pdtool --help`"),
         (["run", "--schedule", "1f1b-flsh"], "'zb-h1'; did you mean 1f1b-flush? See `pdtool run --help`"),
         (["partition", "--strategy", "piplines", "--topology", "2"], "; did you mean pipeline? See `pdtool partition"),
         (["simulate", "x.yaml", "--sweep", "bandwith=1..2Gbit/s"], "did you mean bandwidth? write bandwidth=0.1..25G"),

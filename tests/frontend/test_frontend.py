@@ -565,3 +565,25 @@ def test_a_model_without_its_own_init_is_refused(tmp_path):
     text = "from torch import nn\nclass Net(nn.Module):\n    def __init__(self): pass\ndef model(): return Net()\n"
     with pytest.raises(ModelError, match=r"model.py:4: model\(\) returned a model that cannot be used.*super\(\)"):
         write(tmp_path, text).build()
+
+
+@pytest.mark.parametrize(
+    ("function", "call"),
+    [
+        ("dataset()", "dataset(split)"),
+        ("loss(output)", "loss(output, target)"),
+        ("optimizer(*, lr)", "optimizer(named_parameters)"),
+    ],
+)
+def test_a_function_that_cannot_take_what_it_is_given_is_refused_when_the_file_is_loaded(function, call, tmp_path):
+    """Once, dataset() ended in `takes 0 positional arguments but 1 was given`, and loss() after much profiling."""
+    text = f"def model(): pass\n\ndef {function}: pass\n"
+    shown, call = re.escape(function.replace("*, ", "")), re.escape(call)
+    with pytest.raises(ModelError, match=rf"model.py:3: {shown} cannot be called as {call}; write `def {call}:`"):
+        write(tmp_path, text)
+
+
+def test_what_a_function_takes_besides_may_come_from_settings_and_from_anywhere(tmp_path):
+    text = "import torch\nfrom functools import partial\nloss, metrics = torch.nn.MSELoss(), partial(max, key=id)\n"
+    text += "def model(): pass\ndef dataset(split, root): pass\ndef collate(*all): pass\ndef scheduler(o, n): pass\n"
+    assert write(tmp_path, text).has("dataset")

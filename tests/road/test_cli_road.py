@@ -37,7 +37,8 @@ def test_profile_to_export(road):
     assert "predicted  measured" in result.stderr
 
     line = json.loads((road.path / "runs/model-2/metrics.jsonl").read_text().splitlines()[-1])
-    assert {"split", "epoch", "step", "loss", "accuracy"} <= line.keys()
+    assert {"split", "epoch", "step", "loss", "metrics"} <= line.keys()
+    assert line["metrics"].keys() == {"accuracy"}
     assert "model-2: 1-1" in road.pdtool("show", "runs/model-2").stdout
 
     road.pdtool("export", "runs/model-2", "-o", "model.pt")

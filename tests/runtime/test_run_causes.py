@@ -92,6 +92,7 @@ def test_a_worker_that_would_end_with_status_0_says_why(tmp_path: Path, statemen
     assert isinstance(error, WorkerDiedError)
     assert error.exit_code == 5
     assert re.search(rf"^rank 1 \(stage 1, replica 0\), at 1F0 of epoch 1: {what}", error.what)
+    assert error.remedy.startswith("raise an error in model.py instead; see "), "starting it again would not help"
 
 
 def test_the_only_worker_too(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from pdtool.artifacts import metrics as metrics_log
 from pdtool.artifacts.metrics import (
-    RESERVED_METRICS,
     GrowingFile,
     MetricsLine,
     MetricsLog,
@@ -133,17 +132,21 @@ def test_updates_that_come_quickly_are_written_together(tmp_path: Path, monkeypa
     assert abs(lines[-1].time - time.time()) < 60
 
 
-def test_a_line_is_flat_and_lines_of_older_runs_are_read(tmp_path: Path) -> None:
-    """Scripts read the file; the user's metrics stand beside the fields, and have the name of none."""
-    path, figures = tmp_path / "metrics.jsonl", {"accuracy": 0.5, "top 5": 0.75}
+def test_metrics_have_a_place_of_their_own_and_lines_of_older_runs_are_read(tmp_path: Path) -> None:
+    """Scripts read the file; once a metric called `time` took the place of the time at which its line was written."""
+    path, figures = tmp_path / "metrics.jsonl", {"top 5": 0.75, "time": 7.0, "lr": 8.0, "metrics": 9.0}
     with closing(MetricsLog(path, epochs_done=0)) as log:
         log.add(UpdateLine(epoch=1, step=2, samples=8, loss=0.5, time=3.0, lr=0.1, samples_per_s=9.0))
         log.add(ValidationLine(epoch=1, step=2, time=4.0, loss=0.25, metrics=figures))
     update, validation = map(json.loads, path.read_text().splitlines())
     assert [*update] == ["split", "epoch", "step", "samples", "loss", "time", "lr", "samples_per_s"]
-    assert validation == {"split": "valid", "epoch": 1, "step": 2, "time": 4.0, "loss": 0.25, **figures}
-    assert (update.keys() | validation.keys()) - figures.keys() <= RESERVED_METRICS
-    path.write_text(
-        '{"split": "train", "epoch": 1, "step": 1, "loss": 2}\n{"split": "valid", "epoch": 1, "step": 1, "loss": 3}\n'
-    )
-    assert read_metrics(path) == [UpdateLine(epoch=1, step=1, loss=2), ValidationLine(epoch=1, step=1, loss=3)]
+    assert validation == {"split": "valid", "epoch": 1, "step": 2, "time": 4.0, "loss": 0.25, "metrics": figures}
+    assert read_metrics(path)[1].metrics == figures
+    older = {"split": "valid", "epoch": 1, "step": 1, "loss": 3.0}
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in ({**older, "split": "train"}, older, older | figures)))
+    beside = {name: value for name, value in figures.items() if name != "time"}
+    assert read_metrics(path) == [
+        UpdateLine(epoch=1, step=1, loss=3),
+        ValidationLine(epoch=1, step=1, loss=3),
+        ValidationLine(epoch=1, step=1, loss=3, time=7.0, metrics=beside),
+    ]

@@ -494,8 +494,7 @@ SUMMED = "def metrics(output, target): return {'a': (output, 1)}\n"
     [
         ("3", r"summarize_metrics\(\) returned 3; return {name: number}"),
         ("{'a': torch.ones(2)}", r"summarize_metrics\(\) returned .*; return {name: number}"),
-        ("{'epoch': 1}", r"summarize_metrics\(\) names 'epoch', which pdtool logs itself; rename it"),
-        ("{'time': 1}", r"summarize_metrics\(\) names 'time', which pdtool logs itself; rename it"),
+        ("{'loss': 1}", r"summarize_metrics\(\) names 'loss', which is the validation loss; rename it"),
         ("{'a' * 101: 1}", r"summarize_metrics\(\) names .* cannot be printed in a table"),
         ("{'a': 1 / 0}", r"11: summarize_metrics\(\) raised ZeroDivisionError"),
     ],

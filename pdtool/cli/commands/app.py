@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -151,16 +151,28 @@ def _usage_errors_as_ours(ctx: click.Context) -> Iterator[None]:
 
 
 def _usage_error(error: click.UsageError) -> str:
-    """Write `no such option '--epoch'; did you mean '--epochs'? See `pdtool run --help``."""
-    message = error.format_message().rstrip(".").replace(". Did you mean", "; did you mean")
-    message = message.replace("is not a valid integer range", "is not a whole number")
+    """Write `no such option '--epoch'; did you mean --epochs? See `pdtool run --help``, with any click."""
+    typed, known = _misspelt(error)
+    message = error.format_message().rstrip(".").replace("is not a valid integer range", "is not a whole number")
+    if message.startswith("No such "):  # click's own suggestion follows, of commands only since 8.4
+        message = f"No such {'option' if isinstance(error, click.NoSuchOption) else 'command'} {typed!r}"
     text = message[:1].lower() + message[1:]
-    if isinstance(error, click.BadParameter) and error.param and isinstance(error.param.type, click.Choice):
-        typed = error.message[1:].partition("' is not")[0]
-        if near := suggestion(typed, map(str, error.param.type.choices)):
-            text += f"; {near}"
+    if near := suggestion(typed, known):
+        text += f"; {near}"
     command = error.ctx.command_path if error.ctx else "pdtool"
     return f"{text}{' See' if text.endswith('?') else '; see'} `{command} --help`"
+
+
+def _misspelt(error: click.UsageError) -> tuple[str, Iterable[str]]:
+    """Return the name in an error that click does not know, and those that it knows; none for another error."""
+    if isinstance(error, click.NoSuchOption) and error.ctx:
+        params = error.ctx.command.get_params(error.ctx)
+        return error.option_name, [name for param in params for name in param.opts if name.startswith("--")]
+    if error.message.startswith("No such command"):
+        return error.message.partition("'")[2].rstrip(".'"), main.commands
+    if isinstance(error, click.BadParameter) and error.param and isinstance(error.param.type, click.Choice):
+        return error.message[1:].partition("' is not")[0], map(str, error.param.type.choices)
+    return "", ()
 
 
 @click.group(cls=CommandGroup, params=[*verbosity_options()], epilog=_EPILOG, context_settings=CONTEXT_SETTINGS)

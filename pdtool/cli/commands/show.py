@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from pdtool.cli import click_options as options
-from pdtool.cli import terminal
 from pdtool.cli.command_line import command
 from pdtool.cli.terminal import note, print_json, write_stdout
 from pdtool.errors import PdtoolError, UsageError, with_article
 
 if TYPE_CHECKING:
     from pdtool.artifacts.artifact import Artifact
-    from pdtool.cli.table import Lines
     from pdtool.planner.choice.comparison import SimulatedPlan
     from pdtool.reports.page import Subject
 
@@ -119,41 +116,24 @@ def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
     The figures of a plan that was edited by hand are computed for what it says now. One that cannot be executed is not
     shown, and the exit code is 3.
     """
-    from pdtool.api.inputs import as_it_is
-    from pdtool.artifacts import load_any
-
     if output and not graph:
         raise UsageError(f"-o {output} without --graph", "redirect the output, or add --graph")
-    artifact = load_any(file)
     if graph:
-        _draw_graph(artifact, file, output)
-        return
-    artifact, fault = as_it_is(artifact, file)
-    if as_json:
+        from pdtool.artifacts import load_any
+
+        _draw_graph(load_any(file), file, output)
+    elif as_json:
+        from pdtool.api.inputs import as_it_is
+        from pdtool.artifacts import load_any
+
+        artifact, fault = as_it_is(load_any(file), file)
         print_json(artifact)
+        if fault:
+            raise fault
     else:
-        folder = None if file == "-" else Path(file) if Path(file).is_dir() else Path(file).parent
-        terminal.show(*_view(artifact, folder), err=False)
-    if fault:
-        raise fault
+        from pdtool.api.reporting import shown
 
-
-def _view(artifact: Artifact, folder: Path | None) -> Lines:
-    from pdtool.cli.artifact_views import bundle_view, cluster_view, devices_view, plan_view, profile_table, timeline
-    from pdtool.cli.run_view import checkpoint_view, emulation_view, report_view, resumed_line, run_view
-
-    views: dict[str, Callable[[Any], Lines]] = {
-        "profile": lambda profile: [profile_table(profile)],
-        "device": devices_view,
-        "cluster": cluster_view,
-        "plan": lambda plan: [*plan_view(plan), "", timeline(plan, terminal.console(err=False).width)],
-        "bundle": bundle_view,
-        "report": lambda report: [*report_view(report), *(resumed_line(folder) if folder else ())],
-        "run": lambda state: run_view(state, folder),
-        "emulation": emulation_view,
-        "checkpoint": checkpoint_view,
-    }
-    return views[artifact.KIND](artifact)
+        shown(file)
 
 
 def _draw_graph(artifact: Artifact, file: str, output: str | None) -> None:
