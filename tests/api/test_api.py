@@ -67,7 +67,7 @@ def test_from_model_to_report(folder, capsys):
     assert plan == Plan.load("plans/model-2.yaml")
     assert plan.profile == "profiles/model.json", "the file that holds this profile, not another copy"
     assert "".join(map(str, (plan, profile))) == (
-        "Plan(name='model', config='1-1', schedule='1f1b', batch_size=8)Profile(name='model', batch_size=8)"
+        "Plan(name='model-2', config='1-1', schedule='1f1b', batch_size=8)Profile(name='model', batch_size=8)"
     )
     simulation = pdtool.simulate(plan, against=["gpipe"], bandwidths=[1e8, 1e9])
     assert simulation.result.time_per_minibatch_s == pytest.approx(plan.predicted.simulated_s)
