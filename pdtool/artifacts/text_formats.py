@@ -183,7 +183,7 @@ def _end(text: str, node: yaml.Node) -> int:
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _end(text, last[1] if isinstance(node, yaml.MappingNode) else last)
-    return node.start_mark.index + len(text[node.start_mark.index : node.end_mark.index].rstrip())
+    return node.start_mark.index + len(text[node.start_mark.index : node.end_mark.index].rstrip(" \t\r\n"))
 
 
 def _written_alone(value: Any) -> str:
