@@ -98,8 +98,8 @@ bench-startup: $(STAMP) ## measure the memory of each worker of a GPT of 1.5 bil
 bench-transport: $(STAMP) ## measure the cost of a message between two workers
 	PYTHONPATH=. $(BIN)/python tests/bench/bench_transport.py
 
-bench-memory: $(STAMP) ## compare predicted and measured memory of five models in four plans each (ten minutes)
-	$(BIN)/python tests/bench/bench_memory.py
+bench-memory: $(STAMP) ## compare predicted and measured memory: part c of bench-runtime
+	$(BIN)/python tests/bench/bench_runtime.py --only c
 
 bench-long-run: $(STAMP) ## measure whether a run of 20,000 updates slows down (three minutes)
 	$(BIN)/python tests/bench/bench_long_run.py
