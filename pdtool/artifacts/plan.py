@@ -225,6 +225,7 @@ class PlanOptions:
         microbatches: of flushing schedules; `auto` looks at those only with more than one.
         workers: use at most so many, the first ones; None: all. Fewer are used where that is faster.
         replicas: of each stage, on the first workers of the cluster; None: any number of stages and replicas.
+        in_flight: minibatches in flight at each replica of the first stage; None: what the schedule wants, or more.
         chunks: stages on each worker, of `interleaved`, which is not searched (choice.make_plan.interleaved_placement).
         recompute: whether stages may run their forward twice to save memory.
         cost_model: whose formulas; see Predicted.
@@ -240,6 +241,7 @@ class PlanOptions:
     microbatches: Count = 1
     workers: Count | None = None
     replicas: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
+    in_flight: Annotated[int, Field(ge=1, le=MAX_IN_FLIGHT)] | None = None
     chunks: Count = 2
     recompute: bool = True
     cost_model: CostModelName = "ours"

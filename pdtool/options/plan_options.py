@@ -126,6 +126,14 @@ class PartitionOptions:
         Choice(tuple(WIRE_BYTES), default="fp32"),
         "What fp32 activations and gradients are sent as to other workers.",
     )
+    in_flight: int | None = _plan(
+        "--in-flight N",
+        Count(
+            1, MAX_MINIBATCHES, unset="what is fastest with a flush, else what the schedule wants or up to twice that"
+        ),
+        "Minibatches in flight at each replica of the first stage; later stages have fewer, and with a flush none has "
+        "more than an update.",
+    )
     chunks: int = _plan("--chunks N", Count(2, 100, default=2), f"Stages on each worker with --schedule {_CHUNKED}.")
     recompute: bool = _plan(
         "--recompute/--no-recompute", Flag(default=True), "Let stages that lack memory run their forward twice."

@@ -47,6 +47,11 @@ class ExecutionConfig:
         is_usual = self.weights == self.kind.policy_names[0] and self.update_every is None
         return self.kind.has_formulas and is_usual
 
+    @property
+    def has_choice_in_flight(self) -> bool:
+        """Whether more or fewer minibatches may be in flight than the schedule wants."""
+        return self.kind.deepening is not None and self.is_pipelined
+
     def shape(
         self, replicas: Sequence[int], in_flight: Sequence[int] | None = None, tied_stages: Iterable[Sequence[int]] = ()
     ) -> PipelineShape:
@@ -84,3 +89,17 @@ class ExecutionConfig:
             replicas: r[s] of stages that are on workers of their own.
         """
         return self.kind.usual_in_flight(replicas, self.microbatches, self.chunks)
+
+    def deeper_in_flight(self, replicas: Sequence[int], more: int) -> tuple[int, ...]:
+        """Return w[s] with `more` in flight at the first stage than usual, see ScheduleKind.deeper_in_flight."""
+        return self.kind.deeper_in_flight(replicas, more, self.microbatches, self.chunks)
+
+    def in_flight_from(self, replicas: Sequence[int], first: int) -> tuple[int, ...]:
+        """Return w[s] with `first` in flight at the first stage, where the schedule leaves a choice: at later ones as
+        many as usual, but no more than that, or more in proportion; with a flush no more than an update has."""
+        usual = self.usual_in_flight(replicas)
+        if not self.has_choice_in_flight:
+            return usual
+        if first <= usual[0]:
+            return tuple(min(first, w) for w in usual)
+        return self.deeper_in_flight(replicas, first - usual[0])

@@ -76,7 +76,10 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
     if selection.lowest_bound_s > goal_s:
         selection.add_plans_by_stage_count(selection.lowest_bound_s, slowdowns=(1.0,))
     selection.simulate()
-    if selection.fastest_s > goal_s:
+    drains = any(
+        execution.kind.flushes for execution in options.executions
+    )  # the formulas only guess how long it takes
+    if selection.fastest_s > goal_s or drains:
         selection.add_plans_by_stage_count(selection.fastest_s)
         selection.simulate()
     return selection.selected() or by_formulas

@@ -83,6 +83,8 @@ class Planner:
         options = SearchOptions(**given, max_stages=None if strategy.is_searched else 1)
         if options.replicas:
             self._check_replicas(options, cluster_workers)
+        if options.in_flight:
+            self._check_in_flight(options)
         return options
 
     def rival_options(self, profile: Profile, cluster: Cluster, plan: Plan) -> SearchOptions:
@@ -212,6 +214,16 @@ class Planner:
             )
         if workers > MAX_WORKERS_PER_COPY:
             raise UsageError(f"{asked} is on {workers} workers", f"give at most {MAX_WORKERS_PER_COPY}")
+
+    def _check_in_flight(self, options: SearchOptions) -> None:
+        """Raise UsageError where the schedule or the strategy says how many minibatches are in flight."""
+        execution = ExecutionConfig(schedule=options.schedule, strategy=options.strategy)
+        asked, strategy = f"--in-flight {options.in_flight}", self.strategy
+        if strategy.fixes_updates:
+            raise UsageError(f"{asked} with --strategy {strategy.name}, which has a number of its own", "leave it out")
+        if options.schedule in SCHEDULES and not execution.has_choice_in_flight:
+            what = f"{asked} with schedule {options.schedule}, which has all microbatches of an update in flight"
+            raise UsageError(what, "leave --in-flight out, or use --schedule 1f1b-flush")
 
     def _size_of_update(self, placement: Placement) -> str:
         return ""

@@ -112,7 +112,9 @@ class PlanSearch:
     @cached_property
     def evaluator(self) -> Evaluator:
         """The cost of any plan under these options."""
-        return Evaluator(self.profile, self.cluster, self.options.cost_model, self.options.recompute)
+        return Evaluator(
+            self.profile, self.cluster, self.options.cost_model, self.options.recompute, self.options.in_flight
+        )
 
     @property
     def workers(self) -> int:
@@ -181,6 +183,8 @@ class PlanSearch:
         """
         searches = self._layout_searches
         plans = [*self._data_parallel_plans, *(search.candidate(search.fastest) for search in searches)]
+        if self.options.in_flight:  # which the searches take no more of than usual
+            plans = [plan for plan in plans if self.evaluator.fits(plan)]
         return sorted(plans, key=lambda plan: (plan.time_per_minibatch_s, _schedule_rank(plan.placement.execution)))
 
     def simplest_plan(self, bound_s: float) -> Candidate | None:

@@ -1,0 +1,109 @@
+"""How many minibatches in flight a plan that flushes gets: as many as make it fastest, as far as memory goes."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+from graphs import random_profile, with_nodes
+
+from pdtool.artifacts.cluster import make_cluster
+from pdtool.errors import NoPlanError
+from pdtool.planner.choice.in_flight import with_fastest_in_flight
+from pdtool.planner.choice.make_plan import even_pieces, make_plan
+from pdtool.planner.placement import Placement
+from pdtool.planner.plan_cost import Evaluator
+from pdtool.planner.search.search import SearchOptions
+from pdtool.planner.simulator.engine import simulate, steady_state_s
+from pdtool.planner.simulator.job import SimulationJob
+from pdtool.schedule import ExecutionConfig
+
+ROUNDING = 1.001  # less is not worth a minibatch in flight
+MARGIN = 1 + SearchOptions().simplest
+
+
+def network(rng: random.Random, workers: int, memory_bytes: int | None = None):
+    """A profile without pins, and a cluster on which messages take from nothing to longer than a stage computes."""
+    profile = random_profile(rng, rng.randint(2 * workers, 9))
+    profile = profile.model_copy(update={"pin": {}, "shared": (), "together": ()})
+    profile = with_nodes(profile, [node.model_copy(update={"module": ""}) for node in profile.nodes])
+    bandwidth, latency = rng.choice([300.0, 1e3, 5e3, 1e5]), rng.choice([0.0, 0.4])
+    return profile, make_cluster((workers,), (bandwidth,), latencies=[latency], memory_bytes=memory_bytes)
+
+
+def placed(profile, workers: int, execution: ExecutionConfig) -> Placement:
+    """Even pieces of the model, on one worker each, or on each worker as many as the schedule has chunks."""
+    stages = even_pieces(profile, workers * execution.chunks)
+    numbers = tuple((worker,) for worker in range(workers)) * execution.chunks
+    no_recompute = (False,) * len(stages)
+    placement = Placement(
+        stages=tuple(map(tuple, stages)), workers=numbers, in_flight=(), recompute=no_recompute, execution=execution
+    )
+    return placement.with_usual_in_flight()
+
+
+def memory_bytes(placement: Placement, profile, cluster) -> int:
+    """Of the fullest worker, as simulated."""
+    return max(usage.memory_bytes for usage in simulate(SimulationJob.of(placement, profile, cluster)).workers)
+
+
+@pytest.mark.parametrize("limited", [False, True], ids=["any memory", "limit of memory"])
+def test_no_other_numbers_in_flight_are_faster(limited):
+    """All of them were tried; under a limit of memory all that fit."""
+    rng, more = random.Random(5), 0
+    for seed in range(24):
+        workers = 2 + seed % 2
+        profile, cluster = network(rng, workers)
+        execution = ExecutionConfig.of_schedule("1f1b-flush", rng.choice([3, 4]))
+        usual = placed(profile, workers, execution)
+        all_numbers = list(product(range(1, execution.microbatches + 1), repeat=workers))
+        if limited:
+            deepest = usual.with_in_flight([execution.microbatches] * workers)
+            least, most = (memory_bytes(p, profile, cluster) for p in (usual, deepest))
+            cluster = make_cluster((workers,), (300.0,), memory_bytes=int(least + rng.random() * (most - least)))
+        chosen, time_s = with_fastest_in_flight(Evaluator(profile, cluster), usual)
+        assert time_s == steady_state_s(chosen, profile, cluster)
+        assert not limited or memory_bytes(chosen, profile, cluster) <= cluster.memory_bytes
+        others = [p for numbers in all_numbers if (p := usual.with_in_flight(numbers)).is_executable]
+        fitting = (p for p in others if not limited or memory_bytes(p, profile, cluster) <= cluster.memory_bytes)
+        times_s = [steady_state_s(p, profile, cluster) for p in fitting]
+        assert time_s <= min(times_s) * ROUNDING, (seed, chosen.in_flight)
+        more += chosen.in_flight[0] > usual.in_flight[0]
+    assert more > 4
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved"])
+def test_more_in_flight_make_the_other_flushing_schedules_faster(schedule):
+    """Never slower than the numbers that they are defined with, and faster on a slow network."""
+    rng, gains = random.Random(2), []
+    for _ in range(12):
+        profile, cluster = network(rng, 2)
+        usual = placed(profile, 2, ExecutionConfig.of_schedule(schedule, 6, 2 if schedule == "interleaved" else 1))
+        chosen, time_s = with_fastest_in_flight(Evaluator(profile, cluster), usual)
+        assert chosen.is_executable
+        gains.append(steady_state_s(usual, profile, cluster) / time_s)
+    assert min(gains) >= 1
+    assert max(gains) > 1.1
+
+
+def test_a_flush_is_never_slower_than_gpipe():
+    """As many minibatches in an update, the best plan of each, simulated."""
+    rng, seen = random.Random(3), 0
+    for _ in range(20):
+        workers = rng.choice([2, 3, 4])
+        profile, cluster = network(rng, workers, rng.choice([None, 40_000]))
+        options = {"microbatches": rng.choice([4, 6, 8])}
+        try:
+            gpipe = make_plan(
+                profile, "p", cluster, SearchOptions(strategy="gpipe", schedule="gpipe", straight=True, **options)
+            )
+        except NoPlanError:
+            continue
+        flush = make_plan(profile, "p", cluster, SearchOptions(schedule="1f1b-flush", **options))
+        seen += 1
+        assert flush.predicted.simulated_s <= gpipe.predicted.simulated_s * MARGIN * ROUNDING, (
+            flush.config,
+            gpipe.config,
+        )
+    assert seen > 10
