@@ -114,11 +114,11 @@ class PartitionOptions:
         Count(1, MAX_MINIBATCHES, unset="4 with a flushing --schedule, as many as workers with --strategy gpipe"),
         MICROBATCHES,
     )
-    global_batch_size: int | None = _plan(
-        "--global-batch-size N",
+    samples_per_update: int | None = _plan(
+        "--global-batch-size, --samples-per-update N",
         Count(unset="what --microbatches makes"),
-        "Samples in one update: the same as --microbatches, times the profiled minibatch; with 1f1b-flush unless "
-        "another flushing --schedule is given.",
+        "Samples in one update of every stage, of which the minibatches that were profiled are the parts; with "
+        "1f1b-flush unless another --schedule is given.",
         excludes=("microbatches",),
     )
     wire_dtype: str = _plan(

@@ -66,8 +66,15 @@ class CostModel:
         return self.execution.microbatches / self.execution.copies
 
     def update_interval(self, replicas: Number) -> Number:
-        """k: without a flush a stage updates when each replica has done one minibatch, with one at the flush."""
-        return self.execution.microbatches if self.execution.kind.flushes else replicas * self.execution.copies
+        """k: without a flush a stage updates when each replica has done one minibatch, with one at the flush; or after
+        as many as are asked for."""
+        return self.execution.minibatches_per_update or replicas * self.execution.copies
+
+    @property
+    def max_replicas(self) -> float:
+        """Replicas that a stage may have in a copy: without a flush each has a minibatch in every update."""
+        every = self.execution.update_every
+        return every // self.execution.copies if every else np.inf
 
     def flush_factor(self, stages: int) -> float:
         """Time with fill and drain over time without: (M + p - 1) / M when each update flushes (GPipe, section 2.3)."""

@@ -258,12 +258,14 @@ def lower_bound_s(evaluator: Evaluator, candidate: Candidate) -> float:
     """Seconds per minibatch that no simulation of the plan beats: of its slowest stage, and of its busiest link.
 
     Of the formulas only what they are sure of: they cannot see which replicas meet at a border, who holds a tied
-    parameter, which stages do not depend on the one before, and which have less to do when the pipeline fills.
+    parameter, which stages do not depend on the one before, which have less to do when the pipeline fills, and that
+    other replicas do more than the rest in the next update.
     """
     placement = candidate.placement
     loads = stage_loads(evaluator.profile, placement.stages)
+    is_uneven = placement.execution.update_every is not None
     stages_s = (
-        (load.forward_s + load.backward_s) / replicas if load.tied_bytes else stage_s
+        (load.forward_s + load.backward_s) / replicas if load.tied_bytes or is_uneven else stage_s
         for load, replicas, stage_s in zip(loads, placement.replicas, candidate.cost.stage_s, strict=True)
     )
     links_s = link_times_s(evaluator, placement, loads)

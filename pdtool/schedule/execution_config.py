@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from pdtool.schedule.kinds import ONE_F_ONE_B, SCHEDULES, ScheduleKind
@@ -44,8 +44,21 @@ class ExecutionConfig:
     @property
     def has_formulas(self) -> bool:
         """Whether the cost formulas cover it; otherwise only the simulator does."""
-        is_usual = self.weights == self.kind.policy_names[0] and self.update_every is None
-        return self.kind.has_formulas and is_usual
+        return self.kind.has_formulas and self.weights == self.kind.policy_names[0]
+
+    @property
+    def minibatches_per_update(self) -> int | None:
+        """Minibatches in one update of every stage; None: of each stage as many as it has replicas, or as its weight
+        policy says."""
+        return self.microbatches if self.kind.flushes else self.update_every
+
+    def averaging(self, minibatches: int | None) -> Self:
+        """Return the same with so many minibatches in one update of every stage; as it is for None."""
+        if minibatches is None:
+            return self
+        if self.kind.flushes:
+            return replace(self, microbatches=minibatches)
+        return replace(self, update_every=minibatches)
 
     @property
     def has_choice_in_flight(self) -> bool:

@@ -46,12 +46,13 @@ def every_plan(
         depth: then, so many stages; None: as many as there are workers.
     """
     cluster, profile = evaluator.cluster, evaluator.profile
-    for layout in [Layout.whole(cluster, depth)] if straight else layouts(cluster, cluster.workers):
+    for layout in [Layout.whole(cluster, depth or cluster.workers)] if straight else layouts(cluster, cluster.workers):
         fewest = layout.workers if straight or evaluator.cost_model != "ours" else 1
         for workers in range(fewest, layout.workers + 1):
             for stages, replicas in divisions(profile, workers, straight):
                 plan = placed(evaluator, layout, stages, replicas, execution)
-                if evaluator.fits(plan):
+                has_one_each = max(plan.placement.replicas) <= (execution.update_every or cluster.workers)
+                if has_one_each and evaluator.fits(plan):
                     yield plan
 
 

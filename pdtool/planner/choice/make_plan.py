@@ -299,17 +299,17 @@ def _predicted(
     plan: Plan, evaluator: Evaluator, cost: PlanCost, bottleneck_s: float, simulated_s: float | None
 ) -> Predicted:
     """Return the figures. The gain is over data parallelism on all workers of the cluster, whether or not that fits in
-    memory: of both in simulations, or of both by the same formulas. With a flush it takes no fewer minibatches in an
-    update than the plan, as many on each worker.
+    memory: of both in simulations, or of both by the same formulas. Where all stages of the plan average as many
+    minibatches in an update, it takes no fewer than the plan, as many on each worker.
 
     Args:
         bottleneck_s: seconds per minibatch by the formulas, or if none cover the plan in a simulation.
         simulated_s: seconds per minibatch in a simulation; None: it was not simulated.
     """
-    workers, microbatches = evaluator.cluster.workers, plan.microbatches
-    if plan.kind.flushes:
-        microbatches = -(-microbatches // workers) * workers
-    execution = ExecutionConfig.of_schedule((plan.kind.planned_as or plan.kind).name, microbatches)
+    workers, minibatches = evaluator.cluster.workers, plan.execution.minibatches_per_update
+    if minibatches:
+        minibatches = -(-minibatches // workers) * workers
+    execution = ExecutionConfig.of_schedule((plan.kind.planned_as or plan.kind).name).averaging(minibatches)
     data_parallel = evaluator.data_parallel(workers, execution)
     data_parallel_s = None
     if simulated_s is not None:

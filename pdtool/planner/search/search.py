@@ -44,8 +44,8 @@ class SearchOptions(PlanOptions):
         kinds = [kind for kind in _SEARCHED if self.schedule in (kind.name, "auto")]
         if self.schedule == "auto" and self.microbatches == 1:
             kinds = [kind for kind in kinds if not kind.flushes]
-        microbatches = {kind.name: self.microbatches if kind.flushes else 1 for kind in kinds}
-        return [ExecutionConfig.of_schedule(s, m, strategy=self.strategy) for s, m in microbatches.items()]
+        executions = [ExecutionConfig.of_schedule(kind.name, strategy=self.strategy) for kind in kinds]
+        return [each.averaging(self.microbatches if each.kind.flushes else self.update_every) for each in executions]
 
     @property
     def min_stages(self) -> int:
@@ -223,12 +223,16 @@ class PlanSearch:
                     best_s = solution.time_per_minibatch_s
                     yield from search.candidates(solution)
 
+    def data_parallel(self, execution: ExecutionConfig) -> Candidate:
+        """Return data parallelism on the workers that may be used, as far as each has a minibatch in every update."""
+        return self.evaluator.data_parallel(min(self.workers, execution.update_every or self.workers), execution)
+
     @cached_property
     def _data_parallel_plans(self) -> Sequence[Candidate]:
         """Data parallelism under each schedule, where it fits and was not excluded."""
         if (self.options.straight and self.workers > 1) or self.options.min_stages > 1:
             return []
-        plans = (self.evaluator.data_parallel(self.workers, execution) for execution in self.options.executions)
+        plans = map(self.data_parallel, self.options.executions)
         return [plan for plan in plans if self.evaluator.fits(plan)]
 
     @cached_property
