@@ -25,7 +25,7 @@ _MAX_FACTOR = 2  # times what the schedule wants
 _NEGLIGIBLE = 1e-4  # fraction of the time per minibatch that is worth no minibatch in flight
 _PATIENT_STEPS = 3  # that bring nothing, before it is believed that more do not either
 _MIN_TRIES, _MAX_TRIES = 4, 60
-_MAX_ACTIONS_TIMES_WORKERS = 600_000  # of all tries together: about a second
+_MAX_ACTIONS_TIMES_WORKERS = 150_000  # of all tries together: about a quarter of a second
 
 
 def with_fewest_in_flight(

@@ -22,7 +22,7 @@ from pdtool.artifacts.plan import MAX_IN_FLIGHT, ONE_WORKER, Plan, Rival
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.options.plan_options import PartitionOptions
-from pdtool.planner.choice.selection import Selected, move_to_module_borders, select
+from pdtool.planner.choice.selection import Selected, move_to_faster_cuts, move_to_module_borders, select
 from pdtool.planner.formulas import TOLERANCE
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, samples_per_update
@@ -281,6 +281,8 @@ class _OwnPlanner(Planner):
         options, execution = search.options, replace(candidates[0].placement.execution, copies=1)
         alike = [plan for _, plan in named if plan.placement.execution == execution]
         selected = select(search, candidates, alike)
+        if options.simplest and options.cost_model == "ours":
+            selected = move_to_faster_cuts(search, selected)
         if options.simplest and not options.straight and options.cost_model == "ours":
             selected = move_to_module_borders(search, selected)
         return selected

@@ -206,7 +206,8 @@ class PlanSearch:
 
     def plans_by_stage_count(self, execution: ExecutionConfig, bound_s: float, slower: float) -> Iterator[Candidate]:
         """Yield, for each layout, the best plans of at most 1, 2, ... stages and of any number, as far as they take
-        less than `bound_s` per minibatch; over few cuts, so these are only roughly the best.
+        less than `bound_s` per minibatch, without fill and drain, which the formulas have too long for uneven stages;
+        over few cuts, so these are only roughly the best.
 
         Args:
             slower: search as if links were so many times slower, for plans that send less.
@@ -215,12 +216,12 @@ class PlanSearch:
         slow_cluster = replace(self.cluster, levels=tuple(levels))
         for layout in self.layouts:
             search = self.search_layout(replace(layout, cluster=slow_cluster), execution, bound_s).coarser
-            if search.fastest.time_per_minibatch_s >= bound_s:
+            if not search.fastest.tables:
                 continue
             best_s = bound_s
             for solution in (*islice(search.solutions(), _STAGE_COUNTS_LISTED), search.fastest):
-                if solution.time_per_minibatch_s < best_s:
-                    best_s = solution.time_per_minibatch_s
+                if search.without_flush_s(solution) < best_s:
+                    best_s = search.without_flush_s(solution)
                     yield from search.candidates(solution)
 
     def data_parallel(self, execution: ExecutionConfig) -> Candidate:
