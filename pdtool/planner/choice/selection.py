@@ -25,6 +25,7 @@ from pdtool.planner.plan_cost import Candidate, lower_bound_s
 from pdtool.planner.search.cuts import CutSpace
 from pdtool.planner.search.search import PlanSearch
 from pdtool.planner.simulator.engine import PATIENT, is_too_large, steady_state_s
+from pdtool.planner.simulator.job import action_count
 
 # Where the fastest plan of the shortlist is slower than its formulas say, also search as if links were twice as slow:
 # such plans communicate less.
@@ -35,6 +36,7 @@ _MAX_PLANS_PER_SEARCH = 8  # those with the smallest lower bounds, for each slow
 _MAX_MOVES = 8  # places that are tried for a border
 _NEAREST_CUTS = 3  # on each side of a border of a plan that flushes
 _MAX_TRIED_CUTS = 40  # for such a plan
+_MAX_SMALL = 2_000  # actions times workers, of a plan whose numbers in flight are searched for each of these
 
 
 @dataclass(frozen=True)
@@ -196,13 +198,17 @@ def move_to_faster_cuts(search: PlanSearch, selected: Selected) -> Selected:
     if selected.simulated_s is None or not placement.execution.kind.flushes:
         return selected
     borders, border = _Borders(search, selected), 1
+    is_small = action_count(placement) * placement.used_workers <= _MAX_SMALL
     while border in borders.inner and tries < _MAX_TRIED_CUTS:
         faster = None
         for moved in borders.neighbours(selected.candidate, border):
             limit_s, tries = selected.simulated_s or 0.0, tries + 1
-            time_s = steady_state_s(moved.placement, search.profile, search.cluster, limit_s)
-            if time_s is not None and time_s < limit_s:
-                moved, time_s = with_fewest_in_flight(search.evaluator, moved, margin)
+            if not is_small:  # with the numbers in flight that it has
+                time_s = steady_state_s(moved.placement, search.profile, search.cluster, limit_s)
+                if time_s is None or time_s >= limit_s:
+                    continue
+            moved, time_s = with_fewest_in_flight(search.evaluator, moved, margin, limit_s=limit_s)
+            if time_s < limit_s:
                 faster = selected = Selected(moved, time_s, time_s * (1 + margin), (moved, time_s))
         border = 1 if faster else border + 1
     return selected
