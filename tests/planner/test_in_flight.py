@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 import pytest
 from graphs import chain, random_profile, with_nodes
 
 from pdtool.artifacts.cluster import make_cluster
-from pdtool.errors import NoPlanError
+from pdtool.errors import NoPlanError, UsageError
+from pdtool.options.plan_options import PartitionOptions
 from pdtool.planner.choice.in_flight import with_fastest_in_flight
 from pdtool.planner.choice.make_plan import even_pieces, make_plan
+from pdtool.planner.choice.plan_check import check_plan
+from pdtool.planner.choice.strategies import PLANNERS
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Evaluator
 from pdtool.planner.search.search import SearchOptions
 from pdtool.planner.simulator.engine import simulate, steady_state_s
 from pdtool.planner.simulator.job import SimulationJob
-from pdtool.schedule import ExecutionConfig
+from pdtool.schedule import SCHEDULES, ExecutionConfig
 
 ROUNDING = 1.001  # less is not worth a minibatch in flight
 MARGIN = 1 + SearchOptions().simplest
@@ -132,3 +136,36 @@ def test_a_flush_is_never_slower_than_gpipe():
             gpipe.config,
         )
     assert seen > 10
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-flush", "2bw", "zb-h1", "interleaved"])
+def test_a_number_that_is_asked_for_is_taken(schedule):
+    """At the first stage; the plan records it, claims no bound, and all that it says is true."""
+    net, cluster = chain([1.0] * 6, stash=100), make_cluster((3,), (1e12,))
+    options = SearchOptions(schedule=schedule, straight=True, in_flight=7)
+    if options.schedule in SCHEDULES and SCHEDULES[schedule].flushes:
+        options = replace(options, microbatches=8)
+    if schedule == "interleaved":
+        options = replace(options, in_flight=12)
+    plan = make_plan(net, "p", cluster, options)
+    assert plan.stages[0].in_flight == options.in_flight == plan.asked.in_flight
+    assert [finding for finding in check_plan(plan, net) if finding.holds is False] == []
+    fewer = replace(cluster, memory_bytes=900)
+    if schedule == "1f1b-flush":
+        assert make_plan(net, "p", fewer, replace(options, in_flight=None)).stages[0].in_flight < 7
+        with pytest.raises(NoPlanError, match="fits with 7 in flight; give fewer, or leave --in-flight out"):
+            make_plan(net, "p", fewer, replace(options, recompute=False))
+
+
+@pytest.mark.parametrize(
+    ("asked", "match"),
+    [
+        ({"schedule": "gpipe"}, "schedule gpipe, which has all microbatches of an update in flight; leave --in-flight"),
+        ({"strategy": "gpipe"}, "schedule gpipe, which has all microbatches of an update in flight"),
+        ({"strategy": "model-parallel"}, "--in-flight 3 with --strategy model-parallel, which has a number of its own"),
+    ],
+)
+def test_a_number_that_cannot_be_chosen_is_refused(asked, match):
+    asked = PartitionOptions(in_flight=3, **asked)
+    with pytest.raises(UsageError, match=match):
+        PLANNERS[asked.strategy].options(asked, 3)
