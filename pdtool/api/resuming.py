@@ -125,7 +125,7 @@ def _note_other_updates(before: Plan, plan: Plan) -> None:
     elif not rest and minibatches >= max(stage.replicas for stage in plan.stages):
         remedy = f"give --update-every {minibatches}"
     else:
-        remedy = f"partition with --global-batch-size {earlier}"
+        remedy = f"partition with --samples-per-update {earlier}"
         if rest:
             remedy = f"profile with a --batch-size that divides {earlier}, and {remedy}"
     note(

@@ -222,8 +222,10 @@ class PlanOptions:
         straight: one stage on every worker, none replicated; `gpipe` may leave workers idle.
         schedule: see Plan; `auto` takes the fastest.
         microbatches: of flushing schedules; `auto` looks at those only with more than one.
+        update_every: minibatches in one update of every stage without a flush; None: as the schedule has it.
         workers: use at most so many, the first ones; None: all. Fewer are used where that is faster.
         replicas: of each stage, on the first workers of the cluster; None: any number of stages and replicas.
+        in_flight: minibatches in flight at each replica of the first stage; None: what the schedule wants, or more.
         chunks: stages on each worker, of `interleaved`, which is not searched (choice.make_plan.interleaved_placement).
         recompute: whether stages may run their forward twice to save memory.
         cost_model: whose formulas; see Predicted.
@@ -237,8 +239,10 @@ class PlanOptions:
     straight: bool = False
     schedule: AskedScheduleName = "1f1b"
     microbatches: Count = 1
+    update_every: Annotated[int, Field(ge=1, le=MAX_IN_FLIGHT)] | None = None
     workers: Count | None = None
     replicas: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
+    in_flight: Annotated[int, Field(ge=1, le=MAX_IN_FLIGHT)] | None = None
     chunks: Count = 2
     recompute: bool = True
     cost_model: CostModelName = "ours"

@@ -119,17 +119,25 @@ class PartitionOptions:
         Count(1, MAX_MINIBATCHES, unset="4 with a flushing --schedule, as many as workers with --strategy gpipe"),
         MICROBATCHES,
     )
-    global_batch_size: int | None = _plan(
-        "--global-batch-size N",
+    samples_per_update: int | None = _plan(
+        "--global-batch-size, --samples-per-update N",
         Count(unset="what --microbatches makes"),
-        "Samples in one update: the same as --microbatches, times the profiled minibatch; with 1f1b-flush unless "
-        "another flushing --schedule is given.",
+        "Samples in one update of every stage, of which the minibatches that were profiled are the parts; with "
+        "1f1b-flush unless another --schedule is given.",
         excludes=("microbatches",),
     )
     wire_dtype: str = _plan(
         "--wire-dtype",
         Choice(tuple(WIRE_BYTES), default="fp32"),
         "What fp32 activations and gradients are sent as to other workers.",
+    )
+    in_flight: int | None = _plan(
+        "--in-flight N",
+        Count(
+            1, MAX_MINIBATCHES, unset="what is fastest with a flush, else what the schedule wants or up to twice that"
+        ),
+        "Minibatches in flight at each replica of the first stage; later stages have fewer, and with a flush none has "
+        "more than an update.",
     )
     chunks: int = _plan("--chunks N", Count(2, 100, default=2), f"Stages on each worker with --schedule {_CHUNKED}.")
     recompute: bool = _plan(

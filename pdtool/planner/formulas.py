@@ -39,6 +39,7 @@ class CostModel:
         copy_members: of each level, those that the copies lie on, one worker of each; all 1 for one copy.
         optimizer_state_ratio: bytes of optimizer state for each byte of parameters.
         may_recompute: whether a stage that lacks memory may run its forward twice.
+        first_in_flight: minibatches in flight that the first stage is to have; None: what the schedule wants.
     """
 
     cluster: Cluster
@@ -47,6 +48,7 @@ class CostModel:
     copy_members: tuple[int, ...]
     optimizer_state_ratio: float
     may_recompute: bool = True
+    first_in_flight: int | None = None
 
     requires_all_workers = False  # True: plans must use every worker, so the first stage begins at worker 0
 
@@ -64,8 +66,15 @@ class CostModel:
         return self.execution.microbatches / self.execution.copies
 
     def update_interval(self, replicas: Number) -> Number:
-        """k: without a flush a stage updates when each replica has done one minibatch, with one at the flush."""
-        return self.execution.microbatches if self.execution.kind.flushes else replicas * self.execution.copies
+        """k: without a flush a stage updates when each replica has done one minibatch, with one at the flush; or after
+        as many as are asked for."""
+        return self.execution.minibatches_per_update or replicas * self.execution.copies
+
+    @property
+    def max_replicas(self) -> float:
+        """Replicas that a stage may have in a copy: without a flush each has a minibatch in every update."""
+        every = self.execution.update_every
+        return every // self.execution.copies if every else np.inf
 
     def flush_factor(self, stages: int) -> float:
         """Time with fill and drain over time without: (M + p - 1) / M when each update flushes (GPipe, section 2.3)."""
@@ -77,10 +86,13 @@ class CostModel:
     def in_flight(self, replicas: Number, workers_from_here: Number) -> Number:
         """w, as the schedule has it; without pipelining and without a flush there is one.
 
-        `workers_from_here` are those of this stage and all later ones, in one copy.
+        `workers_from_here` are those of this stage and all later ones, in one copy. If more are to be in flight, how
+        many a stage has depends on the stages before it, which the search does not know: it takes no more than usual.
         """
         microbatches = -(-self.execution.microbatches // self.execution.copies)
         in_flight = self.execution.kind.in_flight(replicas, workers_from_here, microbatches, _ANY_DEPTH, 1)
+        if self.first_in_flight and self.execution.has_choice_in_flight:
+            return np.minimum(in_flight, self.first_in_flight)
         takes_turns = not (self.execution.kind.flushes or self.execution.is_pipelined)
         return np.minimum(in_flight, 1) if takes_turns else in_flight
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdtool.artifacts.cluster import Cluster
-from pdtool.artifacts.plan import CostModelName, Plan
+from pdtool.artifacts.plan import CostModelName, Plan, PlanOptions
 from pdtool.artifacts.profile import Profile
 from pdtool.planner.formulas import COST_MODELS, CostModel, fractions_by_class, members_of
 from pdtool.planner.placement import Placement
@@ -103,20 +103,23 @@ class Evaluator:
     Args:
         cost_model: whose formulas.
         may_recompute: whether stages that lack memory may run their forward twice.
+        first_in_flight: minibatches in flight at each replica of the first stage; None: what the schedule wants.
     """
 
     profile: Profile
     cluster: Cluster
     cost_model: CostModelName = "ours"
     may_recompute: bool = True
+    first_in_flight: int | None = None
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile) -> Evaluator:
         """Return whose formulas the figures of a plan are by, for the messages that it sends, and whether stages may
         recompute."""
         cost_model = plan.predicted.cost if plan.predicted else "ours"
-        recompute = plan.asked.recompute if plan.asked else True
-        return cls(profile.sent_as(plan.wire_dtype), plan.cluster, cost_model, recompute)
+        asked = plan.asked or PlanOptions()
+        sent = profile.sent_as(plan.wire_dtype)
+        return cls(sent, plan.cluster, cost_model, asked.recompute, asked.in_flight)
 
     def model(
         self, cluster: Cluster, execution: ExecutionConfig, pipeline_members: Sequence[int], copy_members: Sequence[int]
@@ -129,6 +132,7 @@ class Evaluator:
             copy_members=tuple(copy_members),
             optimizer_state_ratio=self.profile.optimizer_state_bytes,
             may_recompute=self.may_recompute,
+            first_in_flight=self.first_in_flight,
         )
 
     def model_of(self, workers: Sequence[Sequence[int]], execution: ExecutionConfig) -> CostModel:
@@ -156,7 +160,9 @@ class Evaluator:
         """
         model, loads = self.model_of(workers, execution), stage_loads(self.profile, stages)
         replicas = [len(numbers) // execution.copies for numbers in workers]
-        if in_flight is None:
+        if in_flight is None and self.first_in_flight and execution.has_choice_in_flight:
+            in_flight = execution.in_flight_from([*map(len, workers)], self.first_in_flight)
+        elif in_flight is None:
             workers_from_here = np.cumsum(replicas[::-1])[::-1].tolist()
             in_flight = [int(model.in_flight(r, n)) for r, n in zip(replicas, workers_from_here, strict=True)]
         if recompute is None:
@@ -252,12 +258,14 @@ def lower_bound_s(evaluator: Evaluator, candidate: Candidate) -> float:
     """Seconds per minibatch that no simulation of the plan beats: of its slowest stage, and of its busiest link.
 
     Of the formulas only what they are sure of: they cannot see which replicas meet at a border, who holds a tied
-    parameter, which stages do not depend on the one before, and which have less to do when the pipeline fills.
+    parameter, which stages do not depend on the one before, which have less to do when the pipeline fills, and that
+    other replicas do more than the rest in the next update.
     """
     placement = candidate.placement
     loads = stage_loads(evaluator.profile, placement.stages)
+    is_uneven = placement.execution.update_every is not None
     stages_s = (
-        (load.forward_s + load.backward_s) / replicas if load.tied_bytes else stage_s
+        (load.forward_s + load.backward_s) / replicas if load.tied_bytes or is_uneven else stage_s
         for load, replicas, stage_s in zip(loads, placement.replicas, candidate.cost.stage_s, strict=True)
     )
     links_s = link_times_s(evaluator, placement, loads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from pdtool.schedule.kinds import ONE_F_ONE_B, SCHEDULES, ScheduleKind
@@ -44,8 +44,26 @@ class ExecutionConfig:
     @property
     def has_formulas(self) -> bool:
         """Whether the cost formulas cover it; otherwise only the simulator does."""
-        is_usual = self.weights == self.kind.policy_names[0] and self.update_every is None
-        return self.kind.has_formulas and is_usual
+        return self.kind.has_formulas and self.weights == self.kind.policy_names[0]
+
+    @property
+    def minibatches_per_update(self) -> int | None:
+        """Minibatches in one update of every stage; None: of each stage as many as it has replicas, or as its weight
+        policy says."""
+        return self.microbatches if self.kind.flushes else self.update_every
+
+    def averaging(self, minibatches: int | None) -> Self:
+        """Return the same with so many minibatches in one update of every stage; as it is for None."""
+        if minibatches is None:
+            return self
+        if self.kind.flushes:
+            return replace(self, microbatches=minibatches)
+        return replace(self, update_every=minibatches)
+
+    @property
+    def has_choice_in_flight(self) -> bool:
+        """Whether more or fewer minibatches may be in flight than the schedule wants."""
+        return self.kind.deepening is not None and self.is_pipelined
 
     def shape(
         self, replicas: Sequence[int], in_flight: Sequence[int] | None = None, tied_stages: Iterable[Sequence[int]] = ()
@@ -84,3 +102,17 @@ class ExecutionConfig:
             replicas: r[s] of stages that are on workers of their own.
         """
         return self.kind.usual_in_flight(replicas, self.microbatches, self.chunks)
+
+    def deeper_in_flight(self, replicas: Sequence[int], more: int) -> tuple[int, ...]:
+        """Return w[s] with `more` in flight at the first stage than usual, see ScheduleKind.deeper_in_flight."""
+        return self.kind.deeper_in_flight(replicas, more, self.microbatches, self.chunks)
+
+    def in_flight_from(self, replicas: Sequence[int], first: int) -> tuple[int, ...]:
+        """Return w[s] with `first` in flight at the first stage, where the schedule leaves a choice: at later ones as
+        many as usual, but no more than that, or more in proportion; with a flush no more than an update has."""
+        usual = self.usual_in_flight(replicas)
+        if not self.has_choice_in_flight:
+            return usual
+        if first <= usual[0]:
+            return tuple(min(first, w) for w in usual)
+        return self.deeper_in_flight(replicas, first - usual[0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import ceil, inf
 from typing import Any
 
 from pdtool.errors import UsageError
@@ -30,6 +31,8 @@ class ScheduleKind:
             a time, since it drains the pipeline after each.
         in_flight: w of (r, u, m, p, v), just enough in flight for no stage to wait, for u workers of this stage and all
             later ones and m minibatches in one update. Of one copy of the pipeline; r, u and w may be arrays.
+        deepening: of (s, p), the share that stage s has of those which are in flight at the first stage besides these,
+            so that messages between any two stages get as much time. None: all of an update are in flight in any case.
         chunked: whether each worker has several stages, which are even pieces of the model.
         equal_replicas: whether all stages must have as many replicas: r pipelines side by side.
         splits_backward: whether the gradients of inputs and weights are computed apart.
@@ -41,6 +44,7 @@ class ScheduleKind:
     policies: tuple[WeightPolicy, ...]
     actions: Callable[[PipelineShape, int, Sequence[Round]], Actions]
     in_flight: Callable[[Number, Number, int, int, int], Number]
+    deepening: Callable[[int, int], float] | None = None
     chunked: bool = False
     equal_replicas: bool = False
     splits_backward: bool = False
@@ -70,6 +74,26 @@ class ScheduleKind:
         """
         p = len(replicas)
         return tuple(self.in_flight(r, sum(replicas[s:]), microbatches, p, chunks) for s, r in enumerate(replicas))
+
+    def deeper_in_flight(
+        self, replicas: Sequence[int], more: int, microbatches: int = 1, chunks: int = 1
+    ) -> tuple[int, ...]:
+        """Return w, as `usual_in_flight` has it, with `more` than that at the first stage, and at no stage more than an
+        update of a flushing schedule has, or than the replicas of the stage before let come: they would wait forever.
+        """
+        p, usual = len(replicas), self.usual_in_flight(replicas, microbatches, chunks)
+        most = self.max_in_flight(replicas, microbatches, chunks)
+        deeper: list[int] = []
+        for s, w in enumerate(usual):
+            extra = ceil(more * self.deepening(s, p)) if self.deepening else 0
+            coming = deeper[-1] * replicas[s - 1] // replicas[s] if deeper else inf
+            deeper.append(max(w, int(min(most[s], w + extra, coming))))
+        return tuple(deeper)
+
+    def max_in_flight(self, replicas: Sequence[int], microbatches: int = 1, chunks: int = 1) -> tuple[float, ...]:
+        """Return the most that can be in flight at each stage, as `usual_in_flight` has it: all of an update, or
+        infinity without a flush."""
+        return tuple(_all_of_update(r, 0, microbatches, 0, chunks) if self.flushes else inf for r in replicas)
 
     def build(self, shape: PipelineShape, minibatches: int) -> list[Actions]:
         """Build the action lists for minibatches 0 .. minibatches - 1 of one epoch.
@@ -145,6 +169,7 @@ ONE_F_ONE_B = ScheduleKind(
     policies=(STASH, VERTICAL_SYNC, NONE),
     actions=lambda shape, stage, rounds: _one_f_one_b(stage, rounds, shape.in_flight[stage]),
     in_flight=_enough,
+    deepening=lambda s, p: (p - 1 - s) / max(1, p - 1),  # the last stage sends each gradient at once
 )
 ONE_F_ONE_B_FLUSH = replace(ONE_F_ONE_B, name="1f1b-flush", policies=(FLUSH,), in_flight=_enough_of_update)
 GPIPE = ScheduleKind(
@@ -164,30 +189,42 @@ def _interleaved(shape: PipelineShape, worker: int, rounds: Sequence[Round]) -> 
 
         0 | 0F0 0F1 2F0 2F1 .   2B0 .   2B1 0B0 0B1
         1 | .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+
+    With more in flight than that, more minibatches pass one chunk before the next, and messages have more time.
     """
-    p, microbatches = shape.pipeline_depth, len(rounds[0][1])
-    warm_up = _interleaved_warm_up(p, worker, microbatches, shape.chunks)
-    return _over_chunks(shape, worker, rounds[0], _interleaved_groups(p, microbatches), warm_up)
+    microbatches = len(rounds[0][1])
+    groups = _interleaved_groups(_interleaved_group(shape), microbatches)
+    warm_up = _interleaved_warm_up(shape.pipeline_depth, worker, groups[0] if groups else 0, shape.chunks)
+    return _over_chunks(shape, worker, rounds[0], groups, warm_up)
 
 
-def _interleaved_groups(p: int, microbatches: int) -> list[int]:
+def _interleaved_group(shape: PipelineShape) -> int:
+    """Return how many minibatches pass one chunk before the next, at least: as many as the last worker can have in
+    flight, where a round that this does not divide has a group of up to twice as many, less one."""
+    p, v = shape.pipeline_depth, shape.chunks
+    microbatches = -(-shape.update_every[0] // shape.replicas[0])
+    largest = (shape.in_flight[p - 1] - 1) // max(1, v - 1)
+    return microbatches if largest >= microbatches else max(p, (largest + 1) // 2)
+
+
+def _interleaved_groups(least: int, microbatches: int) -> list[int]:
     """Return the sizes of the groups that pass one chunk before the next: p, as in Megatron-LM (SC'21, section 2.2).
 
-    Where p does not divide them the groups are even and larger than p: one smaller than p would deadlock.
+    Where `least` does not divide them the groups are even and larger than that: one smaller than p would deadlock.
     """
-    count = max(1, microbatches // p)
+    count = max(1, microbatches // least)
     return [microbatches // count + (i < microbatches % count) for i in range(count)]
 
 
-def _interleaved_warm_up(p: int, worker: int, microbatches: int, chunks: int) -> int:
+def _interleaved_warm_up(p: int, worker: int, group: int, chunks: int) -> int:
     """Count the forwards before the first 1F1B pair: the first minibatch must pass all chunks of the last worker."""
-    return 2 * (p - worker - 1) + (chunks - 1) * _interleaved_groups(p, microbatches)[0]
+    return 2 * (p - worker - 1) + (chunks - 1) * group
 
 
 def _enough_of_chunks(r: Number, u: Number, m: int, p: int, v: int) -> Number:
     """One more than the warm-up; the last round may be short, and its groups larger."""
     rounds = range(1, -(-m // r) + 1)
-    return max(min(_interleaved_warm_up(p, p - u // r, n, v) + 1, n * v) for n in rounds)
+    return max(min(_interleaved_warm_up(p, p - u // r, _interleaved_groups(p, n)[0], v) + 1, n * v) for n in rounds)
 
 
 def _over_chunks(shape: PipelineShape, worker: int, one_round: Round, groups: Sequence[int], warm_up: int) -> Actions:
@@ -223,6 +260,7 @@ INTERLEAVED = ScheduleKind(
     policies=(FLUSH,),
     actions=_interleaved,
     in_flight=_enough_of_chunks,
+    deepening=lambda s, p: float(p > 1),  # the last worker has some to send to the first one, for the next chunk
     chunked=True,
     equal_replicas=True,
     planned_as=ONE_F_ONE_B_FLUSH,
@@ -243,27 +281,34 @@ def _looped_bfs(shape: PipelineShape, worker: int, rounds: Sequence[Round]) -> A
     return _over_chunks(shape, worker, rounds[0], [microbatches], microbatches * shape.chunks)
 
 
-LOOPED_BFS = replace(INTERLEAVED, name="looped-bfs", actions=_looped_bfs, in_flight=_all_of_update)
+LOOPED_BFS = replace(INTERLEAVED, name="looped-bfs", actions=_looped_bfs, in_flight=_all_of_update, deepening=None)
 
 
 def _zero_bubble(shape: PipelineShape, stage: int, rounds: Sequence[Round]) -> Actions:
     """Build ZB-H1: the gradients of the weights are put off, by r minibatches at stage r, to fill the drain.
 
-    Source: "Zero Bubble Pipeline Parallelism", ICLR'24, section 2.1. Three stages, every action takes one slot:
+    Source: "Zero Bubble Pipeline Parallelism", ICLR'24, section 2.1. With more than p in flight the warm-up is deeper
+    and the gradients are put off for longer, in the same proportion: with 2p - 1 this is ZB-H2 (section 2.2). Three
+    stages, every action takes one slot:
 
         0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
         1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         2 | .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
     ((number, minibatches),) = rounds
+    p, in_flight = shape.pipeline_depth, shape.in_flight[stage]
+    if in_flight >= -(-shape.update_every[stage] // shape.replicas[stage]):  # an update has no more
+        in_flight = max(p, in_flight)
+    warm_up = ceil((in_flight - 1) * (p - 1 - stage) / max(1, p - 1))
+    put_off = in_flight - 1 - warm_up
     forwards = iter(minibatches)
-    actions = [Action(stage, ActionKind.FORWARD, i) for i in islice(forwards, shape.pipeline_depth - 1 - stage)]
+    actions = [Action(stage, ActionKind.FORWARD, i) for i in islice(forwards, warm_up)]
     for done, i in enumerate(minibatches):
         actions += [Action(stage, ActionKind.FORWARD, j) for j in islice(forwards, 1)]
         actions.append(Action(stage, ActionKind.BACKWARD_INPUT, i))
-        if done >= stage:
-            actions.append(Action(stage, ActionKind.BACKWARD_WEIGHT, minibatches[done - stage]))
-    actions += [Action(stage, ActionKind.BACKWARD_WEIGHT, i) for i in minibatches[max(0, len(minibatches) - stage) :]]
+        if done >= put_off:
+            actions.append(Action(stage, ActionKind.BACKWARD_WEIGHT, minibatches[done - put_off]))
+    actions += [Action(stage, ActionKind.BACKWARD_WEIGHT, i) for i in minibatches[max(0, len(minibatches) - put_off) :]]
     return [*actions, Action(stage, ActionKind.UPDATE, number)]
 
 
@@ -272,6 +317,7 @@ ZERO_BUBBLE = ScheduleKind(
     policies=(FLUSH,),
     actions=_zero_bubble,
     in_flight=lambda r, u, m, p, v: min(p, -(-m // r)),  # the memory of 1F1B's first stage, everywhere
+    deepening=lambda s, p: float(p > 1),
     equal_replicas=True,
     splits_backward=True,
     planned_as=ONE_F_ONE_B_FLUSH,

@@ -108,7 +108,7 @@ OPTIONS = (
     ("--replicas", "2"),
     ("--schedule", "1f1b-flush"),
     ("--microbatches", "2", "--schedule", "gpipe"),
-    ("--global-batch-size", "128"),
+    ("--samples-per-update", "128"),
     ("--bandwidth", "1MB/s"),
     ("--latency", "1ms"),
     ("--memory", "1GB"),

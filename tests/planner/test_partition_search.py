@@ -38,10 +38,13 @@ def test_search_equals_brute_force(block):
         evaluator = Evaluator(profile, cluster, cost_model, may_recompute=rng.random() < 0.6)
         straight = rng.random() < 0.2
         max_stages = None if straight or rng.random() < 0.7 else rng.randint(1, 3)
+        if schedule == "1f1b" and cost_model == "ours":
+            execution = execution.averaging(rng.choice([None, 2, 5]))
         optimum = fastest(evaluator, execution, straight=straight, max_stages=max_stages)
         options = SearchOptions(
             schedule=schedule,
             microbatches=execution.microbatches,
+            update_every=execution.update_every,
             straight=straight,
             max_stages=max_stages,
             simplest=0,

@@ -384,12 +384,50 @@ def test_gradients_of_asynchronous_data_parallelism_are_one_update_late_for_each
 
 
 @pytest.mark.parametrize(
-    ("samples", "batch_size", "strategy", "schedule", "microbatches"),
-    [(96, 32, "auto", "1f1b-flush", 3), (32, 32, "straight", "1f1b-flush", 1), (64, 16, "gpipe", "gpipe", 4)],
+    ("samples", "batch_size", "asked", "schedule", "updates"),
+    [
+        (96, 32, {"strategy": "auto"}, "1f1b-flush", [(3, None)]),
+        (32, 32, {"strategy": "straight"}, "1f1b-flush", [(1, None)]),
+        (64, 16, {"strategy": "gpipe"}, "gpipe", [(4, None)]),
+        (96, 32, {"schedule": "1f1b"}, "1f1b", [(1, 3)]),
+        (96, 32, {"schedule": "auto"}, "auto", [(1, 3), (3, None), (3, None)]),
+        (96, 32, {"strategy": "data-parallel"}, "1f1b", [(1, 3)]),
+        (96, 32, {"strategy": "model-parallel"}, "1f1b", [(1, 3)]),
+    ],
 )
-def test_a_global_batch_size_gives_the_microbatches(samples, batch_size, strategy, schedule, microbatches):
-    options = PLANNERS[strategy].options(PartitionOptions(global_batch_size=samples), 5, batch_size)
-    assert (options.strategy, options.schedule, options.microbatches) == (strategy, schedule, microbatches)
+def test_samples_per_update_give_the_minibatches(samples, batch_size, asked, schedule, updates):
+    """Microbatches with a flush, and minibatches between two updates without; `auto` compares both."""
+    asked = PartitionOptions(samples_per_update=samples, **asked)
+    options = PLANNERS[asked.strategy].options(asked, 5, batch_size)
+    assert (options.strategy, options.schedule) == (asked.strategy, schedule)
+    assert [(each.microbatches, each.update_every) for each in options.executions] == updates
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-flush", "auto"])
+def test_all_that_a_plan_is_compared_with_averages_as_many_samples(schedule):
+    """Minibatches of 8, six of them in an update, on four workers and on eight: no more than six are replicas then."""
+    for workers in (4, 8):
+        net, cluster = chain([1.0] * 8, parameters=100, crossing=20), make_cluster((workers,), (1e3,))
+        asked = PartitionOptions(samples_per_update=48, schedule=schedule)
+        plan = make_plan(net, "p", cluster, PLANNERS["auto"].options(asked, workers, net.batch_size))
+        rivals = rival_plans(net, cluster, plan, [name for name in RIVALS if name != "hybrid"])
+        for each in (plan, *rivals.values()):
+            assert samples_per_update(Placement.of(each, net), net) == 48
+            assert [finding for finding in check_plan(each, net) if finding.holds is False] == []
+        assert {rival.samples_per_update for rival in plan.why.rivals} == {48}
+
+
+def test_updates_that_are_rarer_cost_less_between_replicas_and_keep_fewer_versions():
+    """By the formulas and as simulated: an average for four minibatches of each of two replicas, in place of one."""
+    net, cluster = chain([1.0] * 4, parameters=1000), make_cluster((2,), (4e3,))
+    often, seldom = (
+        make_plan(net, "p", cluster, SearchOptions(strategy="data-parallel", update_every=every, max_stages=1))
+        for every in (None, 8)
+    )
+    assert often.predicted.allreduce_s[0] == pytest.approx(4 * seldom.predicted.allreduce_s[0])
+    assert often.predicted.simulated_s > 1.1 * seldom.predicted.simulated_s
+    pipeline = make_plan(net, "p", cluster, SearchOptions(straight=True, update_every=8))
+    assert max(pipeline.shape().versions(s) for s in range(2)) == 2
 
 
 @pytest.mark.parametrize(
@@ -397,16 +435,20 @@ def test_a_global_batch_size_gives_the_microbatches(samples, batch_size, strateg
     [
         (100, "auto", {}, "no multiple of the minibatch of 32 that was profiled; give 96 or 128, or profile with a"),
         (16, "auto", {}, "no multiple of the minibatch of 32 that was profiled; give 32, or profile with a"),
-        (96, "auto", {"schedule": "1f1b"}, "--schedule 1f1b, which does not flush; choose of 1f1b-flush, gpipe, "),
-        (96, "auto", {"schedule": "auto"}, "--schedule auto, which does not flush"),
+        (
+            96,
+            "auto",
+            {"schedule": "1f1b", "replicas": (4, 1)},
+            "3 minibatches in an update: each replica must have one",
+        ),
         (96, "auto", {"microbatches": 3}, "together with --microbatches 3; give one of them"),
         (96, "hybrid", {}, "--strategy hybrid, whose updates have a size of their own; leave it out"),
         (32 * 10**6, "auto", {}, "is 1000000 minibatches of 32; give at most 320000"),
     ],
 )
-def test_a_global_batch_size_that_makes_no_sense_is_refused(samples, strategy, options, match):
+def test_samples_per_update_that_make_no_sense_are_refused(samples, strategy, options, match):
     with pytest.raises(UsageError, match=match):
-        PLANNERS[strategy].options(PartitionOptions(global_batch_size=samples, **options), 5, 32)
+        PLANNERS[strategy].options(PartitionOptions(samples_per_update=samples, **options), 5, 32)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,8 @@ def every_plan(
         for workers in range(fewest, layout.workers + 1):
             for stages, replicas in divisions(profile, workers, straight):
                 plan = placed(evaluator, layout, stages, replicas, execution)
-                if evaluator.fits(plan):
+                has_one_each = max(plan.placement.replicas) <= (execution.update_every or cluster.workers)
+                if has_one_each and evaluator.fits(plan):
                     yield plan
 
 

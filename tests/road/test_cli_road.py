@@ -81,7 +81,7 @@ def test_other_samples_per_update_on_resuming_are_told_and_the_remedy_gives_the_
     resumed = ["run", "dp.yaml", "--steps", "6", "--resume", "runs/x", "-o", "runs/y", "--epochs", "3"]
     told = road.pdtool(*resumed).stderr
     assert "warning: an update averages 16 samples, and averaged 8 until now, while the learning rate stays; " in told
-    assert "for 8 as before, partition with --global-batch-size 8" in told
+    assert "for 8 as before, partition with --samples-per-update 8" in told
     road.pdtool("run", "plans/model-2.yaml", "--steps", "6", "--update-every", "2", "-o", "runs/z")
     resumed = ["run", "plans/model-2.yaml", "--steps", "6", "--resume", "runs/z", "--epochs", "2"]
     assert "averages 8 samples, and averaged 16 until now" in (

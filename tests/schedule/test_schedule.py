@@ -51,7 +51,7 @@ replicas_lists = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple)
 
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[ScheduleKind, PipelineShape]:
-    """Any schedule, and a shape that it is defined for."""
+    """Any schedule, and a shape that it is defined for, with as many in flight as it wants or more."""
     kind = draw(st.sampled_from(list(SCHEDULES.values())))
     replicas = draw(replicas_lists)
     if kind.equal_replicas:
@@ -60,7 +60,7 @@ def shapes(draw: st.DrawFn) -> tuple[ScheduleKind, PipelineShape]:
     weights = draw(st.sampled_from(kind.policy_names))
     microbatches = draw(st.integers(1, 12))
     execution = ExecutionConfig(schedule=kind.name, weights=weights, microbatches=microbatches, chunks=chunks)
-    shape = execution.shape(replicas)
+    shape = execution.shape(replicas, execution.deeper_in_flight(replicas, draw(st.integers(0, 9))))
     rounds = draw(st.one_of(st.none(), st.integers(1, 3)))
     if kind.flushes or rounds is None:
         return kind, shape
@@ -195,6 +195,26 @@ def test_peak_stash_of_straight_pipelines(p: int, m: int, v: int) -> None:
     assert peaks("looped-bfs", v) == [m * v] * p
     if m % p == 0:
         assert peaks("interleaved", v) == [min(2 * (p - r - 1) + (v - 1) * p + 1, m * v) for r in range(p)]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 3), st.integers(1, 14))
+def test_as_many_are_in_flight_as_the_plan_says(p: int, m: int, v: int, first: int) -> None:
+    """Where it may be chosen at all; with a flush no more than an update has."""
+    for kind in SCHEDULES.values():
+        execution = ExecutionConfig.of_schedule(kind.name, m, v if kind.chunked else 1)
+        in_flight = execution.in_flight_from((1,) * p, first)
+        usual = execution.usual_in_flight((1,) * p)
+        if kind.deepening is None:
+            assert in_flight == usual
+        elif first >= usual[0] or not kind.chunked:  # its first minibatch must pass all chunks of the last worker
+            n = m if kind.flushes else 40
+            peaks = [tracked(actions).peak for actions in kind.build(execution.shape((1,) * p, in_flight), n)]
+            most = execution.kind.max_in_flight((1,) * p, m, execution.chunks)[0]
+            assert in_flight[0] == min(first, most) or first < usual[0] or p == 1
+            assert all(peak <= w for peak, w in zip(peaks, in_flight, strict=True))
+            # of short rounds, whose groups are larger, a worker with chunks may have more
+            assert tuple(peaks) == in_flight or kind.chunked
 
 
 @given(st.integers(1, 8), st.integers(0, 20))

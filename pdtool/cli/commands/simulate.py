@@ -41,8 +41,8 @@ def simulate(
 ) -> None:
     """Execute PLAN on a clock, beside data parallelism and others.
 
-    An update of data parallelism takes a minibatch of every worker; one of GPipe as many samples, or what the plan
-    takes if that flushes, too.
+    Where all stages of the plan average as many samples in an update, the others do, too, but hybrid parallelism.
+    Otherwise an update of data parallelism takes a minibatch of every worker, and one of GPipe as many samples.
     """
     import json
 

@@ -33,10 +33,11 @@ _MAX_SWEPT_ACTIONS = 20_000  # of a plan that is simulated at so many bandwidths
 def rival_plans(profile: Profile, cluster: Cluster, plan: Plan, names: Iterable[str]) -> dict[str, Plan]:
     """Return the best plan of each strategy on all workers of the cluster, by name, in the order of `names`.
 
-    Plans are compared at equal samples per update, as far as the strategies have a choice. An update takes
+    Where all stages of the plan average as many minibatches in an update, with a flush or because it was asked for,
+    so do its rivals, but hybrid parallelism. Otherwise an update takes
 
         data-parallel       a minibatch of every worker: U minibatches for U workers
-        gpipe               as many minibatches, each a microbatch, as the plan takes if that flushes, too; otherwise U
+        gpipe               U minibatches, each a microbatch
         hybrid              a minibatch of every replica of the first stage: fewer than U, whatever is fastest
         model-parallel      one minibatch: more would make an update rarer, and nothing faster
         straight, pipeline  what the replicas of its most replicated stage take, without a flush: 15 for 15-1
@@ -48,7 +49,7 @@ def rival_plans(profile: Profile, cluster: Cluster, plan: Plan, names: Iterable[
     A rival that does not fit into the memory of a device is planned as if it did: its figures tell.
 
     Args:
-        plan: that they are compared with; it decides how many minibatches an update of GPipe takes.
+        plan: that they are compared with; it decides how many minibatches an update takes.
         names: of RIVALS.
 
     Raises:

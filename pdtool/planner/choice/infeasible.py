@@ -31,6 +31,9 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
             "loosen HINTS pin, or allow another number of stages",
         )
     needed = max(smallest.cost.searched_memory_bytes)
+    if options.in_flight and needed <= limit:
+        what = f"none of the plans{options.with_replicas} that were found fits with {options.in_flight} in flight"
+        return NoPlanError(what, "give fewer, or leave --in-flight out")
     stage = smallest.cost.searched_memory_bytes.index(needed)
     least = needed + search.profile.reserved_bytes  # which is not in the limit
     recomputing = " with every stage recomputing" if options.recompute else ""

@@ -19,6 +19,7 @@ from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import Certificate, FasterPlan, Plan, Predicted, Why
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
+from pdtool.planner.choice.in_flight import with_wanted_in_flight
 from pdtool.planner.choice.infeasible import explain_infeasible
 from pdtool.planner.choice.selection import Selected
 from pdtool.planner.choice.strategies import PLANNERS
@@ -48,10 +49,12 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
     options = options or SearchOptions()
     kind = SCHEDULES.get(options.schedule)
     if kind and kind.chunked:
-        placement = chunked_placement(profile, cluster, options)
+        evaluator = Evaluator(profile, cluster, first_in_flight=options.in_flight)
+        placement = with_wanted_in_flight(evaluator, chunked_placement(profile, cluster, options))
         plan = placement.to_plan(profile, profile_path, cluster).model_copy(update={"asked": options.asked})
         plan.check()
-        return predict(plan, Evaluator(profile, cluster), placement)
+        plan.check_schedule()
+        return predict(plan, evaluator, placement)
     if kind and kind.planned_as:
         straight = options.straight or (kind.equal_replicas and options.replicas is None)
         searched = replace(options, schedule=kind.planned_as.name, straight=straight)
@@ -69,9 +72,10 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
     selected = planner.choose(search, candidates, named)
     chosen = selected.candidate
     plan = chosen.placement.to_plan(profile, profile_path, cluster)
+    is_searched = planner.strategy.is_searched and not options.in_flight  # the search is over the usual numbers
     why = Why(
         bottleneck=chosen.cost.bottleneck,
-        certificate=_certificate(search, candidates[0], chosen) if planner.strategy.is_searched else None,
+        certificate=_certificate(search, candidates[0], chosen) if is_searched else None,
         rivals=tuple(planner.rejected(search, chosen, named, candidates)),
         faster=_passed_over(selected),
     )
@@ -152,6 +156,7 @@ def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan
         placement = evaluator.place(placement.stages, placement.workers, placement.execution).placement
     else:
         placement = placement.with_usual_in_flight()
+    placement = with_wanted_in_flight(evaluator, placement)
     stages = tuple(
         stage.model_copy(update={"in_flight": in_flight, "recompute": recompute})
         for stage, in_flight, recompute in zip(plan.stages, placement.in_flight, placement.recompute, strict=True)
@@ -294,17 +299,17 @@ def _predicted(
     plan: Plan, evaluator: Evaluator, cost: PlanCost, bottleneck_s: float, simulated_s: float | None
 ) -> Predicted:
     """Return the figures. The gain is over data parallelism on all workers of the cluster, whether or not that fits in
-    memory: of both in simulations, or of both by the same formulas. With a flush it takes no fewer minibatches in an
-    update than the plan, as many on each worker.
+    memory: of both in simulations, or of both by the same formulas. Where all stages of the plan average as many
+    minibatches in an update, it takes no fewer than the plan, as many on each worker.
 
     Args:
         bottleneck_s: seconds per minibatch by the formulas, or if none cover the plan in a simulation.
         simulated_s: seconds per minibatch in a simulation; None: it was not simulated.
     """
-    workers, microbatches = evaluator.cluster.workers, plan.microbatches
-    if plan.kind.flushes:
-        microbatches = -(-microbatches // workers) * workers
-    execution = ExecutionConfig.of_schedule((plan.kind.planned_as or plan.kind).name, microbatches)
+    workers, minibatches = evaluator.cluster.workers, plan.execution.minibatches_per_update
+    if minibatches:
+        minibatches = -(-minibatches // workers) * workers
+    execution = ExecutionConfig.of_schedule((plan.kind.planned_as or plan.kind).name).averaging(minibatches)
     data_parallel = evaluator.data_parallel(workers, execution)
     data_parallel_s = None
     if simulated_s is not None:

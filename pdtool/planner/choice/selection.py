@@ -25,12 +25,18 @@ from pdtool.planner.plan_cost import Candidate, lower_bound_s
 from pdtool.planner.search.cuts import CutSpace
 from pdtool.planner.search.search import PlanSearch
 from pdtool.planner.simulator.engine import PATIENT, is_too_large, steady_state_s
+from pdtool.planner.simulator.job import action_count
 
 # Where the fastest plan of the shortlist is slower than its formulas say, also search as if links were twice as slow:
 # such plans communicate less.
 _LINK_SLOWDOWNS = (1.0, 2.0)
+# With a flush all messages of a pipeline that fills and drains are waited for, whatever is in flight.
+_LINK_SLOWDOWNS_OF_FLUSH = (1.0, 2.0, 4.0, 8.0)
 _MAX_PLANS_PER_SEARCH = 8  # those with the smallest lower bounds, for each slowdown
 _MAX_MOVES = 8  # places that are tried for a border
+_NEAREST_CUTS = 3  # on each side of a border of a plan that flushes
+_MAX_TRIED_CUTS = 40  # for such a plan
+_MAX_SMALL = 2_000  # actions times workers, of a plan whose numbers in flight are searched for each of these
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,11 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
     if selection.lowest_bound_s > goal_s:
         selection.add_plans_by_stage_count(selection.lowest_bound_s, slowdowns=(1.0,))
     selection.simulate()
-    if selection.fastest_s > goal_s:
-        selection.add_plans_by_stage_count(selection.fastest_s)
+    drains = any(
+        execution.kind.flushes for execution in options.executions
+    )  # the formulas only guess how long it takes
+    if selection.fastest_s > goal_s or drains:
+        selection.add_plans_by_stage_count(selection.fastest_s, _LINK_SLOWDOWNS_OF_FLUSH if drains else _LINK_SLOWDOWNS)
         selection.simulate()
     return selection.selected() or by_formulas
 
@@ -179,6 +188,32 @@ def _by_bound(entry: tuple[float, Candidate]) -> tuple[float, int]:
     return bound_s, len(candidate.placement.stages)
 
 
+def move_to_faster_cuts(search: PlanSearch, selected: Selected) -> Selected:
+    """Return a plan that flushes with its borders moved to cuts near by, for as long as the simulation shows that to be
+    faster, and then with the minibatches in flight that make it fastest.
+
+    How long a pipeline takes to fill and drain depends on which of its stages is the slowest. The formulas do not say.
+    """
+    placement, margin, tries = selected.candidate.placement, search.options.simplest, 0
+    if selected.simulated_s is None or not placement.execution.kind.flushes:
+        return selected
+    borders, border = _Borders(search, selected), 1
+    is_small = action_count(placement) * placement.used_workers <= _MAX_SMALL
+    while border in borders.inner and tries < _MAX_TRIED_CUTS:
+        faster = None
+        for moved in borders.neighbours(selected.candidate, border):
+            limit_s, tries = selected.simulated_s or 0.0, tries + 1
+            if not is_small:  # with the numbers in flight that it has
+                time_s = steady_state_s(moved.placement, search.profile, search.cluster, limit_s)
+                if time_s is None or time_s >= limit_s:
+                    continue
+            moved, time_s = with_fewest_in_flight(search.evaluator, moved, margin, limit_s=limit_s)
+            if time_s < limit_s:
+                faster = selected = Selected(moved, time_s, time_s * (1 + margin), (moved, time_s))
+        border = 1 if faster else border + 1
+    return selected
+
+
 def move_to_module_borders(search: PlanSearch, selected: Selected) -> Selected:
     """Return the plan with the borders that divide the fewest modules, of those that keep it within `limit_s`.
 
@@ -244,6 +279,25 @@ class _Borders:
             changed = evaluator.place(stages, placement.workers, placement.execution, in_flight=placement.in_flight)
             if changed.time_per_minibatch_s <= self._limit_s and evaluator.fits(changed):
                 yield replace(selected, candidate=changed)
+
+    def neighbours(self, candidate: Candidate, border: int) -> Iterator[Candidate]:
+        """Yield the plan with a border moved to each of the nearest cuts before it and after it, as far as it fits."""
+        numbers = self._numbers(candidate)
+        assert numbers
+        before, cut, after = numbers[border - 1 : border + 2]
+        evaluator, placement = self._search.evaluator, candidate.placement
+        is_allowed = self._cuts.contains[before] & self._cuts.contains[:, after]
+        is_allowed &= self._cuts.allowed_before(border, len(placement.stages))
+        further_s = self._work_s - self._work_s[cut]
+        for side in (1, -1):
+            cuts = np.flatnonzero(is_allowed & (side * further_s >= 0))
+            nearest = sorted(set(cuts.tolist()) - {cut}, key=lambda c: (abs(further_s[c]), c))
+            for moved in nearest[:_NEAREST_CUTS]:
+                borders = pairwise([*numbers[:border], moved, *numbers[border + 1 :]])
+                stages = [self._cuts.nodes(*pair) for pair in borders]
+                changed = evaluator.place(stages, placement.workers, placement.execution, in_flight=placement.in_flight)
+                if evaluator.fits(changed):
+                    yield changed
 
     def simulated(self, selected: Selected) -> Selected | None:
         """Return the plan with its simulated time; None if that is above the limit."""

@@ -22,7 +22,7 @@ from pdtool.artifacts.plan import MAX_IN_FLIGHT, ONE_WORKER, Plan, Rival
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.options.plan_options import PartitionOptions
-from pdtool.planner.choice.selection import Selected, move_to_module_borders, select
+from pdtool.planner.choice.selection import Selected, move_to_faster_cuts, move_to_module_borders, select
 from pdtool.planner.formulas import TOLERANCE
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, samples_per_update
@@ -60,8 +60,9 @@ class Planner:
                 minibatches do not make up the samples of an update.
         """
         strategy, schedule, microbatches = self.strategy, asked.schedule, asked.microbatches
-        if asked.global_batch_size:
-            schedule, microbatches = self._of_global_batch_size(asked, batch_size)
+        minibatches = None
+        if asked.samples_per_update:
+            schedule, minibatches = self._of_samples_per_update(asked, batch_size)
         workers = asked.workers or cluster_workers
         name = f"--strategy {strategy.name}"
         if workers < strategy.min_workers:
@@ -81,9 +82,29 @@ class Planner:
         given |= {"strategy": strategy.name, "schedule": schedule, "straight": strategy.is_straight}
         given["microbatches"] = microbatches or self._default_microbatches(workers, schedule)
         options = SearchOptions(**given, max_stages=None if strategy.is_searched else 1)
+        options = self.averaging(options, minibatches)
         if options.replicas:
             self._check_replicas(options, cluster_workers)
+        if options.in_flight:
+            self._check_in_flight(options)
         return options
+
+    def averaging(self, options: SearchOptions, minibatches: int | None) -> SearchOptions:
+        """Return the options of a search for plans with so many minibatches in one update of every stage; as they are
+        for None, and where the strategy has a number of its own."""
+        if minibatches is None or self._has_own_updates:
+            return options
+        is_flushing, is_running = _flushes(options.schedule), options.schedule in SCHEDULES
+        return replace(
+            options,
+            microbatches=minibatches if is_flushing or not is_running else 1,
+            update_every=None if is_flushing else minibatches,
+        )
+
+    @property
+    def _has_own_updates(self) -> bool:
+        """Whether it must have a certain number of minibatches in an update, to be what it is."""
+        return self.strategy.fixes_updates and (_flushes(self.strategy.schedule) or not self.strategy.is_for_speed)
 
     def rival_options(self, profile: Profile, cluster: Cluster, plan: Plan) -> SearchOptions:
         """Return the search options for the best plan of the strategy on a cluster, to compare `plan` with it."""
@@ -91,7 +112,8 @@ class Planner:
         if self.strategy.is_straight:
             max_stages = PlanSearch(profile, cluster, SearchOptions()).whole_space.max_stages
             workers = min(cluster.workers, max_stages, MAX_WORKERS_PER_COPY)
-        return self.options(PartitionOptions(workers=workers), cluster.workers)
+        options = self.options(PartitionOptions(workers=workers), cluster.workers)
+        return self.averaging(options, plan.execution.minibatches_per_update)
 
     def candidates(self, search: PlanSearch) -> list[Candidate]:
         """Return the best plans of the strategy by the formulas, the fastest first; none where none fits.
@@ -116,7 +138,10 @@ class Planner:
 
     def baselines(self, search: PlanSearch, optimum: Candidate) -> list[Baseline]:
         """Return the baselines that go with the candidates, of which `optimum` is the fastest."""
-        execution = optimum.placement.execution if self.strategy.is_own else ExecutionConfig()
+        execution = optimum.placement.execution
+        if not self.strategy.is_own:
+            minibatches = None if self._has_own_updates else execution.minibatches_per_update
+            execution = ExecutionConfig().averaging(minibatches)
         return list(baselines(search, execution)) if self.strategy.is_for_speed else []
 
     def choose(self, search: PlanSearch, candidates: Sequence[Candidate], named: Sequence[Baseline]) -> Selected:
@@ -162,19 +187,16 @@ class Planner:
                 why=self._why_rejected(search, rival, chosen),
             )
 
-    def _of_global_batch_size(self, asked: PartitionOptions, batch_size: int) -> tuple[str, int]:
-        """Return the schedule and the microbatches with which an update averages the samples that are asked for."""
-        samples = asked.global_batch_size or 0
-        text = f"--global-batch-size {samples}"
+    def _of_samples_per_update(self, asked: PartitionOptions, batch_size: int) -> tuple[str, int]:
+        """Return the schedule, and the minibatches of an update that averages as many samples as are asked for."""
+        samples = asked.samples_per_update or 0
+        text = f"--samples-per-update {samples}"
         if asked.microbatches:
             raise UsageError(f"{text} together with --microbatches {asked.microbatches}", "give one of them")
-        if self.strategy.fixes_updates:
+        if self._has_own_updates:
             what = f"{text} with --strategy {self.strategy.name}, whose updates have a size of their own"
             raise UsageError(what, "leave it out")
         schedule = asked.schedule or self.strategy.schedule or "1f1b-flush"
-        if not _flushes(schedule):
-            flushing = ", ".join(filter(_flushes, SCHEDULES))
-            raise UsageError(f"{text} with --schedule {schedule}, which does not flush", f"choose of {flushing}")
         count, rest = divmod(samples, batch_size)
         if rest or not count:
             near = " or ".join(str(batch_size * n) for n in (count, count + 1) if n)
@@ -205,6 +227,9 @@ class Planner:
             raise UsageError(f"{asked} together with --schedule {kind.name}", remedy)
         if options.min_stages < strategy.min_stages:
             raise UsageError(f"{asked} is one stage", f"--strategy {strategy.name} has {strategy.min_stages} or more")
+        if max(options.replicas or ()) > (options.update_every or math.inf):
+            what = f"{asked} with {options.update_every} minibatches in an update: each replica must have one in it"
+            raise UsageError(what, "give fewer replicas, more --samples-per-update, or --schedule 1f1b-flush")
         if workers > cluster_workers:
             raise UsageError(
                 f"{asked} is on {workers} workers: the cluster has {cluster_workers}",
@@ -212,6 +237,16 @@ class Planner:
             )
         if workers > MAX_WORKERS_PER_COPY:
             raise UsageError(f"{asked} is on {workers} workers", f"give at most {MAX_WORKERS_PER_COPY}")
+
+    def _check_in_flight(self, options: SearchOptions) -> None:
+        """Raise UsageError where the schedule or the strategy says how many minibatches are in flight."""
+        execution = ExecutionConfig(schedule=options.schedule, strategy=options.strategy)
+        asked, strategy = f"--in-flight {options.in_flight}", self.strategy
+        if strategy.fixes_updates:
+            raise UsageError(f"{asked} with --strategy {strategy.name}, which has a number of its own", "leave it out")
+        if options.schedule in SCHEDULES and not execution.has_choice_in_flight:
+            what = f"{asked} with schedule {options.schedule}, which has all microbatches of an update in flight"
+            raise UsageError(what, "leave --in-flight out, or use --schedule 1f1b-flush")
 
     def _size_of_update(self, placement: Placement) -> str:
         return ""
@@ -246,6 +281,8 @@ class _OwnPlanner(Planner):
         options, execution = search.options, replace(candidates[0].placement.execution, copies=1)
         alike = [plan for _, plan in named if plan.placement.execution == execution]
         selected = select(search, candidates, alike)
+        if options.simplest and options.cost_model == "ours":
+            selected = move_to_faster_cuts(search, selected)
         if options.simplest and not options.straight and options.cost_model == "ours":
             selected = move_to_module_borders(search, selected)
         return selected
@@ -264,7 +301,7 @@ class _OwnPlanner(Planner):
 
 class _DataParallelPlanner(Planner):
     def candidates(self, search: PlanSearch) -> list[Candidate]:
-        plan = search.evaluator.data_parallel(search.workers, search.options.executions[0])
+        plan = search.data_parallel(search.options.executions[0])
         return [plan] if search.evaluator.fits(plan) else []
 
 
@@ -299,7 +336,7 @@ class _GPipePlanner(Planner):
 
     def rival_options(self, profile: Profile, cluster: Cluster, plan: Plan) -> SearchOptions:
         options = super().rival_options(profile, cluster, plan)
-        return replace(options, microbatches=plan.microbatches if plan.kind.flushes else cluster.workers)
+        return self.averaging(options, plan.execution.minibatches_per_update or cluster.workers)
 
     def candidates(self, search: PlanSearch) -> list[Candidate]:
         """Return the best pipeline of each number of stages, as far as it is not much slower than the best."""
@@ -395,13 +432,14 @@ def baselines(search: PlanSearch, execution: ExecutionConfig) -> Iterator[Baseli
     plans of their kind are the candidates of their planners.
     """
     execution = replace(execution, copies=1)
+    minibatches = execution.minibatches_per_update
     data_parallel, *on_straight_stages = map(PLANNERS.__getitem__, BASELINES)
-    plan = search.evaluator.data_parallel(search.workers, execution)
+    plan = search.data_parallel(execution)
     yield data_parallel.title(plan.placement), plan
     if straight := _straight_pipeline(search, execution):
         stages, workers = straight.placement.stages, straight.placement.workers
         for planner in on_straight_stages:
-            own = planner.options(PartitionOptions(), search.workers).executions[0]
+            own = planner.averaging(planner.options(PartitionOptions(), search.workers), minibatches).executions[0]
             plan = straight if planner.strategy.is_own else search.evaluator.place(stages, workers, own)
             yield planner.title(plan.placement), plan
     yield ONE_WORKER, search.evaluator.data_parallel(1, execution)

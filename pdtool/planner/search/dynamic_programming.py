@@ -288,7 +288,8 @@ class DynamicProgram:
         if self.replicas:
             stages = pairwise(accumulate(self.replicas, initial=0))
         first, end = np.array([*stages], dtype=np.int64).T
-        slots = np.stack([first, end - first])
+        slots = np.stack([first, end - first])[:, end - first <= self.model.max_replicas]
+        first = slots[0]
         is_first_stage = np.isin(slots[1], self.model.first_replicas or slots[1])
         if self.replicas:
             is_first_stage &= first == 0

@@ -176,6 +176,10 @@ class LayoutSearch:
             tables = self._tables(program, stages)
             yield Solution(program.best(tables[-1]) * self.model.flush_factor(stages), tables)
 
+    def without_flush_s(self, solution: Solution) -> float:
+        """Return the seconds per minibatch of a solution while its pipeline is full."""
+        return self.program.best(solution.tables[-1])
+
     def rough_time_s(self) -> float:
         """Return a time per minibatch that can be had, found in a small part of the space: a bound for the search."""
         coarser = self.coarser

@@ -44,8 +44,8 @@ class SearchOptions(PlanOptions):
         kinds = [kind for kind in _SEARCHED if self.schedule in (kind.name, "auto")]
         if self.schedule == "auto" and self.microbatches == 1:
             kinds = [kind for kind in kinds if not kind.flushes]
-        microbatches = {kind.name: self.microbatches if kind.flushes else 1 for kind in kinds}
-        return [ExecutionConfig.of_schedule(s, m, strategy=self.strategy) for s, m in microbatches.items()]
+        executions = [ExecutionConfig.of_schedule(kind.name, strategy=self.strategy) for kind in kinds]
+        return [each.averaging(self.microbatches if each.kind.flushes else self.update_every) for each in executions]
 
     @property
     def min_stages(self) -> int:
@@ -112,7 +112,9 @@ class PlanSearch:
     @cached_property
     def evaluator(self) -> Evaluator:
         """The cost of any plan under these options."""
-        return Evaluator(self.profile, self.cluster, self.options.cost_model, self.options.recompute)
+        return Evaluator(
+            self.profile, self.cluster, self.options.cost_model, self.options.recompute, self.options.in_flight
+        )
 
     @property
     def workers(self) -> int:
@@ -181,6 +183,8 @@ class PlanSearch:
         """
         searches = self._layout_searches
         plans = [*self._data_parallel_plans, *(search.candidate(search.fastest) for search in searches)]
+        if self.options.in_flight:  # which the searches take no more of than usual
+            plans = [plan for plan in plans if self.evaluator.fits(plan)]
         return sorted(plans, key=lambda plan: (plan.time_per_minibatch_s, _schedule_rank(plan.placement.execution)))
 
     def simplest_plan(self, bound_s: float) -> Candidate | None:
@@ -202,7 +206,8 @@ class PlanSearch:
 
     def plans_by_stage_count(self, execution: ExecutionConfig, bound_s: float, slower: float) -> Iterator[Candidate]:
         """Yield, for each layout, the best plans of at most 1, 2, ... stages and of any number, as far as they take
-        less than `bound_s` per minibatch; over few cuts, so these are only roughly the best.
+        less than `bound_s` per minibatch, without fill and drain, which the formulas have too long for uneven stages;
+        over few cuts, so these are only roughly the best.
 
         Args:
             slower: search as if links were so many times slower, for plans that send less.
@@ -210,20 +215,24 @@ class PlanSearch:
         slow_cluster = replace(self.cluster, levels=tuple(level.slower(slower) for level in self.cluster.levels))
         for layout in self.layouts:
             search = self.search_layout(replace(layout, cluster=slow_cluster), execution, bound_s).coarser
-            if search.fastest.time_per_minibatch_s >= bound_s:
+            if not search.fastest.tables:
                 continue
             best_s = bound_s
             for solution in (*islice(search.solutions(), _STAGE_COUNTS_LISTED), search.fastest):
-                if solution.time_per_minibatch_s < best_s:
-                    best_s = solution.time_per_minibatch_s
+                if search.without_flush_s(solution) < best_s:
+                    best_s = search.without_flush_s(solution)
                     yield from search.candidates(solution)
+
+    def data_parallel(self, execution: ExecutionConfig) -> Candidate:
+        """Return data parallelism on the workers that may be used, as far as each has a minibatch in every update."""
+        return self.evaluator.data_parallel(min(self.workers, execution.update_every or self.workers), execution)
 
     @cached_property
     def _data_parallel_plans(self) -> Sequence[Candidate]:
         """Data parallelism under each schedule, where it fits and was not excluded."""
         if (self.options.straight and self.workers > 1) or self.options.min_stages > 1:
             return []
-        plans = (self.evaluator.data_parallel(self.workers, execution) for execution in self.options.executions)
+        plans = map(self.data_parallel, self.options.executions)
         return [plan for plan in plans if self.evaluator.fits(plan)]
 
     @cached_property
