@@ -174,7 +174,7 @@ def _train(model: nn.Module, file: ModelFile, original: nn.Module, *, validates:
     plain_loop.train(
         model,
         dataset,
-        [sample_order(_SEED, epoch, len(dataset)) for epoch in range(1, _EPOCHS + 1)],
+        [list(sample_order(_SEED, epoch, len(dataset))) for epoch in range(1, _EPOCHS + 1)],
         file.loss,
         file.module.optimizer(original.named_parameters()),
         batch_size=_BATCH_SIZE,

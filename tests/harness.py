@@ -512,7 +512,7 @@ def batches(spec: RunConfig) -> list[list[Batch]]:
     size = spec.plan.batch_size
     out = []
     for epoch in range(1, spec.epochs + 1):
-        order = sample_order(spec.seed, epoch, len(data))[: spec.steps and spec.steps * size]
+        order = list(sample_order(spec.seed, epoch, len(data)))[: spec.steps and spec.steps * size]
         out.append([(data.x[order[i : i + size]], data.y[order[i : i + size]]) for i in range(0, len(order), size)])
     return out
 

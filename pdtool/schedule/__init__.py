@@ -14,7 +14,7 @@ from __future__ import annotations
 from pdtool.schedule.action import Action, ActionKind, Actions, grid
 from pdtool.schedule.execution import StashTracker, check_executable, draw, gradient_delays, timeline, validate
 from pdtool.schedule.execution_config import ExecutionConfig
-from pdtool.schedule.kinds import ONE_F_ONE_B, SCHEDULES, ScheduleKind, schedule_names
+from pdtool.schedule.kinds import ONE_F_ONE_B, SCHEDULES, ScheduleKind, WorkerActions, schedule_names
 from pdtool.schedule.policies import WEIGHT_POLICIES, ForwardVersions, WeightPolicy
 from pdtool.schedule.shape import PipelineShape, steady_minibatches, steady_run, tied_update_lag
 from pdtool.schedule.strategies import BASELINES, RIVALS, STRAIGHT, STRATEGIES, Strategy
@@ -37,6 +37,7 @@ __all__ = [
     "StashTracker",
     "Strategy",
     "WeightPolicy",
+    "WorkerActions",
     "check_executable",
     "draw",
     "gradient_delays",

@@ -29,7 +29,7 @@ def validate(lists: Sequence[Actions], shape: PipelineShape, minibatches: int) -
     stage_replicas = list(shape.stage_replicas())
     if len(lists) != len(stage_replicas):
         raise ScheduleError(f"{len(lists)} action lists for {len(stage_replicas)} workers")
-    versions = shape.weights.forward_versions(lists)
+    versions = shape.weights.forward_versions(lists, shape.replicas)
     for worker, (actions, (stage, replica)) in enumerate(zip(lists, stage_replicas, strict=True)):
         validator = _WorkerValidator(shape, stage, replica, minibatches, actions, versions[worker])
         for position, action in enumerate(actions):
@@ -254,7 +254,7 @@ def _deadlock(
 def gradient_delays(kind: ScheduleKind, shape: PipelineShape) -> list[int]:
     """Return for each stage the most updates between a forward's weights and the same minibatch's backward."""
     lists = kind.build(shape, shape.representative_minibatches)
-    versions = shape.weights.forward_versions(lists)
+    versions = shape.weights.forward_versions(lists, shape.replicas)
     delays = [0] * len(shape.replicas)
     for worker_versions, actions, (stage, _) in zip(versions, lists, shape.stage_replicas(), strict=True):
         tracker = StashTracker(worker_versions)

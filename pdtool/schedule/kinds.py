@@ -5,9 +5,9 @@ The simulator and the workers execute the lists of actions without knowing the k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice, tee
 from math import ceil, inf
 from typing import Any
 
@@ -16,7 +16,7 @@ from pdtool.schedule.action import Action, ActionKind, Actions
 from pdtool.schedule.policies import FLUSH, NONE, STASH, TWO_BW, VERTICAL_SYNC, WeightPolicy
 from pdtool.schedule.shape import PipelineShape
 
-Round = tuple[int, list[int]]  # (number, the minibatches of one worker in it)
+Round = tuple[int, Sequence[int]]  # (number, the minibatches of one worker in it)
 Number = Any  # one number, or a numpy array of them
 
 
@@ -27,8 +27,9 @@ class ScheduleKind:
     Attributes:
         name: in plans, and for `--schedule`.
         policies: the weight policies that it goes with, the usual one first.
-        actions: the list of one worker, of (shape, its first stage, its rounds). A flushing schedule gets one round at
-            a time, since it drains the pipeline after each.
+        actions: those of one worker, in order, of (shape, its first stage, its rounds). A flushing schedule gets one
+            round at a time, since it drains the pipeline after each. The others get an iterator over all rounds, and
+            must not read far ahead: an epoch may have millions.
         in_flight: w of (r, u, m, p, v), just enough in flight for no stage to wait, for u workers of this stage and all
             later ones and m minibatches in one update. Of one copy of the pipeline; r, u and w may be arrays.
         deepening: of (s, p), the share that stage s has of those which are in flight at the first stage besides these,
@@ -42,7 +43,7 @@ class ScheduleKind:
 
     name: str
     policies: tuple[WeightPolicy, ...]
-    actions: Callable[[PipelineShape, int, Sequence[Round]], Actions]
+    actions: Callable[[PipelineShape, int, Iterable[Round]], Iterable[Action]]
     in_flight: Callable[[Number, Number, int, int, int], Number]
     deepening: Callable[[int, int], float] | None = None
     chunked: bool = False
@@ -96,7 +97,16 @@ class ScheduleKind:
         return tuple(_all_of_update(r, 0, microbatches, 0, chunks) if self.flushes else inf for r in replicas)
 
     def build(self, shape: PipelineShape, minibatches: int) -> list[Actions]:
-        """Build the action lists for minibatches 0 .. minibatches - 1 of one epoch.
+        """Build the action lists for minibatches 0 .. minibatches - 1 of one epoch; see `worker_actions`.
+
+        Raises:
+            UsageError: the shape does not fit the schedule.
+        """
+        return [list(actions) for actions in self.worker_actions(shape, minibatches)]
+
+    def worker_actions(self, shape: PipelineShape, minibatches: int) -> list[WorkerActions]:
+        """Return the actions of each worker for minibatches 0 .. minibatches - 1 of one epoch, made as they are asked
+        for.
 
         All rounds are closed at the end; the last one is short when `update_every` does not divide `minibatches`.
 
@@ -109,20 +119,38 @@ class ScheduleKind:
                 f"schedule {self.name} needs as many replicas of each stage, but the plan is {config}",
                 "use a straight plan, or 1f1b-flush",
             )
-        return [self._worker_actions(shape, s, k, minibatches) for s, k in shape.stage_replicas()]
-
-    def _worker_actions(self, shape: PipelineShape, stage: int, replica: int, minibatches: int) -> Actions:
-        every, replicas = shape.update_every[stage], shape.replicas[stage]
-        rounds: list[Round] = [
-            (i // every, list(range(i + (replica - i) % replicas, min(i + every, minibatches), replicas)))
-            for i in range(0, minibatches, every)
-        ]
-        groups = [[one_round] for one_round in rounds] if self.flushes else [rounds]
-        return [action for group in groups for action in self.actions(shape, stage, group)]
+        return [WorkerActions(self, shape, s, k, minibatches) for s, k in shape.stage_replicas()]
 
 
-def _one_f_one_b(stage: int, rounds: Sequence[Round], in_flight: int) -> Actions:
-    """Build one forward, one backward: after w forwards, each backward makes room for one more forward.
+@dataclass(frozen=True)
+class WorkerActions:
+    """The actions of one worker in an epoch, in order.
+
+    Each iteration begins at the first action, and holds no more than what is in flight or in one update: neither its
+    memory nor the time to the first action depends on the number of minibatches.
+    """
+
+    kind: ScheduleKind
+    shape: PipelineShape
+    stage: int
+    replica: int
+    minibatches: int
+
+    def __iter__(self) -> Iterator[Action]:
+        rounds = self._rounds()
+        if not self.kind.flushes:
+            return iter(self.kind.actions(self.shape, self.stage, rounds))
+        return chain.from_iterable(self.kind.actions(self.shape, self.stage, [one_round]) for one_round in rounds)
+
+    def _rounds(self) -> Iterator[Round]:
+        every, replicas = self.shape.update_every[self.stage], self.shape.replicas[self.stage]
+        for i in range(0, self.minibatches, every):
+            first, end = i + (self.replica - i) % replicas, min(i + every, self.minibatches)
+            yield i // every, range(first, end, replicas)
+
+
+def _one_f_one_b(stage: int, rounds: Iterable[Round], in_flight: int) -> Iterator[Action]:
+    """Make one forward, one backward: after w forwards, each backward makes room for one more forward.
 
     Three stages of one worker (w = 3, 2, 1), a forward takes one slot and a backward two:
 
@@ -133,18 +161,17 @@ def _one_f_one_b(stage: int, rounds: Sequence[Round], in_flight: int) -> Actions
     With w >= n this is GPipe: all forwards, then all backwards. With k >= w it is PipeDream-2BW (ICML'21, section 3.1):
     every minibatch in flight was begun with this version of the weights or the one before.
     """
-    all_minibatches = [i for _, minibatches in rounds for i in minibatches]
-    actions = [Action(stage, ActionKind.FORWARD, i) for i in all_minibatches[:in_flight]]
-    waiting = iter(all_minibatches[in_flight:])
+    rounds, ahead = tee(rounds)
+    forwards = (Action(stage, ActionKind.FORWARD, i) for _, minibatches in ahead for i in minibatches)
+    yield from islice(forwards, in_flight)
     for number, minibatches in rounds:
         for i in minibatches:
-            actions.append(Action(stage, ActionKind.BACKWARD, i))
+            yield Action(stage, ActionKind.BACKWARD, i)
             if i == minibatches[-1]:
-                actions.append(Action(stage, ActionKind.UPDATE, number))
-            actions += [Action(stage, ActionKind.FORWARD, j) for j in islice(waiting, 1)]
+                yield Action(stage, ActionKind.UPDATE, number)
+            yield from islice(forwards, 1)
         if not minibatches:  # in a short round; the replica joins its update, for all-reduce needs everyone
-            actions.append(Action(stage, ActionKind.UPDATE, number))
-    return actions
+            yield Action(stage, ActionKind.UPDATE, number)
 
 
 def _enough(r: Number, u: Number, m: int, p: int, v: int) -> Number:
@@ -175,13 +202,13 @@ ONE_F_ONE_B_FLUSH = replace(ONE_F_ONE_B, name="1f1b-flush", policies=(FLUSH,), i
 GPIPE = ScheduleKind(
     name="gpipe",
     policies=(FLUSH,),
-    actions=lambda shape, stage, rounds: _one_f_one_b(stage, rounds, len(rounds[0][1])),
+    actions=lambda shape, stage, rounds: _one_f_one_b(stage, rounds, shape.update_every[stage]),
     in_flight=_all_of_update,
 )
 TWO_BW_1F1B = replace(ONE_F_ONE_B, name="2bw", policies=(TWO_BW,), planned_as=ONE_F_ONE_B)
 
 
-def _interleaved(shape: PipelineShape, worker: int, rounds: Sequence[Round]) -> Actions:
+def _interleaved(shape: PipelineShape, worker: int, rounds: Iterable[Round]) -> Actions:
     """Build 1F1B over chunks: p minibatches pass the first chunk, the same p the second, and so on.
 
     Source: Megatron-LM, SC'21, section 2.2. Two workers of two chunks (stages 0, 2 and 1, 3), every action takes one
@@ -192,10 +219,11 @@ def _interleaved(shape: PipelineShape, worker: int, rounds: Sequence[Round]) -> 
 
     With more in flight than that, more minibatches pass one chunk before the next, and messages have more time.
     """
-    microbatches = len(rounds[0][1])
+    (one_round,) = rounds
+    microbatches = len(one_round[1])
     groups = _interleaved_groups(_interleaved_group(shape), microbatches)
     warm_up = _interleaved_warm_up(shape.pipeline_depth, worker, groups[0] if groups else 0, shape.chunks)
-    return _over_chunks(shape, worker, rounds[0], groups, warm_up)
+    return _over_chunks(shape, worker, one_round, groups, warm_up)
 
 
 def _interleaved_group(shape: PipelineShape) -> int:
@@ -267,7 +295,7 @@ INTERLEAVED = ScheduleKind(
 )
 
 
-def _looped_bfs(shape: PipelineShape, worker: int, rounds: Sequence[Round]) -> Actions:
+def _looped_bfs(shape: PipelineShape, worker: int, rounds: Iterable[Round]) -> Actions:
     """Build breadth-first: all minibatches pass the first chunk, then all the second, and backwards likewise.
 
     Source: "Breadth-First Pipeline Parallelism", MLSys'23. A message may take as long as the other minibatches of its
@@ -277,14 +305,15 @@ def _looped_bfs(shape: PipelineShape, worker: int, rounds: Sequence[Round]) -> A
         0 | 0F0 0F1 2F0 2F1 .   .   2B0 2B1 0B0 0B1
         1 | .   1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1
     """
-    microbatches = len(rounds[0][1])
-    return _over_chunks(shape, worker, rounds[0], [microbatches], microbatches * shape.chunks)
+    (one_round,) = rounds
+    microbatches = len(one_round[1])
+    return _over_chunks(shape, worker, one_round, [microbatches], microbatches * shape.chunks)
 
 
 LOOPED_BFS = replace(INTERLEAVED, name="looped-bfs", actions=_looped_bfs, in_flight=_all_of_update, deepening=None)
 
 
-def _zero_bubble(shape: PipelineShape, stage: int, rounds: Sequence[Round]) -> Actions:
+def _zero_bubble(shape: PipelineShape, stage: int, rounds: Iterable[Round]) -> Actions:
     """Build ZB-H1: the gradients of the weights are put off, by r minibatches at stage r, to fill the drain.
 
     Source: "Zero Bubble Pipeline Parallelism", ICLR'24, section 2.1. With more than p in flight the warm-up is deeper

@@ -6,48 +6,68 @@ A policy also says how many versions a stage holds at most, and after how many m
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pdtool.schedule.action import ActionKind, Actions
+from pdtool.schedule.action import Action, ActionKind
 
-ForwardVersions = dict[tuple[int, int], int]  # (stage, minibatch) -> updates of the stage that its forward sees
-
-
-def _newest(lists: Sequence[Actions]) -> list[ForwardVersions]:
-    """Return for each worker the versions that are the newest when a forward runs."""
-    newest: list[ForwardVersions] = []
-    for actions in lists:
-        updates: Counter[int] = Counter()
-        newest.append({})
-        for action in actions:
-            if action.kind is ActionKind.UPDATE:
-                updates[action.stage] += 1
-            elif action.kind is ActionKind.FORWARD:
-                newest[-1].setdefault((action.stage, action.minibatch), updates[action.stage])
-    return newest
+ForwardVersion = tuple[tuple[int, int], int]  # (stage, minibatch), and how many updates of the stage its forward sees
+ForwardVersions = dict[tuple[int, int], int]  # the same of several forwards
 
 
-def _newest_of_first_stage(lists: Sequence[Actions]) -> list[ForwardVersions]:
-    """Return for each worker the versions that the first stage had when the minibatch's forward ran there."""
-    newest = _newest(lists)
-    first = {i: version for versions in newest for (stage, i), version in versions.items() if stage == 0}
-    return [{key: first.get(key[1], version) for key, version in versions.items()} for versions in newest]
+def _newest(workers: Sequence[Iterable[Action]], worker: int, replicas: Sequence[int]) -> Iterator[ForwardVersion]:
+    """Yield the version that is the newest when a forward runs."""
+    updates: Counter[int] = Counter()
+    for action in workers[worker]:
+        if action.kind is ActionKind.UPDATE:
+            updates[action.stage] += 1
+        elif action.kind is ActionKind.FORWARD:
+            yield (action.stage, action.minibatch), updates[action.stage]
 
 
-def _one_update_late(lists: Sequence[Actions]) -> list[ForwardVersions]:
-    """Return for each worker version j - 1 for the minibatches of round j."""
-    late = []
-    for actions, versions in zip(lists, _newest(lists), strict=True):
-        rounds: dict[int, int] = {}  # of each stage, that of the update after the current action
-        for action in reversed(actions):
-            if action.kind is ActionKind.UPDATE:
-                rounds[action.stage] = action.minibatch
-            elif action.kind.completes_backward:
-                versions[action.stage, action.minibatch] = max(0, rounds.get(action.stage, 0) - 1)
-        late.append(versions)
-    return late
+def _newest_of_first_stage(
+    workers: Sequence[Iterable[Action]], worker: int, replicas: Sequence[int]
+) -> Iterator[ForwardVersion]:
+    """Yield the version that the first stage had when the minibatch's forward ran there.
+
+    The actions of the first stage are followed as far as this worker has come.
+    """
+    first = [_newest(workers, replica, replicas) for replica in range(replicas[0])]
+    stage_replicas = [(s, k) for s, r in enumerate(replicas) for k in range(r)]
+    stage, own = stage_replicas[worker]
+    at_first: dict[int, int] = {}  # of minibatches of this worker that it has not come to
+    for key, version in _newest(workers, worker, replicas):
+        _, i = key
+        while i not in at_first and (found := next(first[i % replicas[0]], None)):
+            (_, j), first_version = found
+            if j % replicas[stage] == own:
+                at_first[j] = first_version
+        yield key, at_first.pop(i, version)
+
+
+def _one_update_late(
+    workers: Sequence[Iterable[Action]], worker: int, replicas: Sequence[int]
+) -> Iterator[ForwardVersion]:
+    """Yield version j - 1 for the minibatches of round j; one round is read ahead, to see which that is."""
+    waiting: dict[tuple[int, int], int | None] = {}  # forwards not yet yielded, in order, and the version of each
+    newest, ended = Counter[int](), defaultdict[int, list[tuple[int, int]]](list)
+    unended: dict[tuple[int, int], int] = {}
+    for action in workers[worker]:
+        key = action.stage, action.minibatch
+        if action.kind is ActionKind.FORWARD:
+            waiting[key], unended[key] = None, newest[action.stage]
+        elif action.kind is ActionKind.UPDATE:
+            newest[action.stage] += 1
+            waiting.update((k, max(0, action.minibatch - 1)) for k in ended.pop(action.stage, ()) if k in waiting)
+            while waiting and (version := waiting[oldest := next(iter(waiting))]) is not None:
+                yield oldest, version
+                del waiting[oldest]
+        elif action.kind.completes_backward:
+            ended[action.stage].append(key)
+            unended.pop(key, None)
+    for key, known in waiting.items():  # of rounds that are never closed
+        yield key, unended.get(key, 0) if known is None else known
 
 
 def total_in_flight(replicas: Sequence[int], in_flight: Sequence[int]) -> int:
@@ -62,7 +82,9 @@ class WeightPolicy:
     Attributes:
         name: in plans, and for `--weights`.
         words: whose weights they are, for help.
-        forward_versions: the version that every forward of each worker reads: how many updates of its stage precede it.
+        reads: of (the actions of all workers, the number of one, r of all stages), the version that each of its
+            forwards reads, in order: how many updates of its stage precede it. Made as it is asked for, from actions
+            as far as it must see them.
         max_versions: of (r, w, k, minibatches in flight at all replicas of the first stage), the maximal number of
             versions at one replica of a stage, the newest included.
         intervals: of (r, w) of all stages, k for each stage, unless another is asked for.
@@ -71,10 +93,28 @@ class WeightPolicy:
 
     name: str
     words: str
-    forward_versions: Callable[[Sequence[Actions]], list[ForwardVersions]] = _newest
+    reads: Callable[[Sequence[Iterable[Action]], int, Sequence[int]], Iterator[ForwardVersion]] = _newest
     max_versions: Callable[[int, int, int, int], int]
     intervals: Callable[[Sequence[int], Sequence[int]], list[int]] = lambda r, w: list(r)
     stashes: bool = True
+
+    @property
+    def reads_newest(self) -> bool:
+        """Whether each forward reads the newest version there is when it runs."""
+        return self.reads is _newest
+
+    def forward_versions(self, lists: Sequence[Iterable[Action]], replicas: Sequence[int]) -> list[ForwardVersions]:
+        """Return for each worker what `reads` says of all its forwards.
+
+        Args:
+            lists: the actions of all workers.
+            replicas: r[s], for each stage.
+        """
+        versions: list[ForwardVersions] = [{} for _ in lists]
+        for worker, own in enumerate(versions):
+            for forward, version in self.reads(lists, worker, replicas):
+                own.setdefault(forward, version)  # of one that is listed twice the first counts
+        return versions
 
 
 # PipeDream, SOSP'19, section 3.3. Between two updates a replica does k/r backwards, so of w minibatches in flight no
@@ -89,7 +129,7 @@ STASH = WeightPolicy(
 VERTICAL_SYNC = WeightPolicy(
     name="vertical-sync",
     words="of its first stage's forward",
-    forward_versions=_newest_of_first_stage,
+    reads=_newest_of_first_stage,
     max_versions=lambda r, w, k, first: 1 + math.ceil((first - 1) / k),
     intervals=lambda r, w: [math.lcm(*r)] * len(r),
 )
@@ -100,7 +140,7 @@ NONE = WeightPolicy(name="none", words="whatever is newest", max_versions=lambda
 TWO_BW = WeightPolicy(
     name="2bw",
     words="those of the update before, at every stage",
-    forward_versions=_one_update_late,
+    reads=_one_update_late,
     max_versions=lambda r, w, k, first: 2,
     intervals=lambda r, w: [total_in_flight(r, w)] * len(r),
 )

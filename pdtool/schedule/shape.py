@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pdtool.schedule.policies import WeightPolicy, total_in_flight
+from pdtool.schedule.policies import WeightPolicy
 
 _MIN_STEADY = 32  # minibatches
 _LONGEST_PERIOD = 512  # minibatches
@@ -40,8 +40,16 @@ class PipelineShape:
 
     @property
     def representative_minibatches(self) -> int:
-        """So many that a schedule fills, is steady and drains."""
-        return 2 * max(*self.update_every, total_in_flight(self.replicas[: self.pipeline_depth], self.in_flight)) + 1
+        """So many that whoever executes them has seen all that an epoch of any length does.
+
+        The lists of a longer epoch have the same beginning and end, and a whole period more in between, as often as it
+        is longer. That may be left out: what is in flight at its end is what was in flight at its beginning, each
+        minibatch later by the period; and an action waits only for actions of its minibatch or of its round, so it
+        can be executed if the same one a period earlier could. So one whole period after the pipeline has filled is
+        enough, and one minibatch more, with which the last round is short. With a flush a round is the period.
+        """
+        filling, period = _filling(self), math.lcm(*self.update_every, *self.replicas)
+        return filling + max(filling, period if period <= _LONGEST_PERIOD else 0) + 1
 
     def stage_replicas(self) -> Iterator[tuple[int, int]]:
         """Yield (stage, replica) of each worker's list, in order; with chunks the first stage on that worker."""

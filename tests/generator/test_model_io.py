@@ -266,7 +266,7 @@ def test_a_model_called_by_name_trains_as_in_a_plain_loop(tmp_path, monkeypatch)
         timeout_s=60.0,
     )
     outcomes = run(spec)
-    expected = plain_loop(model_file, sample_order(spec.seed, 1, 24), 8)  # two minibatches for each update
+    expected = plain_loop(model_file, list(sample_order(spec.seed, 1, 24)), 8)  # two minibatches for each update
     assert_same(weights(outcomes), expected)
     assert 0 <= Report.load(tmp_path / "run" / "report.json").metrics["accuracy"] <= 1
 

@@ -37,7 +37,7 @@ def test_the_plan_changes_no_samples_place_in_the_order(
     spec = harness.job(tmp_path, replace(toy, model=source), replicas, epochs=2, **settings)
     harness.run(spec)
     seen = [[int(i) for i in path.read_text().split()] for path in sorted(tmp_path.glob("seen-*"))]
-    order = [sample_order(spec.seed, epoch, 26) for epoch in (1, 2)]
+    order = [list(sample_order(spec.seed, epoch, 26)) for epoch in (1, 2)]
     expected = [  # each worker of the first stage looks at sample 0 first, to describe the data
         [0, *(i for epoch in order for m in range(k, 7, replicas[0]) for i in epoch[4 * m : 4 * m + 4])]
         for k in range(replicas[0])

@@ -325,7 +325,7 @@ def test_plans_of_before_there_were_strategies_are_not_taken_for_edited(tmp_path
 def of_one_process(file: ModelFile, plan: Plan, epochs: int) -> dict[str, torch.Tensor]:
     """What the unsplit model is trained to on the same minibatches."""
     data = file.dataset("train")
-    orders = [sample_order(0, epoch, len(data)) for epoch in range(1, epochs + 1)]
+    orders = [list(sample_order(0, epoch, len(data))) for epoch in range(1, epochs + 1)]
     size = plan.batch_size
     parts = [[order[i : i + size] for i in range(0, len(order), size)] for order in orders]
     x, y = data.tensors

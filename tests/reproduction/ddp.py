@@ -66,7 +66,7 @@ def train(code: ModuleType, arguments: argparse.Namespace) -> None:
     size, step = arguments.batch_size, 0
     with (arguments.output / "metrics.jsonl" if rank == 0 else Path("/dev/null")).open("w", buffering=1) as log:
         for epoch in range(1, arguments.epochs + 1):
-            order = sample_order(arguments.seed, epoch, len(training))
+            order = list(sample_order(arguments.seed, epoch, len(training)))
             starts = range(0, len(order) - size + 1, size)[: arguments.minibatches]
             for start in starts:
                 indices = order[start : start + size]

@@ -117,7 +117,7 @@ class Training:
         """Yield the minibatches of one epoch after another, and validate in between."""
         inputs, target = _split(self.case.task, "train")
         for epoch in range(1, self.case.task.max_epochs + 1):
-            order = torch.tensor(sample_order(self.case.seed, epoch, len(target)))
+            order = torch.tensor(list(sample_order(self.case.seed, epoch, len(target))))
             self.losses.append([])
             yield [(tree_map(lambda t, rows=rows: t[rows], inputs), target[rows]) for rows in order.split(self._size)]
             self._statistics.average()

@@ -521,14 +521,14 @@ def detached_loss(output, target):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_loss_without_a_gradient_is_refused_at_the_first_minibatch(recompute):
     stage = PipelineStage(torch.nn.Linear(2, 2), detached_loss, recompute=recompute)
-    stage.weights.begin_phase({0: 0})
+    stage.weights.begin_phase()
     with pytest.raises(ModelError, match=r"loss\(\) returned a tensor without a gradient, .*; compute it from"):
         stage.forward(0, [torch.ones(1, 2)])
 
 
 def test_a_loss_of_a_model_that_is_frozen_needs_no_gradient():
     stage = PipelineStage(torch.nn.Linear(2, 2).requires_grad_(False), lambda output, target: output.mean())
-    stage.weights.begin_phase({0: 0})
+    stage.weights.begin_phase()
     stage.forward(0, [torch.ones(1, 2)])
 
 

@@ -76,8 +76,8 @@ def test_each_version_of_recurrent_weights_is_one_piece_of_memory() -> None:
     _, offsets = places(lstm)
     assert sorted(offsets)[1] > 0
     storages = set()
-    for minibatch in range(4):
-        weights.acquire(minibatch)
+    for _ in range(4):
+        weights.acquire()
         [storage], offsets_now = places(lstm)
         assert offsets_now == offsets
         storages.add(storage)

@@ -1,9 +1,13 @@
-"""A worker's list of actions, and the messages of its stages."""
+"""A worker's actions, and the messages of its stages."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -24,11 +28,10 @@ from pdtool.runtime.messages.routes import LocalChannel, list_edges, list_routes
 from pdtool.runtime.messages.stage_io import StageIO
 from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.stage.pipeline_stage import Autocast, PipelineStage
-from pdtool.runtime.stage.stage_replica import StagePhase
 from pdtool.runtime.worker.run_report import Progress
 from pdtool.runtime.worker.start_worker import warn_of_length
 from pdtool.runtime.worker.worker import Place, Worker
-from pdtool.schedule import SCHEDULES, ExecutionConfig
+from pdtool.schedule import SCHEDULES, ActionKind, ExecutionConfig
 
 CPU = torch.device("cpu")
 
@@ -46,28 +49,82 @@ def worker_of(stages: Any = MappingProxyType({1: None}), *, kind: Any = SCHEDULE
     return Worker(config, place, data, stages, Progress(), {})
 
 
-def test_the_list_of_actions_is_built_once_for_each_number_of_minibatches() -> None:
-    """However many epochs and validations there are."""
-    built = []
-    kind = SCHEDULES["1f1b"]
-    counted = SimpleNamespace(build=lambda shape, count: built.append(count) or kind.build(shape, count))
-    worker = worker_of(kind=counted, shape=ExecutionConfig().shape((2, 1)))
-    for _ in range(3):
-        training, validation = worker._action_list(6), worker._forward_list(4)
-    assert built == [6, 4]
-    assert [str(action) for action in training.actions][:3] == ["1F0", "1B0", "1U0"]
-    every = list(range(6))
-    assert training.stages == {1: StagePhase(every, every, {i: i for i in every}, frozenset(every))}
-    assert [str(action) for action in validation.actions] == ["1F0", "1F1", "1F2", "1F3"]
-    assert validation.stages == {1: StagePhase([0, 1, 2, 3])}
+class CountedStage:
+    """A stage that computes nothing, and tells which of its backwards end a round."""
+
+    def __init__(self, look: Callable[[], None] = lambda: None) -> None:
+        self.done: list[str] = []
+        self.look, self.own, self.reads = look, range(0), iter(())
+
+    def begin_phase(self, data: DataPass, own: range, reads: Iterator[int] | None) -> None:
+        self.own, self.reads = own, reads or iter(())
+        self.look()
+
+    def forward(self, minibatch: int) -> None:
+        next(self.reads, None)
+        self.look()
+
+    def backward(self, minibatch: int, kind: ActionKind, *, ends_round: bool) -> None:
+        self.done += [f"{kind}{minibatch}"] * ends_round
+
+    def update(self, epoch: int) -> None:
+        pass
+
+    def end_phase(self) -> None:
+        pass
 
 
-def test_a_round_ends_with_the_backward_before_an_update() -> None:
+def data_of(minibatches: Minibatches) -> Any:
+    """What a worker asks of its data."""
+    of_split = DatasetSplit(len(minibatches.order), Structure.of(()))
+    return SimpleNamespace(data_pass=lambda split, epoch, _: DataPass(split, of_split, minibatches, 0, epoch))
+
+
+@pytest.mark.parametrize(("name", "ends"), [("zb-h1", ["W1", "W3", "W4"]), ("1f1b-flush", ["B1", "B3", "B4"])])
+def test_a_round_ends_with_the_backward_before_an_update(name: str, ends: list[str]) -> None:
     """Sums over replicas begin in it; of a split backward in its second part."""
-    worker = worker_of(kind=SCHEDULES["zb-h1"], shape=ExecutionConfig.of_schedule("zb-h1", 2).shape((1, 1)))
-    phase = worker._action_list(4).stages[1]
-    assert [str(action) for action in worker._action_list(4).actions if action.kind.name == "UPDATE"] == ["1U0", "1U1"]
-    assert phase.round_ends == {1, 3}
+    stage, minibatches = CountedStage(), Minibatches(range(10), 2)
+    worker = worker_of({1: stage}, kind=SCHEDULES[name], shape=ExecutionConfig.of_schedule(name, 2).shape((1, 1)))
+    worker._data = data_of(minibatches)
+    worker.train(1, minibatches)
+    assert stage.done == ends
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("weights", ["stash", "vertical-sync", "2bw"])
+def test_nothing_in_a_worker_grows_with_the_minibatches_of_an_epoch(
+    name: str, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither before its first action nor in the steady state; an epoch of 10^12 minibatches begins at once."""
+    kind = SCHEDULES[name]
+    if weights not in kind.policy_names and (not kind.flushes or weights != "stash"):
+        pytest.skip("not a policy of this schedule")
+    execution = ExecutionConfig(
+        schedule=name, weights=weights if weights in kind.policy_names else "flush", microbatches=4
+    )
+    shape = execution.shape((2, 2) if kind.equal_replicas else (2, 3))
+    monkeypatch.setattr("pdtool.runtime.meter.MAX_UNREAD", 1)  # else they are up to 1,000
+    peaks = []
+    for count, looks in ((400, 400), (10**12, 100), (10**12, 1500)):
+        seen = iter(range(looks))
+
+        def look(seen: Iterator[int] = seen) -> None:
+            if next(seen, None) is None:
+                raise StopAsyncIteration
+
+        stage, minibatches = CountedStage(look), Minibatches(range(2 * count), 2)
+        worker = worker_of({1: stage}, kind=kind, shape=shape)
+        worker._place.meter._timings._draw = lambda *_: None  # type: ignore[method-assign]  # the trace has its own end
+        worker._data = data_of(minibatches)
+        gc.collect()
+        tracemalloc.start()
+        with suppress(StopAsyncIteration):
+            worker.train(1, minibatches)
+        stage.done.clear()
+        worker._place.meter.synchronize()
+        peaks.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+    assert max(peaks) < min(peaks) + 20_000
 
 
 def test_all_epochs_after_the_first_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.listed_actions import listed, listed_versions
 
 from pdtool.errors import ScheduleError, UsageError
 from pdtool.schedule import (
@@ -85,6 +86,50 @@ def test_every_schedule_validates(case: tuple[ScheduleKind, PipelineShape], n: i
             assert rounds == list(range(math.ceil(n / shape.update_every[s])))
 
 
+@settings(max_examples=300, deadline=None)
+@given(shapes(), st.integers(0, 40))
+def test_actions_made_as_they_are_needed_are_those_listed_before(
+    case: tuple[ScheduleKind, PipelineShape], n: int
+) -> None:
+    """Of every schedule and shape, with the weight versions that forwards read; both are made again when asked."""
+    kind, shape = case
+    workers, lists = kind.worker_actions(shape, n), listed(kind, shape, n)
+    assert [list(actions) for actions in workers] == lists == [list(actions) for actions in workers]
+    for worker, expected in enumerate(listed_versions(lists, shape.weights.name)):
+        versions = list(shape.weights.reads(workers, worker, shape.replicas))
+        assert dict(versions) == expected
+        forwards = [(a.stage, a.minibatch) for a in lists[worker] if a.kind is ActionKind.FORWARD]
+        assert [forward for forward, _ in versions] == forwards
+        for s in {s for s, _ in forwards}:  # a version is never read again after a newer one
+            of_stage = [version for (of, _), version in versions if of == s]
+            assert of_stage == sorted(of_stage)
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes(), st.integers(-1, 3), st.data())
+def test_what_the_representative_minibatches_prove_holds_for_every_epoch(
+    case: tuple[ScheduleKind, PipelineShape], more: int, data: st.DataObject
+) -> None:
+    """Also of numbers in flight that nobody planned: a deadlock or a broken bound comes within so many, or never."""
+    kind, shape = case
+    s = data.draw(st.integers(0, shape.pipeline_depth - 1))
+    changed = [max(1, w + more * (s == i)) for i, w in enumerate(shape.in_flight)]
+    shape = replace(shape, in_flight=tuple(changed))
+    try:
+        check_executable(kind, shape)
+    except ScheduleError:
+        return
+    longer = shape.representative_minibatches + data.draw(st.integers(1, 2 * math.lcm(*shape.update_every)))
+    validate(kind.build(shape, longer), shape, longer)
+
+
+def test_large_updates_are_checked_with_a_few_of_them() -> None:
+    """The number of minibatches checked is a sum, no product: 1,000 microbatches on two stages were two million."""
+    for name in SCHEDULES:
+        shape = shape_of(name, (1, 1), 1000)
+        assert shape.representative_minibatches <= 2001
+
+
 @settings(max_examples=100, deadline=None)
 @given(replicas_lists, st.integers(0, 3), st.integers(1, 20))
 def test_more_in_flight_at_the_first_stage_never_deadlocks(replicas: tuple[int, ...], more: int, n: int) -> None:
@@ -134,7 +179,9 @@ def test_vertical_sync_reads_what_the_first_stage_read_and_keeps_as_many_version
     """PipeDream, section 3.3: minibatch i sees version i - (p - 1) at every stage, so all stages keep p versions."""
     shape = ExecutionConfig(weights="vertical-sync").shape((1,) * p)
     lists = SCHEDULES["1f1b"].build(shape, 20)
-    for s, (versions, actions) in enumerate(zip(VERTICAL_SYNC.forward_versions(lists), lists, strict=True)):
+    for s, (versions, actions) in enumerate(
+        zip(VERTICAL_SYNC.forward_versions(lists, shape.replicas), lists, strict=True)
+    ):
         assert versions == {(s, i): max(0, i - (p - 1)) for i in range(20)}
         tracker, peak_versions = StashTracker(versions), 1
         for action in actions:
@@ -148,7 +195,9 @@ def test_2bw_is_one_update_late_at_every_stage_and_keeps_two_versions(p: int) ->
     """PipeDream-2BW, section 3.1: round j of p minibatches reads version j - 1."""
     shape = shape_of("2bw", (1,) * p)
     lists = SCHEDULES["2bw"].build(shape, 6 * p)
-    for s, (versions, actions) in enumerate(zip(shape.weights.forward_versions(lists), lists, strict=True)):
+    for s, (versions, actions) in enumerate(
+        zip(shape.weights.forward_versions(lists, shape.replicas), lists, strict=True)
+    ):
         assert versions == {(s, i): max(0, i // p - 1) for i in range(6 * p)}
         tracker, peak_versions = StashTracker(versions), 1
         for action in actions:
@@ -175,7 +224,7 @@ def test_a_flush_that_is_none_is_refused() -> None:
 
 def tracked(actions: list[Action]) -> StashTracker:
     """A worker's tracker at the end of its list."""
-    tracker = StashTracker(STASH.forward_versions([actions])[0])
+    tracker = StashTracker(STASH.forward_versions([actions], [1])[0])
     for action in actions:
         tracker.apply(action)
     return tracker
@@ -252,7 +301,7 @@ def test_versions_are_counted_as_they_live(case: tuple[ScheduleKind, PipelineSha
     """At every action: the latest version, and those that minibatches in flight were begun with."""
     kind, shape = case
     for actions in kind.build(shape, n):
-        tracker = StashTracker(STASH.forward_versions([actions])[0])
+        tracker = StashTracker(STASH.forward_versions([actions], [1])[0])
         for action in actions:
             tracker.apply(action)
             live = {version for (stage, _), version in tracker.in_flight.items() if stage == action.stage}

@@ -34,7 +34,7 @@ from pdtool.runtime.launch.diagnosis import diagnose, fork_server_end
 from pdtool.runtime.launch.worker_main import run_worker, worker_main
 from pdtool.runtime.status import prepare_folder, read_failure, read_status
 from pdtool.runtime.worker_end import remove_counters
-from pdtool.schedule import validate
+from pdtool.schedule import check_executable
 
 _POLL_IN_WORKER_S = 1.0  # of metrics.jsonl, by a process that trains
 _MAX_REASON = 2000  # characters
@@ -228,9 +228,7 @@ def check_config(config: RunConfig) -> None:
                 "partition with another number of --chunks or --workers",
             )
     bundle.check_files(config.bundle_dir)
-    shape = config.shape
-    minibatches = 2 * max(shape.update_every) * max(shape.in_flight) + 1  # into the steady state
-    validate(plan.kind.build(shape, minibatches), shape, minibatches)
+    check_executable(plan.kind, config.shape)
 
 
 def local_assignments(config: RunConfig) -> list[RankAssignment]:

@@ -76,8 +76,8 @@ class Minibatches:
     def __len__(self) -> int:
         return -(-len(self.order) // self.size)
 
-    def __getitem__(self, minibatch: int) -> Sequence[int]:
-        return self.order[minibatch * self.size : (minibatch + 1) * self.size]
+    def __getitem__(self, minibatch: int) -> list[int]:
+        return list(self.order[minibatch * self.size : (minibatch + 1) * self.size])
 
     def samples(self, minibatch: int) -> int:
         """Return the number of samples in a minibatch."""
@@ -114,6 +114,7 @@ class TrainingData:
 
     Args:
         sampled: returns the samples of an epoch, in order, if model.py has a sampler(); all workers call it together.
+        loads: whether this worker loads minibatches; others need only know how many samples each has.
 
     Attributes:
         splits: the training set and the validation set, `train` and `valid`.
@@ -130,15 +131,19 @@ class TrainingData:
         file: ModelFile,
         splits: Mapping[str, DatasetSplit],
         sampled: Callable[[int], Sequence[int]] | None,
+        *,
+        loads: bool = True,
     ) -> None:
-        self.file, self.splits = file, splits
+        self.file, self.splits, self._loads = file, splits, loads
         self._seed, self._sampled = config.seed, sampled
         self._chosen = len(sampled(1)) if sampled else splits["train"].samples
         self.epoch_samples = samples_in_epoch(self._chosen, config, drop_last=file.training.drop_last)
         self._epochs_go_on = epochs_go_on(splits["train"], config)
 
     def sample_order(self, epoch: int, trained: int) -> Sequence[int]:
-        """Return the samples of an epoch, in order; the same on all workers, which call it together.
+        """Return the samples of an epoch, in order, which all workers ask for together.
+
+        At a worker that loads none it is a range of as many numbers.
 
         Args:
             trained: samples of all epochs before, which a stream that goes on from epoch to epoch has given.
@@ -152,11 +157,11 @@ class TrainingData:
             first = trained if self._epochs_go_on else 0
             return range(first, first + self.epoch_samples)
         else:
-            order = sample_order(self._seed, epoch, self._chosen)
+            order = sample_order(self._seed, epoch, self._chosen) if self._loads else range(self._chosen)
         if len(order) != self._chosen:
             what = f"sampler() gives {len(order)} samples in epoch {epoch}, and {self._chosen} in epoch 1"
             raise self.file.error(what, "return as many in each, which the schedule of the run rests on")
-        return order[: self.epoch_samples]
+        return order[: self.epoch_samples] if self._loads else range(self.epoch_samples)
 
     def data_pass(self, split: str, epoch: int, minibatches: Minibatches) -> DataPass:
         """Return an epoch of training ("train"), or the validation after it ("valid")."""
@@ -197,10 +202,15 @@ def epochs_go_on(split: DatasetSplit, config: RunConfig) -> bool:
     return split.samples is None or config.steps * config.plan.batch_size < split.samples
 
 
-def sample_order(seed: int, epoch: int, samples: int) -> list[int]:
-    """Return the permutation of the training set in `epoch`: a function of these numbers only (law 8)."""
+def sample_order(seed: int, epoch: int, samples: int) -> memoryview[int]:
+    """Return the permutation of the training set in `epoch`: a function of these numbers only (law 8).
+
+    It takes four bytes a sample, or eight from 2^31 samples on, and is the same in both.
+    """
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, "order"))
-    return torch.randperm(samples, generator=generator).tolist()
+    dtype = torch.int32 if samples < 2**31 else torch.int64
+    order: Any = torch.randperm(samples, generator=generator, dtype=dtype).numpy()
+    return memoryview(order)
 
 
 def tensors_of_target(target: Any, samples: int) -> list[Any]:

@@ -29,7 +29,7 @@ from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.status import Status
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Traffic:
     """The messages of one stage in one direction.
 
@@ -40,7 +40,7 @@ class _Traffic:
 
     receivers: list[tuple[Route, Receiver]]
     senders: list[tuple[Route, Sender]]
-    unposted: deque[int] = field(default_factory=deque)
+    unposted: Sequence[int] = ()
     posted: deque[int] = field(default_factory=deque)
 
 
@@ -61,7 +61,7 @@ class StageIO:
         self._forward = _traffic(stage, "forward", channels)
         self._backward = _traffic(stage, "backward", channels)
         self._source: MinibatchSource | None = None
-        self._unloaded: deque[int] = deque()
+        self._unloaded: Sequence[int] = ()
         self._loaded: dict[str, Tensor] = {}
         self._upload = DeviceUpload(device) if device.type == "cuda" else None
 
@@ -72,17 +72,18 @@ class StageIO:
 
         Args:
             source: loads the minibatches; None unless this is the first stage.
-            forwards, backwards: the minibatches whose inputs, and whose gradients, are received, in order.
+            forwards, backwards: the minibatches whose inputs, and whose gradients, are received, in order; of a long
+                epoch they are ranges, which hold nothing.
         """
         self._data, self._source = data, source
         assert not self._unloaded, f"minibatches {list(self._unloaded)} were to be loaded and never asked for"
         if source:
             source.begin_pass(data, forwards)
-            self._unloaded = deque(forwards)
+            self._unloaded = forwards
         self._are_outputs_checked = self._is_last  # which returns the model's own
         for traffic, minibatches in ((self._forward, forwards), (self._backward, backwards)):
             if traffic.receivers:
-                traffic.unposted.extend(minibatches)
+                traffic.unposted = minibatches
                 for _ in range(self._prefetch):
                     self._post_next_receive(traffic)
 
@@ -176,7 +177,7 @@ class StageIO:
 
     def _load(self, source: MinibatchSource, minibatch: int) -> None:
         """Load a minibatch, the next one, and start to copy to a GPU what this stage takes of it."""
-        next_one = self._unloaded.popleft()
+        next_one, self._unloaded = self._unloaded[0], self._unloaded[1:]
         assert next_one == minibatch, f"minibatch {minibatch} was asked for, {next_one} comes next"
         with self._meter.loading:
             inputs, target = source.load(minibatch)
@@ -220,7 +221,7 @@ class StageIO:
 
     def _post_next_receive(self, traffic: _Traffic) -> None:
         if traffic.unposted:
-            minibatch = traffic.unposted.popleft()
+            minibatch, traffic.unposted = traffic.unposted[0], traffic.unposted[1:]
             for route, receiver in traffic.receivers:
                 if route.has(minibatch):
                     receiver.expect(minibatch, self._data.minibatches.samples(minibatch))

@@ -120,7 +120,7 @@ class PipelineStage:
         Raises:
             ModelError: parameters are trained whose gradient does not get here.
         """
-        version = self.weights.acquire(minibatch)
+        version = self.weights.acquire()
         self.seeds.begin_forward(minibatch)
         state = self._recomputation.save(inputs, target) if self._recomputation else None
         outputs = self._compute(inputs, target)

@@ -7,10 +7,10 @@ by a norm.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,22 +29,6 @@ from pdtool.runtime.stage.optimizer import NamedOptimizer
 from pdtool.runtime.stage.pipeline_stage import PipelineStage
 from pdtool.runtime.stage.tied_parameters import TiedParameterSync
 from pdtool.schedule import ActionKind
-
-
-class StagePhase(NamedTuple):
-    """What a replica does in an epoch of training, or in a validation.
-
-    Attributes:
-        forwards: the minibatches whose inputs it receives, in order.
-        backwards: the minibatches whose gradients it receives and sends, in order.
-        versions: minibatch -> number of updates in this phase that come before its forward; others see the newest.
-        round_ends: the minibatches whose backward comes right before an update.
-    """
-
-    forwards: Sequence[int]
-    backwards: Sequence[int] = ()
-    versions: Mapping[int, int] = {}
-    round_ends: Collection[int] = ()
 
 
 @dataclass(kw_only=True)
@@ -80,16 +64,21 @@ class StageReplica:
         self._hooked = {name for name, p in self.stage.weights.parameters.items() if p._backward_hooks}
         self.adopt_changes()
 
-    def begin_phase(self, data: DataPass, phase: StagePhase) -> None:
-        """Begin an epoch of training, or a validation; the pipeline is empty."""
-        self._minibatches, self._phase, self._is_training = data.minibatches, phase, data.split_name == "train"
+    def begin_phase(self, data: DataPass, own: range, reads: Iterator[int] | None = None) -> None:
+        """Begin an epoch of training, or a validation; the pipeline is empty.
+
+        Args:
+            own: the minibatches of this replica, in order.
+            reads: see WeightVersions.begin_phase.
+        """
+        self._minibatches, self._own, self._is_training = data.minibatches, own, data.split_name == "train"
         self.stage.module.train(self._is_training)
         for optimizer in self._optimizers:
             optimizer.set_mode(training=self._is_training)
         self.adopt_changes()
-        self.stage.weights.begin_phase(phase.versions)
+        self.stage.weights.begin_phase(reads)
         self.stage.seeds.begin_phase(data.run_seed, data.split_name, data.epoch)
-        self.io.begin_phase(data, self.source, phase.forwards, phase.backwards)
+        self.io.begin_phase(data, self.source, own, own if self._is_training else ())
 
     def forward(self, minibatch: int) -> None:
         """Receive or load the inputs of a minibatch, compute the outputs and send them; at the last stage the loss."""
@@ -101,15 +90,16 @@ class StageReplica:
             self.losses.add(minibatch, outputs[0])
             self.meter.loss_computed(minibatch)
 
-    def backward(self, minibatch: int, kind: ActionKind) -> None:
+    def backward(self, minibatch: int, kind: ActionKind, *, ends_round: bool) -> None:
         """Receive the gradients of the outputs, compute those of inputs and parameters, and send those of the inputs.
 
         Args:
             kind: the whole of it, or one of the parts that a zero-bubble schedule divides it into.
+            ends_round: whether the update of the stage comes right after it.
         """
         self._take_due_tied_steps()
         weight = self._minibatches.weight(minibatch)
-        sums_now = minibatch in self._phase.round_ends and self.averager.sums_in_backward
+        sums_now = ends_round and self.averager.sums_in_backward
         on_gradient = self.averager.gradient_ready if sums_now else None
         if kind.sends_gradients:
             output_gradients = self.io.receive_gradients(minibatch)  # (4)
@@ -173,7 +163,7 @@ class StageReplica:
         self.stage.weights.bind_newest()
         self._take_due_tied_steps(is_drained=True)
         self.adopt_changes()
-        self.averager.average_buffers(dict(self.stage.module.named_buffers()), len(self._phase.forwards))
+        self.averager.average_buffers(dict(self.stage.module.named_buffers()), len(self._own))
         return self.averager.sum_loss(loss) if loss else None
 
     def step(self) -> None:

@@ -22,7 +22,7 @@ the newest version have all of it. What no version can have, as another shape, i
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class WeightVersion:
         leaves: in the order of `WeightVersions.parameters`, each of the parameter's shape.
         views: of the memory of leaves: buffers and other tensors of the module that share that of parameters.
         number: updates since the phase began.
-        users: minibatches that still need the version.
+        users: minibatches in flight that read the version.
     """
 
     leaves: list[Tensor]
@@ -95,8 +95,8 @@ class WeightVersions:
         self._rnns: list[Any] = [owner for owner in module.modules() if hasattr(owner, "_flat_weights_names")]
         self._in_one_storage = shared | {id(p) for rnn in self._rnns for p in rnn._parameters.values()}
         self._stashing = stashing
-        self._reads: Mapping[int, int] = {}
-        self._readers: Counter[int] = Counter()
+        self._reads: Iterator[int] | None = None
+        self._next_reads: deque[int] = deque()  # taken from it, to see whether a version will be read
         self._spare_memory: list[list[Tensor]] = []
         self.kept_memory = ""
         self._alive: dict[int, WeightVersion] = {}
@@ -110,25 +110,23 @@ class WeightVersions:
         self._make_current(0, self._take_memory() if extrapolates else values)
         self.set_extrapolated({})
 
-    def begin_phase(self, reads: Mapping[int, int]) -> None:
+    def begin_phase(self, reads: Iterator[int] | None = None) -> None:
         """Begin a phase, with no minibatch in flight.
 
         Args:
-            reads: minibatch -> how many updates of this phase its forward sees; those left out see the newest.
+            reads: how many updates of this phase each forward sees, in their order, never fewer than the one before;
+                None: all see the newest weights.
         """
-        self._reads = reads if self._stashing else {}
-        self._readers = Counter(self._reads.values())
-        self._current.number, self._current.users = 0, self._readers[0]
+        self._reads, self._next_reads = reads if self._stashing else None, deque()
+        self._current.number, self._current.users = 0, 0
         self._alive = {0: self._current}
 
-    def acquire(self, minibatch: int) -> WeightVersion:
-        """Bind the version that this minibatch reads to the module and return it; see `accumulate_gradients`."""
-        number = self._reads.get(minibatch)
-        if number is None:
-            version = self._current
-            version.users += 1
-        else:
-            version = self._alive[number]
+    def acquire(self) -> WeightVersion:
+        """Bind the version that the next minibatch reads to the module and return it; see `accumulate_gradients`."""
+        version = self._current
+        if self._reads:
+            version = self._alive[self._next_reads.popleft() if self._next_reads else next(self._reads)]
+        version.users += 1
         self.bind(version)
         return version
 
@@ -156,9 +154,9 @@ class WeightVersions:
     def prepare_update(self) -> None:
         """Make the Parameters' memory free to be overwritten by a step: afterwards no minibatch needs what is in it."""
         number = self._current.number + 1
-        if not self._stashing or not self._current.users:
+        if not self._stashing or not self._is_needed(self._current):
             del self._alive[self._current.number]
-            self._current.number, self._current.users = number, self._current.users + self._readers[number]
+            self._current.number = number
             self._alive[number] = self._current
         elif self._exact:
             self._make_current(number, self._take_memory())
@@ -260,9 +258,18 @@ class WeightVersions:
     def _release(self, version: WeightVersion) -> None:
         """End a minibatch's use of `version`; memory of a version without users is kept for the next one."""
         version.users -= 1
-        if self._alive.get(version.number) is version is not self._current and not version.users:
+        if self._alive.get(version.number) is version is not self._current and not self._is_needed(version):
             del self._alive[version.number]
             self._spare_memory.append([*(leaf.detach() for leaf in version.leaves), *version.views])
+
+    def _is_needed(self, version: WeightVersion) -> bool:
+        """Whether a minibatch in flight, or a forward still to come, reads the version, if it is the newest no more."""
+        while self._reads and (not self._next_reads or self._next_reads[-1] <= version.number):
+            number = next(self._reads, None)
+            if number is None:
+                break
+            self._next_reads.append(number)
+        return bool(version.users) or version.number in self._next_reads
 
     def _take_memory(self) -> list[Tensor]:
         if self._spare_memory:
@@ -281,7 +288,7 @@ class WeightVersions:
         for leaf, p in zip(leaves, parameters, strict=True):
             if p._backward_hooks is not None:
                 leaf._backward_hooks = p._backward_hooks  # the dict itself: it tells of hooks that are removed
-        return WeightVersion(leaves, list(memory[len(leaves) :]), number, self._readers[number])
+        return WeightVersion(leaves, list(memory[len(leaves) :]), number, users=0)
 
     def _make_current(self, number: int, memory: Sequence[Tensor]) -> None:
         self._current = self._alive[number] = self._new_version(memory, number)

@@ -168,7 +168,8 @@ def open_data(config: RunConfig, place: Place, file: ModelFile) -> tuple[Trainin
         own = loaders["train"].sample_order(config.seed, epoch) if loaders else []
         return broadcast(own, list[int], first_rank, "the order of the samples")
 
-    return TrainingData(config, file, splits, sampled if file.has("sampler") else None), source
+    sampler = sampled if file.has("sampler") else None
+    return TrainingData(config, file, splits, sampler, loads=bool(loaders)), source
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A worker executes its list of actions, epoch by epoch (1F1B as in PipeDream, SOSP'19, figure 8).
+"""A worker executes its actions, epoch by epoch (1F1B as in PipeDream, SOSP'19, figure 8).
 
 The way of minibatch i through stage s, at the replica that computes it; the numbers stand in the code below, and with
 each step in stage/stage_replica.py:
@@ -29,11 +29,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import chain, pairwise
 
 import torch
 
@@ -45,14 +44,14 @@ from pdtool.files import write_atomically
 from pdtool.host import usable_cores
 from pdtool.runtime.config import RankAssignment, RunConfig
 from pdtool.runtime.groups import ProcessGroups, all_gather
-from pdtool.runtime.loading.minibatches import Minibatches, TrainingData
+from pdtool.runtime.loading.minibatches import DataPass, Minibatches, TrainingData
 from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.stage.losses import MetricTotals, RoundLoss
-from pdtool.runtime.stage.stage_replica import StagePhase, StageReplica
+from pdtool.runtime.stage.stage_replica import StageReplica
 from pdtool.runtime.status import Status
 from pdtool.runtime.worker import checkpoint
 from pdtool.runtime.worker.run_report import Progress, WorkerMeasurements, assemble_report
-from pdtool.schedule import Action, ActionKind, Actions, steady_minibatches
+from pdtool.schedule import ActionKind, WorkerActions, steady_minibatches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,18 +73,6 @@ class Place:
     def is_replica_0(self) -> bool:
         """Whether this worker writes the checkpoints and metrics of its stages."""
         return self.assignment.replica == 0
-
-
-class ActionList(NamedTuple):
-    """One worker's actions for a number of minibatches.
-
-    Attributes:
-        actions: in order.
-        stages: what each of its stages does in them.
-    """
-
-    actions: list[Action]
-    stages: dict[int, StagePhase]
 
 
 class Worker:
@@ -111,16 +98,16 @@ class Worker:
         self._shape = config.shape
         self._last_stage = stages.get(len(self._shape.replicas) - 1)
         self._log: MetricsLog | None = None
-        self._action_lists: dict[int, ActionList] = {}
 
     def train(self, epoch: int, minibatches: Minibatches) -> None:
         """Train one epoch; the pipeline is empty before and after."""
         meter, status, stages = self._place.meter, Status.of_this_process, self.stages
-        action_list = self._action_list(len(minibatches))
-        self._begin_phase("train", epoch, minibatches, action_list)
+        actions = self._actions(len(minibatches))
+        self._begin_phase(self._data.data_pass("train", epoch, minibatches), actions)
         steady = steady_minibatches(len(minibatches), self._shape)
         meter.epoch_begins(range(steady.start - 1, steady.stop) if steady else range(len(minibatches)))
-        for action in action_list.actions:
+        for action, after in pairwise(chain(actions[self._number], [None])):
+            assert action
             status.set(f"{action} of epoch {epoch}")
             with meter.action(action):
                 replica = stages[action.stage]
@@ -130,7 +117,8 @@ class Worker:
                     case ActionKind.UPDATE:
                         self._log_loss(epoch, replica.update(epoch))  # (7), (8)
                     case kind:
-                        replica.backward(action.minibatch, kind)  # (4) to (6)
+                        is_update_next = after and (after.stage, after.kind) == (action.stage, ActionKind.UPDATE)
+                        replica.backward(action.minibatch, kind, ends_round=bool(is_update_next))  # (4) to (6)
         for replica in stages.values():
             self._log_loss(epoch, replica.end_phase())
         meter.synchronize()
@@ -149,11 +137,13 @@ class Worker:
         """
         samples = self._data.splits["valid"].samples or 0
         minibatches = Minibatches(range(samples)[:max_samples], self._config.plan.batch_size)
-        action_list = self._forward_list(len(minibatches))
-        self._begin_phase("valid", epoch, minibatches, action_list)
+        actions = self._actions(len(minibatches))
+        self._begin_phase(self._data.data_pass("valid", epoch, minibatches), actions)
         totals = MetricTotals(self._data.file)
         with torch.no_grad():
-            for action in action_list.actions:
+            for action in actions[self._number]:
+                if action.kind is not ActionKind.FORWARD:
+                    continue
                 Status.of_this_process.set(f"{action} of the validation after epoch {epoch}")
                 self.stages[action.stage].evaluate(action.minibatch, totals)  # (1) to (3)
         for replica in self.stages.values():
@@ -213,31 +203,30 @@ class Worker:
     def _record_updates(self) -> None:
         """Let run.json tell how many updates and samples an epoch has, for whoever shows how far the run is."""
         samples, last = self._data.epoch_samples, max(self.stages)
-        actions = self._action_list(-(-samples // self._config.plan.batch_size)).actions
-        updates = sum(action.kind is ActionKind.UPDATE and action.stage == last for action in actions)
+        minibatches = -(-samples // self._config.plan.batch_size)
+        updates = -(-minibatches // self._shape.update_every[last])
         RunDir(self._config.out).update_state(updates=updates, samples=samples)
 
-    def _action_list(self, minibatches: int) -> ActionList:
-        """This worker's actions for a number of minibatches; built once for each number."""
-        if minibatches not in self._action_lists:
-            shape, assignment = self._shape, self._place.assignment
-            lists = self._config.plan.kind.build(shape, minibatches)
-            number = list(shape.stage_replicas()).index((assignment.stage, assignment.replica))
-            versions = shape.weights.forward_versions(lists)[number]
-            stages = {stage: _phase_of(stage, lists[number], versions) for stage in self.stages}
-            self._action_lists[minibatches] = ActionList(lists[number], stages)
-        return self._action_lists[minibatches]
+    def _actions(self, minibatches: int) -> list[WorkerActions]:
+        """The actions of all workers for a number of minibatches, made as they are asked for."""
+        return self._config.plan.kind.worker_actions(self._shape, minibatches)
 
-    def _forward_list(self, minibatches: int) -> ActionList:
-        """The forwards alone, which all see the newest weights."""
-        actions, stages = self._action_list(minibatches)
-        forwards = [action for action in actions if action.kind is ActionKind.FORWARD]
-        return ActionList(forwards, {stage: StagePhase(phase.forwards) for stage, phase in stages.items()})
-
-    def _begin_phase(self, split: str, epoch: int, minibatches: Minibatches, action_list: ActionList) -> None:
-        data = self._data.data_pass(split, epoch, minibatches)
+    def _begin_phase(self, data: DataPass, actions: Sequence[WorkerActions]) -> None:
+        """Begin an epoch of training, or a validation, in which all forwards see the newest weights."""
+        weights, count = self._shape.weights, len(data.minibatches)
         for stage, replica in self.stages.items():
-            replica.begin_phase(data, action_list.stages[stage])
+            reads = None
+            if data.split_name == "train" and not weights.reads_newest:
+                versions = weights.reads(actions, self._number, self._shape.replicas)
+                reads = (version for (of_stage, _), version in versions if of_stage == stage)
+            own = range(self._place.assignment.replica, count, self._shape.replicas[stage])
+            replica.begin_phase(data, own, reads)
+
+    @property
+    def _number(self) -> int:
+        """Of this worker, among the lists of the schedule."""
+        assignment = self._place.assignment
+        return list(self._shape.stage_replicas()).index((assignment.stage, assignment.replica))
 
     def _log_loss(self, epoch: int, loss: RoundLoss | None) -> None:
         if self._log and loss:
@@ -312,24 +301,3 @@ class Worker:
             write_atomically(run_dir.trace_file, json.dumps(trace))
             report.save(run_dir.report_file)
         return report
-
-
-def _phase_of(stage: int, actions: Actions, versions: Mapping[tuple[int, int], int]) -> StagePhase:
-    """What one stage does in a worker's actions.
-
-    Args:
-        versions: (stage, minibatch) -> the number of updates in this epoch that come before its forward.
-    """
-    own = [action for action in actions if action.stage == stage]
-    return StagePhase(
-        forwards=[action.minibatch for action in own if action.kind is ActionKind.FORWARD],
-        backwards=[action.minibatch for action in own if action.kind.sends_gradients],
-        versions={minibatch: version for (s, minibatch), version in versions.items() if s == stage},
-        round_ends=frozenset(
-            action.minibatch
-            for action, after in pairwise(actions)
-            if action.kind.completes_backward
-            and action.stage == stage
-            and (after.stage, after.kind) == (stage, ActionKind.UPDATE)
-        ),
-    )
