@@ -1,6 +1,8 @@
 """Law 4: the search finds what brute force finds, and nothing that a person writes is better under the same cost."""
 
 import random
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from graphs import chain, profile_of, random_cluster, random_profile
@@ -75,6 +77,24 @@ def test_no_plan_by_hand_is_better(seed, data):
     found = make_plan(profile, "p.json", cluster, SearchOptions(simplest=0)).why.certificate.bound_s
     by_hand = Evaluator(profile, cluster).place(stages, placed, ExecutionConfig())
     assert found <= by_hand.time_per_minibatch_s * (1 + 1e-9)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.integers(0, 10**6))
+def test_no_plan_on_fewer_workers_is_below_the_bound(seed):
+    """Once, plans that leave the last workers of a server idle were not searched."""
+    rng = random.Random(seed)
+    profile = random_profile(rng, rng.randint(2, 6))
+    memory_bytes = rng.choice([None, None, 15_000, 40_000])
+    cluster = make_cluster(rng.choice([(2, 2), (2, 3), (3, 2)]), (rng.choice([500.0, 1e3, 5e3]), 1e5))
+    cluster = replace(cluster, memory_bytes=memory_bytes)
+    replicas = tuple(rng.randint(1, 2) for _ in range(rng.randint(1, 3)))
+    asked = [SearchOptions(workers=rng.randint(1, cluster.workers - 1)), SearchOptions(replicas=replicas)]
+    for options in asked:
+        with suppress(NoPlanError, UsageError):
+            narrower = make_plan(profile, "p.json", cluster, replace(options, simplest=0))
+            bound_s = make_plan(profile, "p.json", cluster, SearchOptions(simplest=0)).why.certificate.bound_s
+            assert bound_s <= narrower.why.certificate.bound_s * (1 + 1e-9), (seed, options)
 
 
 @pytest.mark.parametrize(("simplest", "stages"), [(0.0, 2), (0.019, 2), (0.021, 1)])

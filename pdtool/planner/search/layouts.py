@@ -37,12 +37,14 @@ class Layout:
         sizes: members of each level in one block.
         grid: blocks side by side at each level.
         workers: of one block that may be used, the first ones.
+        spare: of these, the last ones that a pipeline may leave idle; any number of the first ones may be idle, too.
     """
 
     cluster: Cluster
     sizes: tuple[int, ...]
     grid: tuple[int, ...]
     workers: int
+    spare: int = 0
 
     @classmethod
     def whole(cls, cluster: Cluster, workers: int) -> Layout:
@@ -54,6 +56,12 @@ class Layout:
     def copies(self) -> int:
         """Number of blocks."""
         return math.prod(self.grid)
+
+    @property
+    def period(self) -> int:
+        """Workers after which the block repeats: those of a member of its outermost level that has several."""
+        outermost = next((depth for depth, size in enumerate(self.sizes) if size > 1), len(self.sizes))
+        return math.prod(self.sizes[outermost + 1 :])
 
     @cached_property
     def block(self) -> Cluster:
@@ -70,8 +78,13 @@ class Layout:
         return number
 
 
-def layouts(cluster: Cluster, workers: int) -> list[Layout]:
+def layouts(cluster: Cluster, workers: int, *, all_workers: bool = False) -> list[Layout]:
     """Return all blocks and numbers of copies worth searching with at most `workers` workers, small blocks first.
+
+    One copy may begin and end anywhere, unless it must use `all_workers`. It is as fast one member of the outermost
+    level further on, so it ends on one of the last member's workers. Those ends are one layout; with a limit of memory
+    they are one each, since the minibatches in flight depend on the workers from a stage to the end, and larger
+    clusters have the last one only.
 
     One copy: the whole, and for each level all smaller blocks of what lies below it, so that a larger cluster has all
     that a smaller one has. Several: as many as there is room for, for each size of block that leaves most room; where
@@ -82,7 +95,7 @@ def layouts(cluster: Cluster, workers: int) -> list[Layout]:
     shapes = {(whole, one_block)}
     for depth, size in enumerate(whole):
         one_member = one_block[: depth + 1]
-        if depth and cluster.workers <= _MAX_WORKERS_WITH_PARTIAL_BLOCKS:
+        if depth and searches_all_blocks(cluster):
             shapes |= {((*whole[:depth], part, *whole[depth + 1 :]), one_block) for part in range(1, size)}
         shapes.add(((*one_member, *whole[depth + 1 :]), one_block))
         parts = range(1, size + 1) if workers <= MAX_WORKERS_PER_COPY else [2**n for n in range(size.bit_length())]
@@ -93,8 +106,20 @@ def layouts(cluster: Cluster, workers: int) -> list[Layout]:
     for sizes, grid in shapes:
         used = min(math.prod(sizes), workers // math.prod(grid))
         if used and (used == math.prod(sizes) > 1 or grid == one_block):
-            found.append(Layout(cluster=cluster, sizes=sizes, grid=grid, workers=used))
+            layout = Layout(cluster=cluster, sizes=sizes, grid=grid, workers=used)
+            spare = 0 if all_workers or layout.copies > 1 else min(layout.period, used) - 1
+            if cluster.memory_bytes is None:
+                found.append(replace(layout, spare=spare))
+            else:
+                spare *= searches_all_blocks(cluster)
+                found += [replace(layout, workers=used - idle) for idle in range(spare + 1)]
     return sorted(found, key=lambda layout: (layout.workers, layout.copies, layout.sizes))
+
+
+def searches_all_blocks(cluster: Cluster) -> bool:
+    """Whether a cluster is small enough for blocks that leave out devices of every server, and for every worker as the
+    last one under a limit of memory."""
+    return cluster.workers <= _MAX_WORKERS_WITH_PARTIAL_BLOCKS
 
 
 @dataclass(frozen=True)
@@ -137,7 +162,13 @@ class LayoutSearch:
     def program(self) -> DynamicProgram:
         """The recurrence, solved as far as it was asked for."""
         return DynamicProgram(
-            self.space, self.model, self.layout.workers, self.replicas, self.bound_s, min_stages=self.min_stages
+            self.space,
+            self.model,
+            self.layout.workers,
+            self.replicas,
+            self.bound_s,
+            min_stages=self.min_stages,
+            spare=self.layout.spare,
         )
 
     @property
