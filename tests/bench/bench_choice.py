@@ -1,7 +1,8 @@
 """Print how often a narrower option finds a faster plan than the planner does by itself: `make bench-choice`.
 
 Random profiles of 3 to 12 operators on 2 to 6 workers. The plan of each is compared, by `simulated_s`, with those of
-narrower options: --strategy straight, pipeline and data-parallel, each --workers, each --replicas of up to five workers.
+narrower options: --strategy straight, pipeline and data-parallel, each --workers, each --replicas of up to five
+workers.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from graphs import chain, profile_of, random_cluster, random_profile
+from graphs import chain, profile_of, random_cluster, random_profile, with_nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.brute_force import divisions, fastest
@@ -79,22 +79,25 @@ def test_no_plan_by_hand_is_better(seed, data):
     assert found <= by_hand.time_per_minibatch_s * (1 + 1e-9)
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
-@given(st.integers(0, 10**6))
-def test_no_plan_on_fewer_workers_is_below_the_bound(seed):
-    """Once, plans that leave the last workers of a server idle were not searched."""
-    rng = random.Random(seed)
-    profile = random_profile(rng, rng.randint(2, 6))
-    memory_bytes = rng.choice([None, None, 15_000, 40_000])
-    cluster = make_cluster(rng.choice([(2, 2), (2, 3), (3, 2)]), (rng.choice([500.0, 1e3, 5e3]), 1e5))
-    cluster = replace(cluster, memory_bytes=memory_bytes)
-    replicas = tuple(rng.randint(1, 2) for _ in range(rng.randint(1, 3)))
-    asked = [SearchOptions(workers=rng.randint(1, cluster.workers - 1)), SearchOptions(replicas=replicas)]
-    for options in asked:
-        with suppress(NoPlanError, UsageError):
-            narrower = make_plan(profile, "p.json", cluster, replace(options, simplest=0))
-            bound_s = make_plan(profile, "p.json", cluster, SearchOptions(simplest=0)).why.certificate.bound_s
-            assert bound_s <= narrower.why.certificate.bound_s * (1 + 1e-9), (seed, options)
+def test_no_plan_on_fewer_workers_is_below_the_bound():
+    """Once, plans that leave the last workers of a server idle were not searched: seeds 31 and 39, say."""
+    for seed in range(30, 70):
+        rng = random.Random(seed)
+        layers = chain([rng.choice([0.5, 1.0, 2.0]) for _ in range(rng.randint(2, 5))], crossing=10)
+        parameters = [rng.choice([100, 1000, 10**5]) for _ in layers.nodes]
+        nodes = [
+            node.model_copy(update={"parameter_bytes": p}) for node, p in zip(layers.nodes, parameters, strict=True)
+        ]
+        profile = with_nodes(layers, nodes)
+        cluster = make_cluster(rng.choice([(2, 2), (2, 3), (3, 2)]), (rng.choice([5e2, 1e3, 3e3]), 1e5))
+        cluster = replace(cluster, memory_bytes=rng.choice([None, 10**6]))
+        bound_s = PlanSearch(profile, cluster, SearchOptions(simplest=0)).fastest_plans()[0].time_per_minibatch_s
+        replicas = tuple(rng.randint(1, 2) for _ in range(rng.randint(1, 3)))
+        narrower = [SearchOptions(workers=n, simplest=0) for n in range(1, cluster.workers)]
+        for options in [*narrower, SearchOptions(replicas=replicas, simplest=0)]:
+            with suppress(UsageError):
+                for plan in PlanSearch(profile, cluster, options).fastest_plans()[:1]:
+                    assert bound_s <= plan.time_per_minibatch_s * (1 + 1e-9), f"seed {seed}: {options}"
 
 
 @pytest.mark.parametrize(("simplest", "stages"), [(0.0, 2), (0.019, 2), (0.021, 1)])
@@ -330,5 +333,5 @@ def test_a_limit_of_memory_leaves_a_certificate_where_free_operators_were_merged
     unlimited = make_plan(profile, "p", make_cluster((3,), (FAST,)), options)
     assert plan.predicted.bottleneck_s > unlimited.predicted.bottleneck_s, "memory is short"
     assert plan.why.certificate.bound_s == unlimited.predicted.bottleneck_s
-    assert plan.why.certificate.sentence().endswith("without the limit of memory")
-    assert not unlimited.why.certificate.sentence().endswith("without the limit of memory")
+    assert "without the limit of memory" in plan.why.certificate.sentence()
+    assert "without the limit of memory" not in unlimited.why.certificate.sentence()

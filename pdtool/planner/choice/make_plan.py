@@ -71,7 +71,7 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
     plan = chosen.placement.to_plan(profile, profile_path, cluster)
     why = Why(
         bottleneck=chosen.cost.bottleneck,
-        certificate=_certificate(search, candidates[0], chosen) if planner.strategy.is_searched else None,
+        certificate=_certificate(search, candidates[0], selected) if planner.strategy.is_searched else None,
         rivals=tuple(planner.rejected(search, chosen, named, candidates)),
         faster=_passed_over(selected),
     )
@@ -95,7 +95,7 @@ def gap_to_bound(time_s: float, bound_s: float) -> float:
     return max(0.0, time_s / bound_s - 1) if bound_s else 0.0
 
 
-def _certificate(search: PlanSearch, optimum: Candidate, chosen: Candidate) -> Certificate:
+def _certificate(search: PlanSearch, optimum: Candidate, selected: Selected) -> Certificate:
     """The time of the optimum; that of all workers without a pause if plans were left out of the search."""
     options, workers, space = search.options, search.workers, search.whole_space
     planner = PLANNERS[options.strategy]
@@ -110,7 +110,7 @@ def _certificate(search: PlanSearch, optimum: Candidate, chosen: Candidate) -> C
     is_straight = options.straight and planner.strategy.is_own
     return Certificate(
         bound_s=bound_s,
-        gap=gap_to_bound(chosen.time_per_minibatch_s, bound_s),
+        gap=gap_to_bound(selected.candidate.time_per_minibatch_s, bound_s),
         kind="straight" if is_straight else options.strategy,
         replicas=options.replicas,
         max_stages=options.max_stages,
@@ -120,6 +120,7 @@ def _certificate(search: PlanSearch, optimum: Candidate, chosen: Candidate) -> C
         merged_operators=space.merged_operators,
         all_updates=all_updates,
         without_memory_limit=unlimited is not search,
+        simulated_plans=selected.simulated_plans or None,
     )
 
 

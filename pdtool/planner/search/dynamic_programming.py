@@ -168,7 +168,7 @@ class DynamicProgram:
             values = self._with_following(stages, tables[max(0, len(tables) - 2 - len(spans))])
             if replicas_before:
                 border = self._border[self._place(stages.first), stages.replicas, replicas_before]
-                values = self._combine(values, self.model.border_s(stages.border_bytes, border))
+                values = self.combine(values, self.model.border_s(stages.border_bytes, border))
             values = np.where(stages.first == first, values, np.inf)
             best = np.flatnonzero(values <= values.min())
             # ties: the stage that ends last, then the one with the most replicas
@@ -177,6 +177,12 @@ class DynamicProgram:
             cut, replicas_before = spans[-1].after, spans[-1].replicas
             first += replicas_before
         return spans
+
+    def border_before_s(self, border_bytes: Array, first: int, replicas: int, replicas_before: int) -> Array:
+        """(3) Seconds of so many bytes over the border before a stage on the workers from `first`."""
+        border = self._border[first % self._period, replicas, replicas_before]
+        seconds: Array = self.model.border_s(border_bytes, border)
+        return seconds
 
     def _no_stage(self) -> Array:
         """V for no stage: all cuts done and all workers used, but the spare ones."""
@@ -211,7 +217,7 @@ class DynamicProgram:
             kept = _pareto_front(slots, values[within], bytes_before, np.flatnonzero(is_slow))
             first, replicas, bytes_before = first[kept], replicas[kept], bytes_before[kept, None]
             borders = self.model.border_s(bytes_before, self._border[self._place(first), replicas, 1:])
-            with_border = self._combine(values[within[kept], None], borders)
+            with_border = self.combine(values[within[kept], None], borders)
             starts = np.flatnonzero(np.diff(first, prepend=-1))
             best = np.minimum.reduceat(with_border, starts, axis=0)
             target[i, first[starts], 1:] = np.minimum(target[i, first[starts], 1:], best)
@@ -219,7 +225,7 @@ class DynamicProgram:
     def _with_following(self, stages: _CandidateStages, source: Array) -> Array:
         """The larger of (1) and (2); their sum without pipelining."""
         following = source[stages.end, stages.first + stages.replicas, stages.replicas]
-        values: Array = self._combine(stages.value, following)
+        values: Array = self.combine(stages.value, following)
         return values
 
     @property
@@ -228,7 +234,8 @@ class DynamicProgram:
         return self.model.execution.is_pipelined or self.minimize_memory
 
     @property
-    def _combine(self) -> np.ufunc:
+    def combine(self) -> np.ufunc:
+        """Joins the parts of a plan: the larger one of two; their sum without pipelining."""
         return np.maximum if self._overlaps else np.add
 
     def _candidate_stages(self, i: int, values: Array, is_continued: Array) -> _CandidateStages:

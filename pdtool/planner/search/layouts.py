@@ -12,12 +12,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
 from pdtool.artifacts.cluster import Cluster
 from pdtool.planner.formulas import CostModel, members_between, members_of
 from pdtool.planner.plan_cost import Candidate, Evaluator
+from pdtool.planner.search.configurations import Configurations
 from pdtool.planner.search.cuts import CutSpace
 from pdtool.planner.search.dynamic_programming import DynamicProgram, StageSpan
 from pdtool.planner.stage_costs import Array
@@ -215,7 +217,11 @@ class LayoutSearch:
     @property
     def coarser(self) -> LayoutSearch:
         """The same over few cuts."""
-        return replace(self, space=self.space.coarser(int(_COARSE_CUTS * self.layout.workers**-0.5)))
+        return self.over_cuts(int(_COARSE_CUTS * self.layout.workers**-0.5))
+
+    def over_cuts(self, max_cuts: int) -> LayoutSearch:
+        """Return the same over at most so many cuts."""
+        return replace(self, space=self.space.coarser(max_cuts))
 
     def candidate(self, solution: Solution) -> Candidate:
         """Return the plan behind a solution."""
@@ -231,6 +237,15 @@ class LayoutSearch:
         values = solution.tables[-1]
         if self.program.first_worker(values) and values[0, 0, 0] <= self.bound_s:
             yield self._traced(self.program.trace(solution.tables, first_worker=0))
+
+    def configurations(self, slacks: Sequence[float | None]) -> Iterator[Candidate]:
+        """Yield plans of each configuration within the bound, the fastest configuration first: its fastest, and for
+        each slack the one that computes and sends least, of those that are at most by that fraction slower."""
+        stage_counts = [stages for stages in self._stage_counts if stages >= self.min_stages]
+        found = Configurations(self.program, stage_counts)
+        for slots in sorted(found.times_s, key=found.times_s.__getitem__):
+            plans = chain.from_iterable(found.plans(slots, slack) for slack in slacks)
+            yield from map(self._traced, dict.fromkeys(map(tuple, plans)))
 
     def least_memory(self) -> Candidate | None:
         """Return the plan whose largest stage needs the least memory, whatever time it takes; None: there is none."""

@@ -31,6 +31,10 @@ _SEARCHED = [kind for kind in SCHEDULES.values() if kind.has_formulas]
 _MIN_CUTS = 100
 _MAX_TIME_S = np.finfo(float).max
 _STAGES_TIMES_WORKERS = 1024  # a plan with more is taken only for being the fastest
+_MAX_WORKERS_WITH_CONFIGURATIONS = 8  # of one copy, of which every configuration is looked at
+_CONFIGURED_CUTS = 200  # between which their stages lie
+# Of each, its fastest plan, and those that compute and send least within so much of its time.
+_SLACKS = (None, 0.0, 0.1, 0.5)
 _STAGE_COUNTS_LISTED = 5  # of each layout: the best plans of at most 1, 2, ... stages
 
 
@@ -220,7 +224,11 @@ class PlanSearch:
         levels = [replace(v, bandwidth_bytes_per_s=v.bandwidth_bytes_per_s / slower) for v in self.cluster.levels]
         slow_cluster = replace(self.cluster, levels=tuple(levels))
         for layout in self.layouts:
-            search = self.search_layout(replace(layout, cluster=slow_cluster), execution, bound_s).coarser
+            search = self.search_layout(replace(layout, cluster=slow_cluster), execution, bound_s)
+            if layout.workers <= _MAX_WORKERS_WITH_CONFIGURATIONS:
+                yield from search.over_cuts(_CONFIGURED_CUTS).configurations(_SLACKS) if slower == 1 else ()
+                continue
+            search = search.coarser
             if search.fastest.time_per_minibatch_s >= bound_s:
                 continue
             best_s = bound_s
