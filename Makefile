@@ -27,7 +27,7 @@ DEMO_NETWORK := profiles/demo-vgg16.json plans/demo-vgg16-4.yaml runs/demo-vgg16
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help venv test test-models check check-lowest fuzz demo demo-network bench-road bench-planner bench-runtime bench-startup bench-transport bench-memory bench-long-run reproduce reproduce-quick soak chaos gpu-check browser-check examples docs pictures clean
+.PHONY: help venv test test-models check check-lowest fuzz demo demo-network bench-road bench-planner bench-choice bench-runtime bench-startup bench-transport bench-memory bench-long-run reproduce reproduce-quick soak chaos gpu-check browser-check examples docs pictures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,6 +79,9 @@ bench-road: $(STAMP) ## measure how long each of the four commands takes here
 
 bench-planner: $(STAMP) ## measure the planner's time and its plans on large models and clusters (several minutes)
 	$(BIN)/python tests/bench/bench_planner.py
+
+bench-choice: $(STAMP) ## compare the plans of a thousand random profiles with those of narrower options (half an hour)
+	$(BIN)/python tests/bench/bench_choice.py
 
 bench-runtime: $(STAMP) ## compare training speed with the machine's limit and with PyTorch's own ways (about twenty minutes)
 	$(BIN)/python tests/bench/bench_runtime.py

@@ -154,6 +154,7 @@ class Certificate(FrozenModel):
         merged_operators: of a model with too many cuts; None: nothing was left out.
         all_updates: whether every number of minibatches in an update was searched, which matters for `hybrid` only.
         without_memory_limit: whether the bound is that of plans of any memory.
+        simulated_plans: from which the plan was chosen; None: not recorded, or the formulas chose.
         proof: what an earlier pdtool said of its search.
     """
 
@@ -168,6 +169,7 @@ class Certificate(FrozenModel):
     merged_operators: MergedOperators | None = None
     all_updates: bool = True
     without_memory_limit: bool = False
+    simulated_plans: Count | None = None
     proof: Label = ""
 
     def sentence(self) -> str:
@@ -176,14 +178,16 @@ class Certificate(FrozenModel):
             return self.proof
         on = "1 worker" if self.workers == 1 else f"{self.workers} workers"
         with_replicas = f" with replicas {'-'.join(map(str, self.replicas))}" if self.replicas else ""
+        plans = "1 plan was" if self.simulated_plans == 1 else f"{self.simulated_plans} plans were"
+        simulated = f"; {plans} simulated" if self.simulated_plans else ""
         if limits := "; ".join(self._limits()):
-            return f"{limits}; even so no plan{with_replicas} beats {on} without a pause"
+            return f"{limits}; even so no plan{with_replicas} beats {on} without a pause{simulated}"
         kind = STRATEGIES[self.kind].noun or f"plan of strategy {self.kind}"
         at_most = f" of at most {self.max_stages} stages" if self.max_stages else ""
         without_limit = ", and without the limit of memory" if self.without_memory_limit else ""
         return (
             f"every {kind}{at_most}{with_replicas} on {on} was searched, over {self.cuts} cuts, "
-            f"with the minibatches in flight that its schedule wants{without_limit}"
+            f"with the minibatches in flight that its schedule wants{without_limit}{simulated}"
         )
 
     def _limits(self) -> Iterator[str]:

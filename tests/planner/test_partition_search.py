@@ -1,9 +1,11 @@
 """Law 4: the search finds what brute force finds, and nothing that a person writes is better under the same cost."""
 
 import random
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
-from graphs import chain, profile_of, random_cluster, random_profile
+from graphs import chain, profile_of, random_cluster, random_profile, with_nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.brute_force import divisions, fastest
@@ -78,6 +80,27 @@ def test_no_plan_by_hand_is_better(seed, data):
     found = make_plan(profile, "p.json", cluster, SearchOptions(simplest=0)).why.certificate.bound_s
     by_hand = Evaluator(profile, cluster).place(stages, placed, ExecutionConfig())
     assert found <= by_hand.time_per_minibatch_s * (1 + 1e-9)
+
+
+def test_no_plan_on_fewer_workers_is_below_the_bound():
+    """Once, plans that leave the last workers of a server idle were not searched: seeds 31 and 39, say."""
+    for seed in range(30, 70):
+        rng = random.Random(seed)
+        layers = chain([rng.choice([0.5, 1.0, 2.0]) for _ in range(rng.randint(2, 5))], crossing=10)
+        parameters = [rng.choice([100, 1000, 10**5]) for _ in layers.nodes]
+        nodes = [
+            node.model_copy(update={"parameter_bytes": p}) for node, p in zip(layers.nodes, parameters, strict=True)
+        ]
+        profile = with_nodes(layers, nodes)
+        cluster = make_cluster(rng.choice([(2, 2), (2, 3), (3, 2)]), (rng.choice([5e2, 1e3, 3e3]), 1e5))
+        cluster = replace(cluster, memory_bytes=rng.choice([None, 10**6]))
+        bound_s = PlanSearch(profile, cluster, SearchOptions(simplest=0)).fastest_plans()[0].time_per_minibatch_s
+        replicas = tuple(rng.randint(1, 2) for _ in range(rng.randint(1, 3)))
+        narrower = [SearchOptions(workers=n, simplest=0) for n in range(1, cluster.workers)]
+        for options in [*narrower, SearchOptions(replicas=replicas, simplest=0)]:
+            with suppress(UsageError):
+                for plan in PlanSearch(profile, cluster, options).fastest_plans()[:1]:
+                    assert bound_s <= plan.time_per_minibatch_s * (1 + 1e-9), f"seed {seed}: {options}"
 
 
 @pytest.mark.parametrize(("simplest", "stages"), [(0.0, 2), (0.019, 2), (0.021, 1)])
@@ -313,5 +336,5 @@ def test_a_limit_of_memory_leaves_a_certificate_where_free_operators_were_merged
     unlimited = make_plan(profile, "p", make_cluster((3,), (FAST,)), options)
     assert plan.predicted.bottleneck_s > unlimited.predicted.bottleneck_s, "memory is short"
     assert plan.why.certificate.bound_s == unlimited.predicted.bottleneck_s
-    assert plan.why.certificate.sentence().endswith("without the limit of memory")
-    assert not unlimited.why.certificate.sentence().endswith("without the limit of memory")
+    assert "without the limit of memory" in plan.why.certificate.sentence()
+    assert "without the limit of memory" not in unlimited.why.certificate.sentence()

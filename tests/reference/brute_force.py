@@ -46,14 +46,17 @@ def every_plan(
         depth: then, so many stages; None: as many as there are workers.
     """
     cluster, profile = evaluator.cluster, evaluator.profile
-    for layout in [Layout.whole(cluster, depth or cluster.workers)] if straight else layouts(cluster, cluster.workers):
-        fewest = layout.workers if straight or evaluator.cost_model != "ours" else 1
-        for workers in range(fewest, layout.workers + 1):
-            for stages, replicas in divisions(profile, workers, straight):
-                plan = placed(evaluator, layout, stages, replicas, execution)
-                has_one_each = max(plan.placement.replicas) <= (execution.update_every or cluster.workers)
-                if has_one_each and evaluator.fits(plan):
-                    yield plan
+    all_workers = evaluator.cost_model != "ours"
+    found = layouts(cluster, cluster.workers, all_workers=all_workers)
+    for layout in [Layout.whole(cluster, depth or cluster.workers)] if straight else found:
+        for spare in range(layout.spare + 1):
+            used = replace(layout, workers=layout.workers - spare)
+            for workers in range(used.workers if straight or all_workers else 1, used.workers + 1):
+                for stages, replicas in divisions(profile, workers, straight):
+                    plan = placed(evaluator, used, stages, replicas, execution)
+                    has_one_each = max(plan.placement.replicas) <= (execution.update_every or cluster.workers)
+                    if has_one_each and evaluator.fits(plan):
+                        yield plan
 
 
 def placed(

@@ -75,7 +75,7 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
     is_searched = planner.strategy.is_searched and not options.in_flight  # the search is over the usual numbers
     why = Why(
         bottleneck=chosen.cost.bottleneck,
-        certificate=_certificate(search, candidates[0], chosen) if is_searched else None,
+        certificate=_certificate(search, candidates[0], selected) if is_searched else None,
         rivals=tuple(planner.rejected(search, chosen, named, candidates)),
         faster=_passed_over(selected),
     )
@@ -99,7 +99,7 @@ def gap_to_bound(time_s: float, bound_s: float) -> float:
     return max(0.0, time_s / bound_s - 1) if bound_s else 0.0
 
 
-def _certificate(search: PlanSearch, optimum: Candidate, chosen: Candidate) -> Certificate:
+def _certificate(search: PlanSearch, optimum: Candidate, selected: Selected) -> Certificate:
     """The time of the optimum; that of all workers without a pause if plans were left out of the search."""
     options, workers, space = search.options, search.workers, search.whole_space
     planner = PLANNERS[options.strategy]
@@ -111,10 +111,16 @@ def _certificate(search: PlanSearch, optimum: Candidate, chosen: Candidate) -> C
         bound_s = sum(node.forward_s + node.backward_s for node in search.profile.nodes) / workers
     elif unlimited is not search:
         bound_s = planner.candidates(unlimited)[0].time_per_minibatch_s
+    if is_complete:  # how long an uneven pipeline fills and drains, the formulas only guess: at most (M + p - 1) / M
+        depth, pipelines = (
+            min(options.max_stages or workers, workers),
+            [e for e in options.executions if e.is_pipelined],
+        )
+        bound_s /= max((1 + (depth - 1) / e.microbatches for e in pipelines if e.kind.flushes), default=1.0)
     is_straight = options.straight and planner.strategy.is_own
     return Certificate(
         bound_s=bound_s,
-        gap=gap_to_bound(chosen.time_per_minibatch_s, bound_s),
+        gap=gap_to_bound(selected.candidate.time_per_minibatch_s, bound_s),
         kind="straight" if is_straight else options.strategy,
         replicas=options.replicas,
         max_stages=options.max_stages,
@@ -124,6 +130,7 @@ def _certificate(search: PlanSearch, optimum: Candidate, chosen: Candidate) -> C
         merged_operators=space.merged_operators,
         all_updates=all_updates,
         without_memory_limit=unlimited is not search,
+        simulated_plans=selected.simulated_plans or None,
     )
 
 

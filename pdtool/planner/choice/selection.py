@@ -32,7 +32,10 @@ from pdtool.planner.simulator.job import action_count
 _LINK_SLOWDOWNS = (1.0, 2.0)
 # With a flush all messages of a pipeline that fills and drains are waited for, whatever is in flight.
 _LINK_SLOWDOWNS_OF_FLUSH = (1.0, 2.0, 4.0, 8.0)
-_MAX_PLANS_PER_SEARCH = 8  # those with the smallest lower bounds, for each slowdown
+# A simulation sees some 32 minibatches of the steady state, and the first and the last may be early or late.
+_SIMULATION_ERROR = 1.01
+# Those with the smallest lower bounds, for each slowdown; many are simulated where that takes milliseconds.
+_MIN_PLANS_PER_SEARCH, _PLANS_TIMES_WORKERS = 8, 120
 _MAX_MOVES = 8  # places that are tried for a border
 _NEAREST_CUTS = 3  # on each side of a border of a plan that flushes
 _MAX_TRIED_CUTS = 40  # for such a plan
@@ -49,12 +52,14 @@ class Selected:
         limit_s: seconds per minibatch that were allowed; simulated, or by the formulas where it was not simulated.
         fastest: the fastest plan that was simulated, with its seconds per minibatch; it has more stages, or borders in
             the middle of modules, where it is not the chosen one.
+        simulated_plans: from which it was chosen, each with one or more numbers of minibatches in flight.
     """
 
     candidate: Candidate
     simulated_s: float | None
     limit_s: float
     fastest: tuple[Candidate, float] | None = None
+    simulated_plans: int = 0
 
 
 def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[Candidate]) -> Selected:
@@ -82,13 +87,23 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
     if selection.lowest_bound_s > goal_s:
         selection.add_plans_by_stage_count(selection.lowest_bound_s, slowdowns=(1.0,))
     selection.simulate()
-    drains = any(
-        execution.kind.flushes for execution in options.executions
-    )  # the formulas only guess how long it takes
-    if selection.fastest_s > goal_s or drains:
-        selection.add_plans_by_stage_count(selection.fastest_s, _LINK_SLOWDOWNS_OF_FLUSH if drains else _LINK_SLOWDOWNS)
+    drains = any(execution.kind.flushes for execution in options.executions)  # for how long, the formulas only guess
+    excess = _excess_of_formulas(search)
+    if drains or selection.fastest_s > goal_s / (_SIMULATION_ERROR * excess):
+        slowdowns = _LINK_SLOWDOWNS_OF_FLUSH if drains else _LINK_SLOWDOWNS
+        selection.add_plans_by_stage_count(selection.fastest_s * excess, slowdowns)
         selection.simulate()
     return selection.selected() or by_formulas
+
+
+def _excess_of_formulas(search: PlanSearch) -> float:
+    """Return how many times as long as a simulation the formulas may say that a plan takes, about.
+
+    Stages that share a parameter update as rarely as the rarest of them; the formulas count the updates of each stage.
+    """
+    nodes = search.profile.nodes if search.profile.shared else ()
+    passes_s = sum(node.forward_s + node.backward_s for node in nodes)
+    return 1 + sum(node.update_s for node in nodes) / passes_s if passes_s else 1.0
 
 
 @dataclass(frozen=True)
@@ -109,11 +124,12 @@ class _Selection:
 
     Attributes:
         fastest_s: seconds per minibatch of the fastest of these.
+        simulated_plans: number of these, with those that were too slow to be kept.
     """
 
     def __init__(self, search: PlanSearch, candidates: Iterable[Candidate]) -> None:
         self.search, self.margin = search, search.options.simplest
-        self.fastest_s = math.inf
+        self.fastest_s, self.simulated_plans = math.inf, 0
         self._plans: list[_Simulated] = []
         self._seen: set[Placement] = set()
         self._shortlist = self._with_lower_bounds(candidates)
@@ -132,7 +148,8 @@ class _Selection:
         """
         for execution, slower in product(self.search.options.executions, slowdowns):
             plans = self.search.plans_by_stage_count(execution, bound_s * slower, slower)
-            self._shortlist += sorted(self._with_lower_bounds(plans), key=_by_bound)[:_MAX_PLANS_PER_SEARCH]
+            most = max(_MIN_PLANS_PER_SEARCH, _PLANS_TIMES_WORKERS // self.search.workers)
+            self._shortlist += sorted(self._with_lower_bounds(plans), key=_by_bound)[:most]
 
     def simulate(self) -> None:
         """Simulate the plans of the shortlist that may be chosen, in order of their lower bounds."""
@@ -148,10 +165,13 @@ class _Selection:
             return None
         chosen = min(near, key=lambda plan: (plan.stages, plan.time_s))
         if is_too_large(chosen.candidate.placement):  # whoever checks or changes it has the formulas only
-            return Selected(chosen.candidate, None, chosen.candidate.time_per_minibatch_s * (1 + self.margin))
+            limit_s = chosen.candidate.time_per_minibatch_s * (1 + self.margin)
+            return Selected(chosen.candidate, None, limit_s, simulated_plans=self.simulated_plans)
         fastest = min(near, key=lambda plan: plan.time_s)
         limit_s = self.fastest_s * (1 + self.margin)
-        return Selected(chosen.candidate, chosen.time_s, limit_s, (fastest.candidate, fastest.time_s))
+        return Selected(
+            chosen.candidate, chosen.time_s, limit_s, (fastest.candidate, fastest.time_s), self.simulated_plans
+        )
 
     @property
     def _near(self) -> list[_Simulated]:
@@ -177,6 +197,7 @@ class _Selection:
 
     def simulate_plan(self, candidate: Candidate, **limits: float) -> None:
         """Simulate a plan, and keep it if it may be chosen."""
+        self.simulated_plans += 1
         chosen, time_s = with_fewest_in_flight(self.search.evaluator, candidate, self.margin, **limits)
         if time_s < math.inf:
             self._plans.append(_Simulated(chosen, time_s))
@@ -209,9 +230,12 @@ def move_to_faster_cuts(search: PlanSearch, selected: Selected) -> Selected:
                     continue
             moved, time_s = with_fewest_in_flight(search.evaluator, moved, margin, limit_s=limit_s)
             if time_s < limit_s:
-                faster = selected = Selected(moved, time_s, time_s * (1 + margin), (moved, time_s))
+                fastest, limit_s = (moved, time_s), time_s * (1 + margin)
+                faster = selected = replace(
+                    selected, candidate=moved, simulated_s=time_s, limit_s=limit_s, fastest=fastest
+                )
         border = 1 if faster else border + 1
-    return selected
+    return replace(selected, simulated_plans=selected.simulated_plans + tries)
 
 
 def move_to_module_borders(search: PlanSearch, selected: Selected) -> Selected:

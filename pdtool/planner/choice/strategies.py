@@ -153,10 +153,11 @@ class Planner:
         """
         chosen = Selected(candidates[0], None, candidates[0].time_per_minibatch_s)
         if search.options.cost_model == "ours":
-            for candidate in candidates if search.options.simplest else candidates[:1]:
+            tried = candidates if search.options.simplest else candidates[:1]
+            for candidate in tried:
                 time_s = steady_state_s(candidate.placement, search.profile, search.cluster)
                 if time_s is not None and (chosen.simulated_s is None or time_s < chosen.simulated_s):
-                    chosen = Selected(candidate, time_s, time_s)
+                    chosen = Selected(candidate, time_s, time_s, simulated_plans=len(tried))
         return chosen
 
     def title(self, placement: Placement) -> str:

@@ -15,6 +15,7 @@ and border cross are known; where stages contend for a link, plan_cost and the s
     (3)  what crosses the border before it, which depends on the q workers on the other side
     (4)  V[i, f, q] = min over (j, r) of max((1), (2), (3)); V[end, U, q] = 0
     (5)  the best whole plan is V[0, f, 0], which leaves the first f workers idle; its stages are traced from there
+    V[end, u, q] = 0 for the last workers u, too, that may be idle
 
 Without pipelining nothing overlaps, and the sum of (1), (2) and (3) stands for their maximum.
 
@@ -78,6 +79,8 @@ class DynamicProgram:
         bound_s: plans that take longer per minibatch are not looked for.
         minimize_memory: minimise the largest memory of a stage instead, whatever the limit, and no time.
         min_stages: 2 leaves out the plan of one stage.
+        spare: of the last workers, those that may be left idle; 0 with a limit of memory, for the minibatches in flight
+            are those of a pipeline that ends at worker U.
 
     Attributes:
         candidates: for each cut but the last, from the last to the first, the stages that may begin there.
@@ -91,6 +94,7 @@ class DynamicProgram:
     bound_s: float = np.inf
     minimize_memory: bool = False
     min_stages: int = 1
+    spare: int = 0
     candidates: dict[int, _CandidateStages] = field(default_factory=dict, init=False)
     values_by_count: list[Array] = field(default_factory=list, init=False)
 
@@ -159,12 +163,12 @@ class DynamicProgram:
         spans: list[StageSpan] = []
         cut = replicas_before = 0
         first = self.first_worker(tables[-1]) if first_worker is None else first_worker
-        while first < self.workers:
+        while cut < self.space.cut_count - 1:
             stages = self.candidates[cut]
             values = self._with_following(stages, tables[max(0, len(tables) - 2 - len(spans))])
             if replicas_before:
                 border = self._border[self._place(stages.first), stages.replicas, replicas_before]
-                values = self._combine(values, self.model.border_s(stages.border_bytes, border))
+                values = self.combine(values, self.model.border_s(stages.border_bytes, border))
             values = np.where(stages.first == first, values, np.inf)
             best = np.flatnonzero(values <= values.min())
             # ties: the stage that ends last, then the one with the most replicas
@@ -174,10 +178,16 @@ class DynamicProgram:
             first += replicas_before
         return spans
 
+    def border_before_s(self, border_bytes: Array, first: int, replicas: int, replicas_before: int) -> Array:
+        """(3) Seconds of so many bytes over the border before a stage on the workers from `first`."""
+        border = self._border[first % self._period, replicas, replicas_before]
+        seconds: Array = self.model.border_s(border_bytes, border)
+        return seconds
+
     def _no_stage(self) -> Array:
-        """V for no stage: all cuts done and all workers used."""
+        """V for no stage: all cuts done and all workers used, but the spare ones."""
         values = np.full((self.space.cut_count, self.workers + 1, self.workers + 1), np.inf)
-        values[-1, self.workers] = 0.0
+        values[-1, self.workers - self.spare :] = 0.0
         return values
 
     def _prepend_stages(self, source: Array, target: Array, rows: Array | None = None) -> None:
@@ -207,7 +217,7 @@ class DynamicProgram:
             kept = _pareto_front(slots, values[within], bytes_before, np.flatnonzero(is_slow))
             first, replicas, bytes_before = first[kept], replicas[kept], bytes_before[kept, None]
             borders = self.model.border_s(bytes_before, self._border[self._place(first), replicas, 1:])
-            with_border = self._combine(values[within[kept], None], borders)
+            with_border = self.combine(values[within[kept], None], borders)
             starts = np.flatnonzero(np.diff(first, prepend=-1))
             best = np.minimum.reduceat(with_border, starts, axis=0)
             target[i, first[starts], 1:] = np.minimum(target[i, first[starts], 1:], best)
@@ -215,7 +225,7 @@ class DynamicProgram:
     def _with_following(self, stages: _CandidateStages, source: Array) -> Array:
         """The larger of (1) and (2); their sum without pipelining."""
         following = source[stages.end, stages.first + stages.replicas, stages.replicas]
-        values: Array = self._combine(stages.value, following)
+        values: Array = self.combine(stages.value, following)
         return values
 
     @property
@@ -224,7 +234,8 @@ class DynamicProgram:
         return self.model.execution.is_pipelined or self.minimize_memory
 
     @property
-    def _combine(self) -> np.ufunc:
+    def combine(self) -> np.ufunc:
+        """Joins the parts of a plan: the larger one of two; their sum without pipelining."""
         return np.maximum if self._overlaps else np.add
 
     def _candidate_stages(self, i: int, values: Array, is_continued: Array) -> _CandidateStages:
@@ -260,7 +271,7 @@ class DynamicProgram:
         first, replicas = self._slots[bool(i)]
         after = self.workers - first - replicas
         is_last = ends[candidates] == len(work_s) - 1
-        pairs = is_last[:, None] == (after == 0)
+        pairs = np.where(is_last[:, None], after <= self.spare, after > 0)
         if i == 0 and self.min_stages > 1:
             pairs &= ~is_last[:, None]
         if np.isfinite(self.bound_s) and not self.minimize_memory:

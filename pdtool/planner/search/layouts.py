@@ -12,12 +12,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
 from pdtool.artifacts.cluster import Cluster
 from pdtool.planner.formulas import CostModel, members_between, members_of
 from pdtool.planner.plan_cost import Candidate, Evaluator
+from pdtool.planner.search.configurations import Configurations
 from pdtool.planner.search.cuts import CutSpace
 from pdtool.planner.search.dynamic_programming import DynamicProgram, StageSpan
 from pdtool.planner.stage_costs import Array
@@ -37,12 +39,14 @@ class Layout:
         sizes: members of each level in one block.
         grid: blocks side by side at each level.
         workers: of one block that may be used, the first ones.
+        spare: of these, the last ones that a pipeline may leave idle; any number of the first ones may be idle, too.
     """
 
     cluster: Cluster
     sizes: tuple[int, ...]
     grid: tuple[int, ...]
     workers: int
+    spare: int = 0
 
     @classmethod
     def whole(cls, cluster: Cluster, workers: int) -> Layout:
@@ -54,6 +58,12 @@ class Layout:
     def copies(self) -> int:
         """Number of blocks."""
         return math.prod(self.grid)
+
+    @property
+    def period(self) -> int:
+        """Workers after which the block repeats: those of a member of its outermost level that has several."""
+        outermost = next((depth for depth, size in enumerate(self.sizes) if size > 1), len(self.sizes))
+        return math.prod(self.sizes[outermost + 1 :])
 
     @cached_property
     def block(self) -> Cluster:
@@ -70,8 +80,13 @@ class Layout:
         return number
 
 
-def layouts(cluster: Cluster, workers: int) -> list[Layout]:
+def layouts(cluster: Cluster, workers: int, *, all_workers: bool = False) -> list[Layout]:
     """Return all blocks and numbers of copies worth searching with at most `workers` workers, small blocks first.
+
+    One copy may begin and end anywhere, unless it must use `all_workers`. It is as fast one member of the outermost
+    level further on, so it ends on one of the last member's workers. Those ends are one layout; with a limit of memory
+    they are one each, since the minibatches in flight depend on the workers from a stage to the end, and larger
+    clusters have the last one only.
 
     One copy: the whole, and for each level all smaller blocks of what lies below it, so that a larger cluster has all
     that a smaller one has. Several: as many as there is room for, for each size of block that leaves most room; where
@@ -82,7 +97,7 @@ def layouts(cluster: Cluster, workers: int) -> list[Layout]:
     shapes = {(whole, one_block)}
     for depth, size in enumerate(whole):
         one_member = one_block[: depth + 1]
-        if depth and cluster.workers <= _MAX_WORKERS_WITH_PARTIAL_BLOCKS:
+        if depth and searches_all_blocks(cluster):
             shapes |= {((*whole[:depth], part, *whole[depth + 1 :]), one_block) for part in range(1, size)}
         shapes.add(((*one_member, *whole[depth + 1 :]), one_block))
         parts = range(1, size + 1) if workers <= MAX_WORKERS_PER_COPY else [2**n for n in range(size.bit_length())]
@@ -93,8 +108,20 @@ def layouts(cluster: Cluster, workers: int) -> list[Layout]:
     for sizes, grid in shapes:
         used = min(math.prod(sizes), workers // math.prod(grid))
         if used and (used == math.prod(sizes) > 1 or grid == one_block):
-            found.append(Layout(cluster=cluster, sizes=sizes, grid=grid, workers=used))
+            layout = Layout(cluster=cluster, sizes=sizes, grid=grid, workers=used)
+            spare = 0 if all_workers or layout.copies > 1 else min(layout.period, used) - 1
+            if cluster.memory_bytes is None:
+                found.append(replace(layout, spare=spare))
+            else:
+                spare *= searches_all_blocks(cluster)
+                found += [replace(layout, workers=used - idle) for idle in range(spare + 1)]
     return sorted(found, key=lambda layout: (layout.workers, layout.copies, layout.sizes))
+
+
+def searches_all_blocks(cluster: Cluster) -> bool:
+    """Whether a cluster is small enough for blocks that leave out devices of every server, and for every worker as the
+    last one under a limit of memory."""
+    return cluster.workers <= _MAX_WORKERS_WITH_PARTIAL_BLOCKS
 
 
 @dataclass(frozen=True)
@@ -137,7 +164,13 @@ class LayoutSearch:
     def program(self) -> DynamicProgram:
         """The recurrence, solved as far as it was asked for."""
         return DynamicProgram(
-            self.space, self.model, self.layout.workers, self.replicas, self.bound_s, min_stages=self.min_stages
+            self.space,
+            self.model,
+            self.layout.workers,
+            self.replicas,
+            self.bound_s,
+            min_stages=self.min_stages,
+            spare=self.layout.spare,
         )
 
     @property
@@ -188,7 +221,11 @@ class LayoutSearch:
     @property
     def coarser(self) -> LayoutSearch:
         """The same over few cuts."""
-        return replace(self, space=self.space.coarser(int(_COARSE_CUTS * self.layout.workers**-0.5)))
+        return self.over_cuts(int(_COARSE_CUTS * self.layout.workers**-0.5))
+
+    def over_cuts(self, max_cuts: int) -> LayoutSearch:
+        """Return the same over at most so many cuts."""
+        return replace(self, space=self.space.coarser(max_cuts))
 
     def candidate(self, solution: Solution) -> Candidate:
         """Return the plan behind a solution."""
@@ -204,6 +241,15 @@ class LayoutSearch:
         values = solution.tables[-1]
         if self.program.first_worker(values) and values[0, 0, 0] <= self.bound_s:
             yield self._traced(self.program.trace(solution.tables, first_worker=0))
+
+    def configurations(self, slacks: Sequence[float | None]) -> Iterator[Candidate]:
+        """Yield plans of each configuration within the bound, the fastest configuration first: its fastest, and for
+        each slack the one that computes and sends least, of those that are at most by that fraction slower."""
+        stage_counts = [stages for stages in self._stage_counts if stages >= self.min_stages]
+        found = Configurations(self.program, stage_counts)
+        for slots in sorted(found.times_s, key=found.times_s.__getitem__):
+            plans = chain.from_iterable(found.plans(slots, slack) for slack in slacks)
+            yield from map(self._traced, dict.fromkeys(map(tuple, plans)))
 
     def least_memory(self) -> Candidate | None:
         """Return the plan whose largest stage needs the least memory, whatever time it takes; None: there is none."""

@@ -17,13 +17,24 @@ from pdtool.planner.formulas import TOLERANCE
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, Evaluator
 from pdtool.planner.search.cuts import CutSpace, find_cuts
-from pdtool.planner.search.layouts import MAX_WORKERS_PER_COPY, Layout, LayoutSearch, Solution, layouts
+from pdtool.planner.search.layouts import (
+    MAX_WORKERS_PER_COPY,
+    Layout,
+    LayoutSearch,
+    Solution,
+    layouts,
+    searches_all_blocks,
+)
 from pdtool.schedule import ONE_F_ONE_B, SCHEDULES, STRATEGIES, ExecutionConfig, schedule_names
 
 _SEARCHED = [kind for kind in SCHEDULES.values() if kind.has_formulas]
 _MIN_CUTS = 100
 _MAX_TIME_S = np.finfo(float).max
 _STAGES_TIMES_WORKERS = 1024  # a plan with more is taken only for being the fastest
+_MAX_WORKERS_WITH_CONFIGURATIONS = 8  # of one copy, of which every configuration is looked at
+_CONFIGURED_CUTS = 200  # between which their stages lie
+# Of each, its fastest plan, and those that compute and send least within so much of its time.
+_SLACKS = (None, 0.0, 0.1, 0.5)
 _STAGE_COUNTS_LISTED = 5  # of each layout: the best plans of at most 1, 2, ... stages
 
 
@@ -131,7 +142,8 @@ class PlanSearch:
             return [Layout.whole(self.cluster, depth) for depth in depths]
         if self.options.replicas:
             return [Layout.whole(self.cluster, self.workers)]
-        return [v for v in layouts(self.cluster, self.workers) if v.workers <= MAX_WORKERS_PER_COPY]
+        found = layouts(self.cluster, self.workers, all_workers=self.options.cost_model != "ours")
+        return [layout for layout in found if layout.workers <= MAX_WORKERS_PER_COPY]
 
     def space(self, workers: int) -> CutSpace:
         """Return the stages that are searched on so many workers: the more workers, the fewer cuts can be searched."""
@@ -153,9 +165,11 @@ class PlanSearch:
         """The search without a limit of memory; itself where no plan can have been lost by the limit.
 
         Merged operators without cost stand with a neighbour, whatever they stash: with a limit a plan that parts them
-        may be the only one that fits. Without one none is lost, and the optimum bounds all plans.
+        may be the only one that fits. On a large cluster plans that leave the last workers idle are looked at only
+        without a limit. Without one none is lost, and the optimum bounds all plans.
         """
-        if not self.whole_space.merged_free_blocks or self.cluster.memory_bytes is None:
+        is_complete = searches_all_blocks(self.cluster) and not self.whole_space.merged_free_blocks
+        if is_complete or self.cluster.memory_bytes is None:
             return self
         return PlanSearch(self.profile, replace(self.cluster, memory_bytes=None), self.options, self._spaces)
 
@@ -214,7 +228,13 @@ class PlanSearch:
         """
         slow_cluster = replace(self.cluster, levels=tuple(level.slower(slower) for level in self.cluster.levels))
         for layout in self.layouts:
-            search = self.search_layout(replace(layout, cluster=slow_cluster), execution, bound_s).coarser
+            search = self.search_layout(replace(layout, cluster=slow_cluster), execution, bound_s)
+            if layout.workers <= _MAX_WORKERS_WITH_CONFIGURATIONS:
+                if slower == 1:
+                    yield from search.over_cuts(_CONFIGURED_CUTS).configurations(_SLACKS)
+                if slower == 1 or not execution.kind.flushes:
+                    continue
+            search = search.coarser
             if not search.fastest.tables:
                 continue
             best_s = bound_s

@@ -1,0 +1,151 @@
+"""The best plans of each configuration: of every way to share workers among stages, as 2-1-1, 1-2-1 and 1-1-2.
+
+The recurrence of `dynamic_programming` keeps one value for all plans that go on alike. Here each configuration is
+followed from its last stage to its first, over the same stages, as far as its plans stay within the bound. Among the
+plans of one configuration that are about as fast by the formulas, the one that computes and sends least in all is
+taken: it has most time to spare for what the formulas leave out.
+
+Complexity: O(2^U) configurations of U workers, each O(c²) for c cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pdtool.planner.formulas import TOLERANCE
+from pdtool.planner.search.dynamic_programming import DynamicProgram, StageSpan
+from pdtool.planner.stage_costs import Array
+
+Slots = tuple[tuple[int, int], ...]  # first worker and replicas of each stage
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """The stages on the same workers: arrays of one element each, ordered by the cut before the stage."""
+
+    begin: Array
+    end: Array
+    value: Array
+    border_bytes: Array
+
+
+@dataclass
+class Configurations:
+    """The configurations that have a plan within the bound of a recurrence.
+
+    Args:
+        stage_counts: numbers of stages that a plan may have.
+
+    Attributes:
+        times_s: of the fastest plan of each configuration: seconds per minibatch, fill and drain included.
+    """
+
+    program: DynamicProgram
+    stage_counts: Sequence[int]
+    times_s: dict[Slots, float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        program = self.program
+        _ = program.any_number_of_stages  # fills `candidates`
+        self._stages = self._by_slot()
+        done = np.full(program.space.cut_count, np.inf)
+        done[-1] = 0.0
+        counts = self.stage_counts if program.space.has_counted_pins else [max(self.stage_counts, default=0)]
+        for stages in counts:
+            for last in range(program.workers - program.spare, program.workers + 1):
+                for replicas in range(1, last + 1):
+                    self._prepend((last - replicas, replicas), done, (), stages)
+
+    def plans(self, slots: Slots, slack: float | None) -> Iterator[list[StageSpan]]:
+        """Yield the plan of a configuration that computes and sends least, of those that are at most by the fraction
+        `slack` slower than its fastest; None: the fastest, of equal ones that whose stages end last."""
+        program = self.program
+        limit_s = self.times_s[slots] / program.model.flush_factor(len(slots)) * (1 + (slack or 0.0)) * TOLERANCE
+        joined = program.combine if slack is None else np.add
+        after = np.full(program.space.cut_count, np.inf)
+        after[-1] = 0.0
+        choices: list[Array] = []
+        for s in reversed(range(len(slots))):
+            stages = self._stages[slots[s]]
+            border_s = self._border_s(slots[s], slots[s - 1][1]) if s else np.zeros(len(stages.end))
+            is_allowed = (stages.value <= limit_s) & (border_s <= limit_s) & self._rows(s, len(slots))[stages.begin]
+            total_s = joined(joined(stages.value, border_s), after[stages.end])
+            total_s = np.where(is_allowed, total_s, np.inf)
+            order = np.lexsort((-stages.end, total_s, stages.begin))
+            begins, positions = np.unique(stages.begin[order], return_index=True)
+            choice = np.full(len(after), -1)
+            choice[begins] = order[positions]
+            after = np.full(len(after), np.inf)
+            after[begins] = total_s[choice[begins]]
+            choices.append(choice)
+        if np.isfinite(after[0]):
+            cut, spans = 0, []
+            for slot, choice in zip(slots, reversed(choices), strict=True):
+                end = int(self._stages[slot].end[choice[cut]])
+                spans.append(StageSpan(cut, end, *slot))
+                cut = end
+            yield spans
+
+    def _prepend(self, slot: tuple[int, int], after: Array, following: Slots, stages: int) -> None:
+        """Put a stage before a configuration, and go on.
+
+        Args:
+            after: [cuts] the fastest that may follow the stage.
+            stages: that the whole plan has at most, exactly if a pin counts them.
+        """
+        if (held := self._stages.get(slot)) is None:
+            return
+        program, slots, first = self.program, (slot, *following), slot[0]
+        bound_s = program.bound_s / program.model.flush_factor(len(slots))
+        values = program.combine(held.value, after[held.end])
+        is_exact = program.space.has_counted_pins
+        time_s = float(values[held.begin == 0].min(initial=np.inf))
+        is_whole = len(slots) in self.stage_counts and (len(slots) == stages or not is_exact)
+        if is_whole and time_s <= bound_s:
+            self.times_s[slots] = time_s * program.model.flush_factor(len(slots))
+        if len(slots) == stages:
+            return
+        is_open = (held.begin > 0) & (values <= bound_s)
+        if is_exact:
+            is_open &= self._rows(stages - len(slots), stages)[held.begin]
+        if not is_open.any():
+            return
+        begins, starts = np.unique(held.begin[is_open], return_index=True)
+        for replicas in range(1, first + 1):
+            with_border = program.combine(values, self._border_s(slot, replicas))[is_open]
+            before = np.full(len(after), np.inf)
+            before[begins] = np.minimum.reduceat(with_border, starts)
+            self._prepend((first - replicas, replicas), before, slots, stages)
+
+    def _border_s(self, slot: tuple[int, int], replicas_before: int) -> Array:
+        """Seconds over the border before each of the stages on the same workers."""
+        return self.program.border_before_s(self._stages[slot].border_bytes, *slot, replicas_before)
+
+    def _rows(self, stage: int, stages: int) -> Array:
+        """[cuts] which may stand before a stage."""
+        space = self.program.space
+        if not stage or not space.has_counted_pins:
+            return np.ones(space.cut_count, dtype=bool)
+        return space.allowed_before(stage, stages)
+
+    def _by_slot(self) -> dict[tuple[int, int], _Stages]:
+        candidates = self.program.candidates
+        numbers = sorted(candidates)
+        begin = np.concatenate([np.full(len(candidates[i].end), i) for i in numbers])
+        columns = [np.concatenate([getattr(candidates[i], name) for i in numbers]) for name in _COLUMNS]
+        slots = np.stack(columns[:2])
+        order = np.lexsort((begin, slots[1], slots[0]))
+        starts = np.flatnonzero(np.any(np.diff(slots[:, order], prepend=-1) != 0, axis=0))
+        groups = np.split(order, starts[1:]) if len(order) else []
+        return {
+            (int(slots[0, group[0]]), int(slots[1, group[0]])): _Stages(
+                begin[group], *(column[group] for column in columns[2:])
+            )
+            for group in groups
+        }
+
+
+_COLUMNS = ("first", "replicas", "end", "value", "border_bytes")
