@@ -15,6 +15,7 @@ from pdtool.artifacts.plan import Certificate, FasterPlan, Plan, Predicted, Why
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.cli.table import Lines, Table, abbreviated
 from pdtool.errors import UsageError
+from pdtool.schedule import SCHEDULES
 from pdtool.units import format_bits_rate, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def plan_view(plan: Plan) -> Lines:
         yield remark
     if plan.why and not plan.edited:
         yield f"bottleneck: {plan.why.bottleneck}"
-        yield from _certificate(plan.why.certificate)
+        yield from _certificate(plan.why.certificate, SCHEDULES[plan.schedule].flushes)
         yield from _passed_over(plan.why.faster, predicted)
         yield from _rejected(plan.why)
 
@@ -99,12 +100,15 @@ def _passed_over(faster: FasterPlan | None, predicted: Predicted | None) -> Line
         )
 
 
-def _certificate(certificate: Certificate | None) -> Lines:
+def _certificate(certificate: Certificate | None, flushes: bool) -> Lines:
     """Tell how fast any plan can be by the formulas, and why that is known."""
+    formulas = (
+        "the formulas, for which all stages fill and drain as slowly as the slowest," if flushes else "the formulas"
+    )
     if certificate:
         bound, gap = f"{format_seconds(certificate.bound_s)} per minibatch", certificate.gap
         takes = f"takes {gap:.1%} more" if gap and gap >= _MIN_GAP else "takes no more than that"
-        yield f"certificate: by the formulas no plan with these options takes less than {bound}; this one {takes}"
+        yield f"certificate: by {formulas} no plan with these options takes less than {bound}; this one {takes}"
         if proof := certificate.sentence():
             yield f"proof: {proof}"
 

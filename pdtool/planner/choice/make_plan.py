@@ -111,12 +111,6 @@ def _certificate(search: PlanSearch, optimum: Candidate, selected: Selected) -> 
         bound_s = sum(node.forward_s + node.backward_s for node in search.profile.nodes) / workers
     elif unlimited is not search:
         bound_s = planner.candidates(unlimited)[0].time_per_minibatch_s
-    if is_complete:  # how long an uneven pipeline fills and drains, the formulas only guess: at most (M + p - 1) / M
-        depth, pipelines = (
-            min(options.max_stages or workers, workers),
-            [e for e in options.executions if e.is_pipelined],
-        )
-        bound_s /= max((1 + (depth - 1) / e.microbatches for e in pipelines if e.kind.flushes), default=1.0)
     is_straight = options.straight and planner.strategy.is_own
     return Certificate(
         bound_s=bound_s,
