@@ -42,7 +42,7 @@ STEPS = (
         first=6,
     ),
     Step(
-        "How is it best divided over two machines with 100 Mbit/s between them?",
+        "How is it best divided over two machines with 100 Mbit/s between them? (1-1: two stages, one worker each)",
         "pdtool partition profiles/demo.json --topology 2 --bandwidth 100Mbit/s --memory 8GB -o plans/demo-2.yaml",
         r"^simulated|^certificate|^rejected: (data parallelism|one worker)",
         first=6,
@@ -84,6 +84,7 @@ def main() -> None:
     for step in STEPS:
         show(step, run(step))
     tell(f"\n(the demo took {time.monotonic() - begin_s:.0f} s; what is left out of its output, -v shows)")
+    tell("for a model of your own: .venv/bin/pdtool init myproject")
 
 
 def run(step: Step) -> str:

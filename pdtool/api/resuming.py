@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdtool.api.console import note
 from pdtool.artifacts.plan import Plan
-from pdtool.artifacts.run_dir import Checkpoint, RunDir
+from pdtool.artifacts.run_dir import Checkpoint, RunDir, RunState
 from pdtool.errors import ArtifactError, UsageError
 from pdtool.options.declaration import Option, declared
 from pdtool.options.run_options import RunOptions
@@ -39,11 +39,12 @@ def as_asked(plan: str | None, asked: RunOptions, given: Collection[str]) -> tup
 
     Raises:
         UsageError: an option that run.json records is none of today's values.
+        ArtifactError: run.json is damaged, and no plan is given.
     """
     folder = asked.resumed
     if folder and Checkpoint(folder).is_complete:
         folder = folder.parent.parent
-    state = RunDir(folder).state() if folder else None
+    state = _state(RunDir(folder), plan) if folder else None
     if folder is None or state is None:
         return plan, asked
     is_own_plan = plan is None or (bool(state.plan_path) and os.path.abspath(plan) == os.path.abspath(state.plan_path))
@@ -63,6 +64,17 @@ def as_asked(plan: str | None, asked: RunOptions, given: Collection[str]) -> tup
     return plan or own_plan, replace(asked, **changes)
 
 
+def _state(run: RunDir, plan: str | None) -> RunState | None:
+    """Return what a run was asked for; None where that is not recorded, or is damaged, which is said."""
+    try:
+        return RunState.load(run.state_file) if run.state_file.is_file() else None
+    except ArtifactError as error:
+        if plan is None:
+            raise
+        note(f"warning: {error.what}: the options that the run was asked for are not known, and are not taken over")
+        return None
+
+
 def note_options(before: RunOptions, asked: RunOptions) -> None:
     """Say which options of the run that is resumed are taken, and when it has to begin again."""
     if before.resume and not asked.resume:
@@ -71,7 +83,7 @@ def note_options(before: RunOptions, asked: RunOptions) -> None:
     taken = [(option, value) for name, (option, value) in values.items() if value != getattr(before, name)]
     if taken:
         texts = " ".join(_typed(option, value) for option, value in taken)
-        note(f"as this run was asked for before: {texts}")
+        note(f"taken from the earlier run: {texts}")
 
 
 def _typed(option: Option, value: Any) -> str:

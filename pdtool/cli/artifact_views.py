@@ -102,13 +102,12 @@ def _passed_over(faster: FasterPlan | None, predicted: Predicted | None) -> Line
 
 def _certificate(certificate: Certificate | None, flushes: bool) -> Lines:
     """Tell how fast any plan can be by the formulas, and why that is known."""
-    formulas = (
-        "the formulas, for which all stages fill and drain as slowly as the slowest," if flushes else "the formulas"
-    )
+    excess = ", for which all stages fill and drain as slowly as the slowest," if flushes else ""
     if certificate:
         bound, gap = f"{format_seconds(certificate.bound_s)} per minibatch", certificate.gap
         takes = f"takes {gap:.1%} more" if gap and gap >= _MIN_GAP else "takes no more than that"
-        yield f"certificate: by {formulas} no plan with these options takes less than {bound}; this one {takes}"
+        at_least = f"by the formulas{excess} no plan with these options takes less than {bound}"
+        yield f"certificate: {at_least}; this one {takes}"
         if proof := certificate.sentence():
             yield f"proof: {proof}"
 

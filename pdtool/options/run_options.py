@@ -51,12 +51,14 @@ class WorkerOptions:
         "for loss and perplexity, else at least); exit with 6 when it does not.",
         same=True,
     )
-    seed: int = _training("--seed INTEGER RANGE", Count(0, 2**63 - 1, default=0), "Fixes everything drawn.", same=True)
+    seed: int = _training(
+        "--seed INTEGER RANGE", Count(0, 2**63 - 1, default=0), "Seed of all random numbers.", same=True
+    )
     resume: Path | None = _training(  # noqa: RUF009
         "--resume [RUN_DIR]",
         Text(lambda name, text: Path(text) if text else None, without=str(SAME_FOLDER)),
-        "Go on from the last checkpoint of RUN_DIR, with its plan and its options where no others are given; any other "
-        "plan of the model will do.  [without RUN_DIR: the folder of -o]",
+        "Go on from the last checkpoint of RUN_DIR. Plan and options are those of that run unless you give others; any "
+        "plan of the same model will do.  [without RUN_DIR: the folder of -o]",
         in_file=False,
     )
     correction: str | None = _training(

@@ -45,7 +45,7 @@ def test_resume_alone_trains_what_the_run_was_asked_for(trainable: Folder) -> No
     assert (state.epochs, state.epochs_done, state.plan_path) == (2, 2, "plans/model-2.yaml")
     shutil.rmtree("runs/half/checkpoints/epoch-2")
     said = trainable.pdtool("run", "-o", "runs/half", "--resume").stderr
-    assert "as this run was asked for before: --epochs 2 --seed 3 --steps 5" in said.replace(
+    assert "taken from the earlier run: --epochs 2 --seed 3 --steps 5" in said.replace(
         "--steps 5 --seed 3", "--seed 3 --steps 5"
     )
     assert "going on after epoch 1" in said
@@ -64,6 +64,15 @@ def test_what_is_typed_goes_before_what_the_run_was_asked_for(trainable: Folder)
     assert (asked["seed"], asked["schedule"], asked["steps"], asked["model_settings"]) == (0, "1f1b", 5, ("lr=0.01",))
     assert "microbatches" not in asked
     assert "goes on with --seed 0" in said
+
+
+def test_a_damaged_run_json_is_refused_and_told_where_a_plan_is_given(trainable: Folder) -> None:
+    trainable.pdtool("run", "plans/model-2.yaml", *OPTIONS, "-o", "runs/a")
+    Path("runs/a/run.json").write_text("[]")
+    assert "runs/a/run.json" in trainable.pdtool("run", "-o", "runs/a", "--resume", "--epochs", "2", code=3).stderr
+    said = trainable.pdtool("run", "plans/model-2.yaml", "-o", "runs/a", "--resume", "--epochs", "2").stderr
+    assert "warning: runs/a/run.json: " in said
+    assert "the options that the run was asked for are not known, and are not taken over" in said
 
 
 def test_options_that_run_json_cannot_hold_are_refused_by_name(trainable: Folder) -> None:

@@ -53,7 +53,7 @@ def test_profile_to_export(road):
     assert not (road.path / "runs/model-2.2").exists(), "a resumed run goes on in its own folder"
     shutil.rmtree(road.path / "runs/model-2/checkpoints/epoch-2")
     told = road.pdtool("run", "--resume", "runs/model-2", code=6).stderr
-    assert "as this run was asked for before: --epochs 2 --target accuracy=1.5" in told
+    assert "taken from the earlier run: --epochs 2 --target accuracy=1.5" in told
     assert "going on after epoch 1 of runs/model-2, with 1 epoch(s) to train" in told, "what it was asked for"
     errors = road.pdtool("run", "--resume", "runs/model-2", code=2).stderr
     assert "has its 2 epoch(s) already; give more --epochs" in errors
