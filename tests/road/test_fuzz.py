@@ -27,8 +27,8 @@ from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.cli.commands.app import main
-from pdtool.cli.commands.show import _view
 from pdtool.cli.terminal import show
+from pdtool.cli.view import view
 from pdtool.errors import ArtifactError, PdtoolError
 from pdtool.planner.choice.comparison import compare
 from pdtool.planner.choice.make_plan import make_plan, refresh
@@ -85,7 +85,7 @@ def loaded(forged: Forged, path: Path) -> Any:
 def used(artifact: Any) -> None:
     """Do with an artifact what the commands do; only a PdtoolError may stop it."""
     with contextlib.suppress(PdtoolError):
-        show(*_view(artifact, None), err=False)
+        show(*view(artifact, None, 80), err=False)
     with contextlib.suppress(PdtoolError):
         match artifact.KIND:
             case "profile":
