@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from pdtool.errors import ScheduleError
 
@@ -34,8 +34,7 @@ class ActionKind(StrEnum):
         return self in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
-@dataclass(frozen=True, order=True)
-class Action:
+class Action(NamedTuple):
     """`2F0`: stage 2, forward, minibatch 0. For an update the number is that of the round."""
 
     stage: int

@@ -23,7 +23,7 @@ from pdtool.planner.choice.in_flight import with_fewest_in_flight
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, lower_bound_s
 from pdtool.planner.search.cuts import CutSpace
-from pdtool.planner.search.search import PlanSearch
+from pdtool.planner.search.search import MAX_WORKERS_WITH_CONFIGURATIONS, PlanSearch
 from pdtool.planner.simulator.engine import PATIENT, is_too_large, steady_state_s
 from pdtool.planner.simulator.job import action_count
 
@@ -89,7 +89,8 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
     selection.simulate()
     drains = any(execution.kind.flushes for execution in options.executions)  # for how long, the formulas only guess
     excess = _excess_of_formulas(search)
-    if drains or selection.fastest_s > goal_s / (_SIMULATION_ERROR * excess):
+    error = _SIMULATION_ERROR if search.workers <= MAX_WORKERS_WITH_CONFIGURATIONS else 1.0  # time for more simulations
+    if drains or selection.fastest_s > goal_s / (error * excess):
         slowdowns = _LINK_SLOWDOWNS_OF_FLUSH if drains else _LINK_SLOWDOWNS
         selection.add_plans_by_stage_count(selection.fastest_s * excess, slowdowns)
         selection.simulate()

@@ -31,7 +31,7 @@ _SEARCHED = [kind for kind in SCHEDULES.values() if kind.has_formulas]
 _MIN_CUTS = 100
 _MAX_TIME_S = np.finfo(float).max
 _STAGES_TIMES_WORKERS = 1024  # a plan with more is taken only for being the fastest
-_MAX_WORKERS_WITH_CONFIGURATIONS = 8  # of one copy, of which every configuration is looked at
+MAX_WORKERS_WITH_CONFIGURATIONS = 8  # with more, looking at every configuration takes seconds
 _CONFIGURED_CUTS = 200  # between which their stages lie
 # Of each, its fastest plan, and those that compute and send least within so much of its time.
 _SLACKS = (None, 0.0, 0.1, 0.5)
@@ -229,7 +229,7 @@ class PlanSearch:
         slow_cluster = replace(self.cluster, levels=tuple(level.slower(slower) for level in self.cluster.levels))
         for layout in self.layouts:
             search = self.search_layout(replace(layout, cluster=slow_cluster), execution, bound_s)
-            if layout.workers <= _MAX_WORKERS_WITH_CONFIGURATIONS:
+            if self.workers <= MAX_WORKERS_WITH_CONFIGURATIONS:
                 if slower == 1:
                     yield from search.over_cuts(_CONFIGURED_CUTS).configurations(_SLACKS)
                 if slower == 1 or not execution.kind.flushes:
