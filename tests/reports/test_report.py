@@ -19,7 +19,7 @@ import pytest
 import samples
 from conftest import Folder
 from graphs import chain, plan_of, random_profile
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import pdtool
@@ -185,6 +185,7 @@ def test_charts_are_tidy(digits, width):
         assert_tidy(curve_chart(curves, width, "loss", "updates"))
 
 
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from([400, *WIDTHS]), st.lists(st.sampled_from([0.5, 0.9, 1.2, 3.0]), min_size=2, max_size=9))
 def test_bandwidths_of_equal_gain_are_told_apart_or_together(width, gains):
     points = [
