@@ -10,8 +10,9 @@ Receives are posted a few minibatches before they are needed, so that messages t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from time import perf_counter
 from typing import Any
 
@@ -40,7 +41,7 @@ class _Traffic:
 
     receivers: list[tuple[Route, Receiver]]
     senders: list[tuple[Route, Sender]]
-    unposted: Sequence[int] = ()
+    unposted: Iterator[int] = field(default_factory=lambda: iter(()))
     posted: deque[int] = field(default_factory=deque)
 
 
@@ -83,7 +84,7 @@ class StageIO:
         self._are_outputs_checked = self._is_last  # which returns the model's own
         for traffic, minibatches in ((self._forward, forwards), (self._backward, backwards)):
             if traffic.receivers:
-                traffic.unposted = minibatches
+                traffic.unposted = iter(minibatches)
                 for _ in range(self._prefetch):
                     self._post_next_receive(traffic)
 
@@ -220,8 +221,7 @@ class StageIO:
                     self._meter.message_sent(route.consumer, minibatch, start_s, sent_bytes)
 
     def _post_next_receive(self, traffic: _Traffic) -> None:
-        if traffic.unposted:
-            minibatch, traffic.unposted = traffic.unposted[0], traffic.unposted[1:]
+        for minibatch in islice(traffic.unposted, 1):
             for route, receiver in traffic.receivers:
                 if route.has(minibatch):
                     receiver.expect(minibatch, self._data.minibatches.samples(minibatch))

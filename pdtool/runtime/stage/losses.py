@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -73,7 +73,7 @@ class LossReader:
             PdtoolError: a loss is not a number.
         """
         copies = {i: self._copies.pop(i) for i in weights if i in self._copies}
-        ended = partial(_read, RoundLoss(step, 0.0, sum(weights.values()), lr), epoch, dict(weights), copies)
+        ended = partial(_read, step, epoch, dict(weights), copies, lr)
         due, self._unread = (self._unread, ended) if self._is_late else (ended, None)
         return due() if due else None
 
@@ -108,8 +108,10 @@ class _HostCopy:
         return float(self._value.item())
 
 
-def _read(ended: RoundLoss, epoch: int, weights: Mapping[int, float], copies: Mapping[int, _HostCopy]) -> RoundLoss:
-    """Read the losses of the minibatches of a round that has ended, and return it with their sum."""
+def _read(
+    step: int, epoch: int, weights: Mapping[int, float], copies: Mapping[int, _HostCopy], lr: float | None
+) -> RoundLoss:
+    """Read and sum the losses of the minibatches of a round that has ended."""
     total = 0.0
     for i, copy in copies.items():
         loss = copy.read()
@@ -119,7 +121,7 @@ def _read(ended: RoundLoss, epoch: int, weights: Mapping[int, float], copies: Ma
                 "try a lower learning rate, and check the data and the loss for division by zero or log(0)",
             )
         total += weights[i] * loss
-    return replace(ended, total=total)
+    return RoundLoss(step, total, sum(weights.values()), lr)
 
 
 class MetricTotals:
