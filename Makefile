@@ -18,7 +18,9 @@ LOWEST = $(filter-out torch==%,$(shell sed -n '/^install_requires/,/^$$/ s/>=/==
 LOWEST_TESTS := tests/api/test_api.py tests/artifacts tests/cli/test_cli.py tests/cli/test_cli_help.py tests/schedule
 
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/python tests/install.py
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-for-demo
 # Two files of tests at a time, in the order of tests/conftest.py; what a file makes once is made in one process.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 PDTOOL := $(BIN)/pdtool
@@ -35,13 +37,17 @@ help: ## list the targets
 
 venv: $(STAMP) ## create .venv with everything that the other targets need
 
-$(STAMP): setup.cfg pyproject.toml
-	@echo "making $(VENV), which takes about two minutes, and 2 GB: $(TORCH), then what pdtool and its tests need"
+$(DEMO_STAMP): setup.cfg pyproject.toml tests/install.py
+	@echo "making $(VENV), which takes about a minute, and 2 GB: $(TORCH), then what pdtool needs"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
+	$(INSTALL) $(TORCH)
+	$(INSTALL) --editable '.[mnist]'
 	@touch $@
 	@echo "the command is $(BIN)/pdtool"
+
+$(STAMP): $(DEMO_STAMP)
+	$(INSTALL) --editable '.[$(EXTRAS)]'
+	@touch $@
 
 test: $(STAMP) ## run all tests (about a quarter of an hour on two cores)
 	$(PYTEST)
@@ -64,10 +70,10 @@ fuzz: $(STAMP) ## try 10,000 damaged and forged artifacts, and 300 through the c
 	PDTOOL_FUZZ_INPUTS=$(or $(INPUTS),10000) PDTOOL_FUZZ_COMMANDS=300 \
 		$(BIN)/python -m pytest -n 2 --timeout 3600 tests/road/test_fuzz.py
 
-demo: $(STAMP) ## plan, prove and train a small VGG on MNIST with two workers, and plan VGG-16 for four servers (half a minute)
+demo: $(DEMO_STAMP) ## plan, prove and train a small VGG on MNIST with two workers, and plan VGG-16 for four servers (half a minute)
 	$(BIN)/python tests/demo.py
 
-demo-network: $(STAMP) ## emulate VGG-16 on four servers with 2.5 Gbit/s, as a pipeline and data-parallel (one minute)
+demo-network: $(DEMO_STAMP) ## emulate VGG-16 on four servers with 2.5 Gbit/s, as a pipeline and data-parallel (one minute)
 	rm -rf $(DEMO_NETWORK)
 	$(PDTOOL) profile pdtool/zoo/vgg16.py --device v100 --batch-size 64 -o profiles/demo-vgg16.json
 	$(PDTOOL) partition profiles/demo-vgg16.json --topology 4 --bandwidth 2.5Gbit/s -o plans/demo-vgg16-4.yaml
@@ -87,11 +93,11 @@ bench-runtime: $(STAMP) ## compare training speed with the machine's limit and w
 	$(BIN)/python tests/bench/bench_runtime.py
 
 reproduce: $(STAMP) ## answer claims of PipeDream by commands, and write docs/reproduction.md (over an hour; goes on where it was stopped)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[reproduce]'
+	$(INSTALL) --editable '.[reproduce]'
 	$(BIN)/python tests/reproduce.py
 
 reproduce-quick: $(STAMP) ## a few cases of each claim, in five minutes, into runs/reproduction/quick.md
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[reproduce]'
+	$(INSTALL) --editable '.[reproduce]'
 	mkdir -p runs/reproduction
 	$(BIN)/python tests/reproduce.py --quick -o runs/reproduction/quick.md
 
@@ -123,7 +129,7 @@ examples: $(STAMP) ## write the checked-in examples again
 
 browser-check: $(STAMP) ## open the pages of `pdtool report` in Chromium, and look for what overlaps or is cut off
 	@test -n "$(CHROMIUM)" || { echo "no Chromium is here: apt-get install chromium"; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[browser]'
+	$(INSTALL) --editable '.[browser]'
 	$(BIN)/python -m pytest tests/reports/test_browser.py
 
 docs: $(STAMP) ## build the documentation into build/docs, and its reference of commands from the commands
