@@ -1,4 +1,4 @@
-"""Install packages into the environment that this Python is of: by uv, in seconds, where it is or can be had; else by pip.
+"""Install packages into the environment of this Python: by uv, in seconds, where it is or can be had; else by pip.
 
     .venv/bin/python tests/install.py torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
 
