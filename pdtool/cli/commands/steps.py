@@ -23,7 +23,7 @@ from pdtool.options.run_options import RunOptions
 @options.option_of(RunOptions, "model")
 @options.as_json
 def codegen(plan: str | None, output: str | None, model: str | None, as_json: bool) -> None:
-    """Write one PyTorch file per stage of PLAN, and prove them right."""
+    """Write and prove one PyTorch file per stage of PLAN."""
     from pdtool.api.inputs import Inputs, candidate
     from pdtool.api.training import generated
 
@@ -62,14 +62,12 @@ def partition(profile: str | None, asked: PartitionOptions, output: str | None, 
 @click.argument("model")
 @options.output("File to write; - is stdout.  [default: profiles/NAME.json]")
 @options.options_of(ProfileOptions)
-@options.flag(
-    "--if-stale", help="Leave the file as it is where it is a profile of the same operators, with the same options."
-)
+@options.flag("--if-stale", help="Keep the file if it is a profile of the same operators with the same options.")
 @options.as_json
 def profile(model: str, output: str | None, asked: ProfileOptions, as_json: bool, if_stale: bool) -> None:
     """Measure what each operator of MODEL costs, or estimate it.
 
-    On this machine it is measured; for another device, which need not be here, it is estimated.
+    pdtool measures on this machine, and estimates for devices that you do not have.
 
     MODEL is model.py, model.py:FUNCTION, package.module or package.module:FUNCTION.
     """
@@ -91,7 +89,7 @@ def profile(model: str, output: str | None, asked: ProfileOptions, as_json: bool
 )
 @click.argument("plan", required=False)
 @options.options_of(RunOptions)
-@options.flag("--dry-run", help="Print which worker does what on which host, and stop.")
+@options.flag("--dry-run", help="Print which worker does what on which host, then stop.")
 @options.as_json
 def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> None:
     """Train PLAN's stages, each on its workers."""

@@ -59,11 +59,11 @@ def _shared_options() -> Iterable[click.Parameter]:
 def train(ctx: click.Context, /, model: str, **_: Any) -> None:
     """Train MODEL: profile, partition, codegen and run, as needed.
 
-    Writes the files of these commands, profiles/NAME.json, plans/NAME-TOPOLOGY.yaml, plans/NAME-TOPOLOGY/ and a new
-    folder in runs/. What is there is used again where it was made of the model as it is, with the same options; what
-    was made with others is kept, and the new file gets another name.
+    Writes the same files as these commands: profiles/NAME.json, plans/NAME-TOPOLOGY.yaml, plans/NAME-TOPOLOGY/ and a
+    new folder in runs/. A file is reused if it was made from the current model with the same options. A file made with
+    other options is kept, and the new file gets another name.
 
-    Each command also takes the options that pdtool.toml has for it.
+    Each command also uses the defaults that pdtool.toml has for it.
     """
     from pdtool.api.inputs import file_name
     from pdtool.api.resuming import as_asked
