@@ -179,14 +179,14 @@ class Certificate(FrozenModel):
         on = "1 worker" if self.workers == 1 else f"{self.workers} workers"
         with_replicas = f" with replicas {'-'.join(map(str, self.replicas))}" if self.replicas else ""
         plans = "1 plan was" if self.simulated_plans == 1 else f"{self.simulated_plans} plans were"
-        simulated = f"; {plans} simulated" if self.simulated_plans else ""
-        if limits := "; ".join(self._limits()):
-            return f"{limits}; even so no plan{with_replicas} beats {on} without a pause{simulated}"
+        simulated = f". {plans} simulated" if self.simulated_plans else ""
+        if limits := ". ".join(self._limits()):
+            return f"{limits}. No plan{with_replicas} can beat {on} that never wait{simulated}"
         kind = STRATEGIES[self.kind].noun or f"plan of strategy {self.kind}"
         at_most = f" of at most {self.max_stages} stages" if self.max_stages else ""
-        without_limit = ", and without the limit of memory" if self.without_memory_limit else ""
+        without_limit = ", without the memory limit" if self.without_memory_limit else ""
         return (
-            f"every {kind}{at_most}{with_replicas} on {on} was searched, over {self.cuts} cuts, "
+            f"the search covered every {kind}{at_most}{with_replicas} on {on}, over {self.cuts} cuts, "
             f"with the minibatches in flight that its schedule wants{without_limit}{simulated}"
         )
 
@@ -196,8 +196,8 @@ class Certificate(FrozenModel):
             yield f"one copy of the pipeline has at most {self.max_workers_per_copy} workers"
         if merged := self.merged_operators:
             yield (
-                f"{merged.groups} groups of operators were merged into {merged.merged_into} so as to have no more than "
-                f"{merged.max_cuts} cuts to search (--cuts); a better plan may exist"
+                f"{merged.groups} groups of operators were merged into {merged.merged_into} to search at most "
+                f"{merged.max_cuts} cuts (--cuts), so a better plan may exist"
             )
         if not self.all_updates:
             yield "not every number of minibatches in an update was searched"

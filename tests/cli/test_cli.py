@@ -463,7 +463,7 @@ def test_show_refuses_what_is_no_artifact(folder, text, match):
 def test_an_edited_plan_without_its_profile_shows_no_figures_and_is_no_success(folder):
     folder.write("plan.yaml", samples.plan().dump().replace("in_flight: 2", "in_flight: 3"))
     result = folder.pdtool("show", "plan.yaml", code=3)
-    assert "?: the figures in the file are of another plan" in result.stdout
+    assert "?: the plan was edited, and the figures in its file" in result.stdout
     assert "times as fast as data parallelism" not in result.stdout
     assert "its profile profiles/net.json is not there" in result.stderr
 
@@ -514,7 +514,7 @@ def test_a_thread_of_the_users_module_does_not_keep_the_command_from_its_end():
 
 def test_one_worker_is_not_several(planned):
     result = planned.pdtool("partition", "--topology", "1", "--bandwidth", "1GB/s", "-o", "one.yaml")
-    assert "every plan on 1 worker was searched" in result.stderr
+    assert "the search covered every plan on 1 worker" in result.stderr
     planned.pdtool("check", "one.yaml")
 
 

@@ -43,7 +43,7 @@ def shown(folder: Folder, **changes: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "it ended without a word: it was killed, or its machine went down"),
+        ({}, "it ended without a message: it was killed, or its machine went down"),
         ({"end": "stopped", "reason": "SIGTERM"}, "it was stopped by SIGTERM"),
         ({"end": "failed", "reason": "the loss is nan"}, "it failed: the loss is nan"),
     ],
@@ -78,14 +78,14 @@ def test_a_run_that_goes_on_says_so(folder: Folder, run: Path) -> None:
         holder.communicate()
     assert lines[:2] == ["net: 1-1, schedule 1f1b, 4 epoch(s) in all, resumed after epoch 1", "it is running"]
     assert not any("go on" in line for line in lines)
-    assert "it ended without a word" in "\n".join(shown(folder))
+    assert "it ended without a message" in "\n".join(shown(folder))
 
 
 def test_a_run_without_a_checkpoint_is_started_again(folder: Folder) -> None:
     STATE.model_copy(update={"end": "failed", "reason": "no"}).save("runs/b/run.json")
     lines = folder.pdtool("show", "runs/b").stdout.splitlines()
     assert lines[-2:] == [
-        "no checkpoint: the first is written after the first epoch",
+        "no checkpoint yet: the run writes the first after the first epoch",
         "start it again with `pdtool run -o runs/b --resume`",
     ]
     assert json.loads(folder.pdtool("show", "runs/b", "--json").stdout)["reason"] == "no"
@@ -112,4 +112,4 @@ def test_after_a_failed_resume_the_old_report_is_not_shown_as_new(road: Folder) 
 def test_the_lock_is_free_when_a_run_has_ended(folder: Folder, run: Path) -> None:
     with RunDir(run).held():
         pass
-    assert "it ended without a word" in "\n".join(shown(folder))
+    assert "it ended without a message" in "\n".join(shown(folder))

@@ -131,7 +131,7 @@ def test_workers_that_shared_cores_have_no_error_of_prediction():
     emulation = samples.emulation().model_copy(update={"compute": "real", "cores": 1})
     lines = [str(line) for line in emulation_view(emulation)]
     workers = max(plan.workers for plan in emulation.plans)
-    assert f"{workers} workers shared 1 core(s): on devices of their own they would be faster" in lines
+    assert f"{workers} workers shared 1 core(s). With one device each they would be faster" in lines
     assert not any("shared" in str(line) for line in emulation_view(samples.emulation())), "sleeping takes no core"
 
 

@@ -223,7 +223,7 @@ def test_a_model_is_compiled(folder: Folder, monkeypatch: pytest.MonkeyPatch) ->
     folder.write("model.py", NET)
     told = folder.pdtool("profile", "model.py", "--batch-size", "8", "--threads", "1", "--compile").stderr
     assert "torch.compile takes the model in 1 segment(s)" in told
-    assert "times are shares of those of 1 compiled segment(s)" in told
+    assert "times are shares of the times of 1 compiled segment(s)" in told
     profile = Profile.load("profiles/model.json")
     assert profile.segments == (("first", "relu", "middle", "last"),)
     assert profile.step_s > 0

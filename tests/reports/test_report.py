@@ -328,7 +328,7 @@ def test_the_page_of_a_plan(road):
     assert "wrote report.html; open it in a browser" in result.stderr
     page = read()
     assert re.match(r"1-1 on 2 .*(data parallelism at 8 Gbit/s; stages? \d)", sentence())
-    assert {"The model by stage", "Stages", "Timeline", "Beside other plans"} <= set(page.texts)
+    assert {"The model by stage", "Stages", "Timeline", "Compared with other plans"} <= set(page.texts)
     assert "Training" not in page.texts
     assert 'http-equiv="refresh"' not in Path("report.html").read_text()
 
@@ -489,13 +489,13 @@ def test_a_slow_link_is_named_as_the_cause_where_no_stage_computes_all_the_time(
     assert [part.what for part in differences(slow)] == ["waiting for other stages", "computing"]
     said = list(slowness_lines(slow))
     assert said[1].startswith("  94 ms (85%) waiting for other stages: no stage computes all the time, so messages")
-    assert "1.5 MB a minibatch each way between stages 0 and 1 went at 94.5 Mbit/s" in said[1]
+    assert "1.5 MB per minibatch each way between stages 0 and 1 went at 94.5 Mbit/s" in said[1]
     assert "`pdtool probe`" in said[1]
     assert said[2].startswith("  17.1 ms (15%) computing: stage 0 computes 33 ms for 15.9 ms profiled")
     small = tuple(stage.model_copy(update={"sent_bytes": 8000}) for stage in slow.stages)
     [_, said, _] = slowness_lines(slow.model_copy(update={"stages": small}))
     assert "`pdtool probe`" not in said, "a link's bandwidth is not the cause"
-    assert "those between stages 0 and 1 have 8 kB a minibatch; `pdtool profile` with a larger --batch-size" in said
+    assert "those between stages 0 and 1 have 8 kB per minibatch. Run `pdtool profile`" in said
 
 
 def test_the_pauses_of_a_flush_are_not_taken_for_a_slow_link():

@@ -136,7 +136,7 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
         f"{max(errors, key=abs):+.1%}.\n"
     )
     if cores < WORKERS:
-        yield f"{WORKERS} workers shared {cores} core(s): on devices of their own they would be faster.\n"
+        yield f"{WORKERS} workers shared {cores} core(s). With one device each they would be faster.\n"
     yield "| model | minibatch | strategy | plan | simulated, ms | measured, ms | of the runs | error | computing |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for (each, plan, measured_s), error in zip(rows, errors, strict=True):

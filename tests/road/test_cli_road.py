@@ -67,7 +67,7 @@ def test_another_seed_and_other_steps_on_resuming_are_told(road):
     result = road.pdtool(*resumed, "--epochs", "3", "--steps", "3", "--seed", "0")
     assert "was trained with --seed 3, and goes on with --seed 0" in result.stderr
     assert "2 epoch(s) of 2, 1 epoch(s) of 3 minibatches of 8" in result.stderr
-    assert "resumed after epoch 2: what was measured is of the epochs since" in road.pdtool("show", "runs/x").stdout
+    assert "resumed after epoch 2: only the epochs since then are measured" in road.pdtool("show", "runs/x").stdout
     assert "epoch 3, seed 0: validation loss" in road.pdtool("show", "runs/x/checkpoints/epoch-3").stdout
     assert "stage-1.safetensors" in road.pdtool("show", "runs/x/checkpoints/epoch-3").stdout
     road.pdtool("report", "runs/x")
