@@ -197,7 +197,7 @@ def sleeping_config(plan: Plan, profile: Profile, folder: Path, scaling: Scaling
     if 0 < largest < _SMALLEST_MESSAGE_BYTES:
         what = f"with --scale {scaling.scale:g} the largest message between stages has {largest} bytes"
         most = max(1, _largest_message_bytes(plan, profile, Scaling()) // _SMALLEST_MESSAGE_BYTES)
-        raise UsageError(what, f"give --scale {most} or less, or leave --scale and --slowdown out")
+        raise UsageError(what, f"give --scale {most} or less, or leave out --scale and --slowdown")
     minibatches = asked.minibatches or minibatches_to_steady_state(plan, profile, scaling.slowdown)
     stages = RunDir(folder).stages
     sleeping_plan, bundle = write_sleeping_model(stages, plan, profile, scaling, minibatches)

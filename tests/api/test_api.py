@@ -110,7 +110,7 @@ def test_show_takes_what_the_command_takes(road, capsys):
         assert capsys.readouterr().out == road.pdtool("show", str(what)).stdout
     with pytest.raises(ArtifactError, match=r"nothing\.yaml"):
         pdtool.show("nothing.yaml")
-    with pytest.raises(TypeError, match="a path is needed, and this is a int"):
+    with pytest.raises(TypeError, match="a path is needed, not a int"):
         pdtool.show(3)
 
 

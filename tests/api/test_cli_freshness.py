@@ -68,7 +68,7 @@ def test_what_a_plan_was_made_from_and_is_not_there(importing):
         assert "it was made from model.py, which is not there" in importing.pdtool(*command, code=3).stderr
     importing.pdtool("codegen", "--model", "moved.py")
     next((importing.path / "profiles").glob("*.json")).unlink()
-    assert "is not there (it is sought from" in importing.pdtool("run", "--steps", "2", code=3).stderr
+    assert "is not there (searched from" in importing.pdtool("run", "--steps", "2", code=3).stderr
 
 
 def test_a_worker_of_torchrun_refuses_an_operator_that_changed(importing, monkeypatch):
@@ -105,13 +105,13 @@ def test_what_leaves_the_graph_alone_leaves_plan_and_edits_and_bundle_valid(road
     assert changed != NET
     road.write("model.py", changed)
     stderr = road.pdtool("run", "--steps", "2").stderr
-    assert "model.py has changed since it was profiled: its operators are checked, and the plan" in stderr
-    assert "what loss and optimizer cost, and HINTS, are those of the profile" in stderr
+    assert "model.py has changed since it was profiled. The plan stays valid if its operators are the same" in stderr
+    assert "The costs of loss and optimizer, and HINTS, are those of the profile" in stderr
     assert "generating it" not in stderr
     assert Path("plans/model-2/bundle.yaml").read_bytes() == before
     result = road.pdtool("check", "--fresh")
     assert marks(result) == {"profile": "✓", "source": "–", "plan": "✓", "bundle": "✓", "stage files": "✓"}
-    assert "its loss and its optimizer may cost something else" in result.stdout
+    assert "its loss and optimizer may have other costs" in result.stdout
     assert "model.py has changed" in road.pdtool("codegen").stderr
 
 
@@ -176,7 +176,7 @@ def test_artifacts_without_a_graph_go_by_the_bytes_of_the_file(road):
     without_graph(Bundle.load("plans/model-2/bundle.yaml")).save("plans/model-2/bundle.yaml")
     assert "generating it" not in road.pdtool("run", "--steps", "2").stderr
     assert (
-        "profiles/model.json records no operator graph, and model.py is as it was"
+        "profiles/model.json records no operator graph, but model.py is unchanged"
         in road.pdtool("check", "--fresh").stdout
     )
     road.write("model.py", NET + "\n# changed\n")
@@ -214,4 +214,4 @@ def test_a_plan_of_no_model_has_none_to_be_compared_with(road):
     for kind, path in ((Profile, "profiles/model.json"), (Plan, PLAN)):
         artifact = kind.load(path)
         artifact.model_copy(update={"model": None, "digests": {}}).save(path)
-    assert "– profile: there is no model behind profiles/model.json" in road.pdtool("check", "--fresh").stdout
+    assert "– profile: profiles/model.json comes without a model" in road.pdtool("check", "--fresh").stdout

@@ -349,7 +349,7 @@ def test_a_plan_that_does_not_say_where_its_profile_is_is_told_what_to_write(pla
     planned.write("plans/piped.yaml", plan)
     for command in ("simulate", "check", "codegen"):
         error = planned.pdtool(command, "plans/piped.yaml", code=3, stdin=text).stderr
-        assert "piped.yaml: profile: the profile was read from stdin, and the plan does not say where it is" in error
+        assert "piped.yaml: profile: the profile was read from stdin, so the plan does not say where it is" in error
         assert "put its path there, as `profile: profiles/net.json`" in error
     assert "put its path there" in planned.pdtool("show", "--graph", "plans/piped.yaml", code=3).stderr
     planned.write("plans/piped.yaml", plan.replace("profile: '-'", "profile: here.json"))
@@ -448,7 +448,7 @@ def test_a_run_is_shown_with_where_its_time_went_and_predicted_beside_measured(f
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("hello", "is no artifact of pdtool"),
+        ("hello", "is not an artifact of pdtool"),
         ("format: pdtool/pizza/1\n", "unknown kind 'pizza'"),
         ("format: pdtool/plan/9\n...\n", "has format 'pdtool/plan/9'"),
         ('{"format": "pdtool/report/1"', "not valid JSON"),

@@ -296,7 +296,7 @@ def test_init_writes_a_project_that_trains_as_it_is(folder):
     ours = Path("model.py").read_text()
     subprocess.run([sys.executable, "-m", "ruff", "check", "--isolated", "model.py"], check=True)
     folder.write("model.py", "mine")
-    assert "kept model.py, which was there (--force replaces it)" in folder.pdtool("init").stderr
+    assert "kept the existing model.py (--force replaces it)" in folder.pdtool("init").stderr
     assert Path("model.py").read_text() == "mine"
     folder.pdtool("init", "--force")
     assert Path("model.py").read_text() == ours

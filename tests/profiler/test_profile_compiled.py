@@ -250,8 +250,8 @@ def test_an_estimate_is_not_calibrated_with_times_of_what_was_compiled() -> None
 @pytest.mark.parametrize(
     ("profiled", "asked", "warning"),
     [
-        (False, True, "torch.compile fuses them: its predictions do not hold; profile with --compile"),
-        (True, False, "which the run does not do: its predictions do not hold; run with --compile, or profile without"),
+        (False, True, "torch.compile fuses them, so its predictions do not hold: profile with --compile"),
+        (True, False, "the run does not compile them, so its predictions do not hold: run with --compile, or profile"),
         (False, False, None),
         (True, True, None),
     ],

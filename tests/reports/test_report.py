@@ -362,7 +362,7 @@ def test_a_run_that_goes_on_is_loaded_again(ran):
 def test_a_run_without_its_plan_shows_what_was_measured(ran):
     Path("runs/net/plan.yaml").unlink()
     ran.pdtool("report", "runs/net")
-    assert "the plan of this run was not found: nothing is predicted here" in " ".join(read().texts)
+    assert "the plan of this run was not found, so there is no prediction here" in " ".join(read().texts)
     report = Report.load("runs/net/report.json")
     plan = Plan.load("plans/model-2.yaml")
     report.model_copy(update={"digests": {"plan": plan.plan_sha256}}).save("runs/net/report.json")
@@ -370,7 +370,7 @@ def test_a_run_without_its_plan_shows_what_was_measured(ran):
     assert "The model by stage" in read().texts
     Path("profiles/model.json").unlink()
     ran.pdtool("report", "runs/net")
-    assert "nothing is predicted here: " in " ".join(read().texts)
+    assert "there is no prediction here: " in " ".join(read().texts)
 
 
 def test_two_runs_stand_beside_each_other_and_their_plan_once(ran):

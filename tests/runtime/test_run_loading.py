@@ -424,7 +424,7 @@ def test_a_sample_that_cannot_be_read_is_told_by_a_profile(folder: Folder) -> No
     )
     done = folder.pdtool("profile", "model.py", "--batch-size", "4")
     assert re.search(
-        r"what loading costs was not measured: model.py:\d+: dataset\('train'\), sample \d+, ra", done.output
+        r"the loading time was not measured: model.py:\d+: dataset\('train'\), sample \d+, ra", done.output
     )
     assert Profile.load("profiles/model.json").loading_s is None
 

@@ -58,7 +58,7 @@ def check(plan: str | None, fresh: bool, update: bool, as_json: bool) -> None:
     if update:
         _update(path, plan_there, profile)
     elif plan_there.model or profile.model:
-        note(f"the model was not looked at; `pdtool check {shlex.quote(path)} --fresh` compares it with the plan")
+        note(f"the model was not checked: `pdtool check {shlex.quote(path)} --fresh` compares it with the plan")
 
 
 def _read(path: str, is_to_be_updated: bool) -> tuple[Plan, Profile]:
@@ -79,7 +79,7 @@ def _check_claims(path: str, plan: Plan, profile: Profile, as_json: bool) -> Non
     false = _print(plan, list(check_plan(plan, profile)), as_json)
     if not false:
         return
-    remedy = "mend it by hand or" if plan.edited else "do not rely on it;"
+    remedy = "fix it by hand or" if plan.edited else "do not rely on it:"
     remedy += " plan again with `pdtool partition`"
     raise ArtifactError(path, f"{false[0].words}{_and_more(false)}", remedy, field=false[0].field or false[0].claim)
 
@@ -96,9 +96,9 @@ def _update(path: str, plan: Plan, profile: Profile) -> None:
 
     text = "" if path == "-" else read_text(path)
     if not text or text.startswith("{"):
-        raise UsageError(f"--update writes into a YAML file, and {path} is none", "name the plan's file")
+        raise UsageError(f"--update writes into a YAML file, but {path} is not one", "name the plan's file")
     if not plan.edited:
-        note(f"{path} has its own figures: there is nothing to update")
+        note(f"{path} already has its own figures: nothing to update")
         return
     mark = "" if has_comments(text) else _EDITED
     write_atomically(Path(path), refresh(plan, profile).updated_text(mark + text))

@@ -72,7 +72,7 @@ def init(folder: Path, force: bool) -> None:
     for name, starter in _FILES.items():
         path = folder / name
         if path.exists() and not force:
-            note(f"kept {path}, which was there (--force replaces it)")
+            note(f"kept the existing {path} (--force replaces it)")
             continue
         write_atomically(path, (STARTER / starter).read_text(encoding="utf-8"))
         note(f"wrote {path}")

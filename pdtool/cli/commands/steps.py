@@ -28,7 +28,7 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
     from pdtool.api.training import generated
 
     if output == "-":
-        raise UsageError("-o -: codegen writes a folder, which is not for stdout", "name a folder")
+        raise UsageError("-o -: codegen writes a folder, which cannot go to stdout", "name a folder")
     inputs = Inputs.load(candidate("plan", plan), model)
     bundle = generated(inputs, Path(output) if output else inputs.folder)
     if as_json:
@@ -100,7 +100,7 @@ def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> No
     inputs, chosen, asked = to_train(plan, asked, options.typed(click.get_current_context()))
     if asked.compiled and chosen.kind.splits_backward:
         name = chosen.schedule
-        note(f"a compiled stage computes all its gradients at once: {name} has nothing to put off, take 1f1b-flush")
+        note(f"a compiled stage computes all its gradients at once, so {name} cannot delay any: use 1f1b-flush")
     if dry_run:
         show(worker_table(chosen, asked.nnodes), err=False)
         return
@@ -111,10 +111,10 @@ def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> No
         show(*report_view(report))
         note(f"wrote {config.out}/ (report.json, metrics.jsonl, trace.json, checkpoints/)")
         folder = shlex.quote(str(config.out))
-        note(f"look at it: pdtool report {folder}; take its weights: pdtool export {folder}")
+        note(f"see the run: pdtool report {folder}; export its weights: pdtool export {folder}")
     if report.target_reached is False:
         from pdtool.artifacts.run_dir import RunDir
 
         what = f"target {report.target} was not reached in {report.epochs} epoch(s)"
         command = f"{RunDir(config.out).resume_command()} --epochs {2 * config.epochs}"
-        raise TargetMissedError(what, f"train for more: `{command}`")
+        raise TargetMissedError(what, f"train longer: `{command}`")

@@ -167,7 +167,7 @@ def _profile(context: click.Context, ref: ModelRef, path: str, workers: int) -> 
     if why:
         note(f"profile: making {path}: {why_other or why}")
         if fills_threads:
-            note(f"taking --threads {params['threads']}: {workers} worker(s) share the cores of this machine")
+            note(f"using --threads {params['threads']}: {workers} worker(s) share the cores of this machine")
         params["output"] = path
         _invoke(context)
     return path
@@ -201,8 +201,8 @@ def _partition(context: click.Context, profile_path: str, path: str) -> str:
             note(f"partition: reusing {path} ({plan.config}, schedule {plan.schedule}{edited})")
             return path
         if edited:
-            remedy = "partition to another file with -o, and move your edits there; or remove this one"
-            raise StaleError(path, f"was edited by hand, and would be replaced, for {why}", remedy)
+            remedy = "partition to another file with -o and repeat your edits there, or remove this one"
+            raise StaleError(path, f"was edited by hand and would be replaced, because {why}", remedy)
     note(f"partition: making {path}: {why_other or why}")
     context.params |= {"profile": profile_path, "output": path}
     _invoke(context)
