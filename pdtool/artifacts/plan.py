@@ -330,13 +330,13 @@ class Plan(YamlArtifact):
             raise FieldError("update_every", f"{self.update_every}: a flushing schedule updates after its microbatches")
         replicas = max(stage.replicas for stage in self.stages)
         if self.update_every and self.update_every < replicas:
-            raise FieldError("update_every", f"{self.update_every}: each of {replicas} replicas must have one in it")
+            raise FieldError("update_every", f"{self.update_every}: each of the {replicas} replicas needs one")
         if self.kind.chunked != (self.chunks > 1):
             chunked = schedule_names(lambda kind: kind.chunked, "and")
             raise FieldError("chunks", f"{self.chunks}: {chunked} have 2 or more on each worker, others have one")
         self._check_workers()
         if rule := STRATEGIES[self.strategy].broken_rule(self.schedule, self.shape()):
-            raise FieldError("strategy", f"{self.strategy}: {rule}; write auto for a plan of your own")
+            raise FieldError("strategy", f"{self.strategy}: {rule}; write auto for your own plan")
         self._check_predicted()
 
     def _check_predicted(self) -> None:
@@ -356,7 +356,7 @@ class Plan(YamlArtifact):
         for s, stage in enumerate(self.stages):
             where = f"stages[{s}]"
             if repeated_nodes := [name for name, count in Counter(stage.nodes).items() if count > 1]:
-                raise FieldError(f"{where}.nodes", f"{repeated_nodes[0]!r} is named twice; leave one out")
+                raise FieldError(f"{where}.nodes", f"{repeated_nodes[0]!r} appears twice; remove one")
             if len(stage.workers) != stage.replicas:
                 raise FieldError(f"{where}.workers", f"{stage.replicas} replicas but {len(stage.workers)} workers")
             if stage.replicas % self.copies:
@@ -389,7 +389,7 @@ class Plan(YamlArtifact):
                 faults.append(f"{name} is pinned to stage {stage % len(stages)}, not {stage_of[name]}")
         if faults:
             more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
-            remedy = "mend the stages by hand or partition again"
+            remedy = "fix the stages by hand or partition again"
             raise ArtifactError(self.name, "; ".join(faults[:3]) + more, remedy, field="stages")
         return stages
 
@@ -415,7 +415,7 @@ class Plan(YamlArtifact):
         if minibatches * len(self.stages) > _MAX_MINIBATCHES_TIMES_STAGES:
             what = f"{minibatches} minibatches on {len(self.stages)} stages fill the pipeline and update it"
             limit = f"at most {_MAX_MINIBATCHES_TIMES_STAGES // len(self.stages)}"
-            raise ScheduleError(f"{what}: {limit}", "give fewer in flight, in an update, or replicas")
+            raise ScheduleError(f"{what}: {limit}", "use fewer in flight, fewer per update, or fewer replicas")
         check_executable(self.kind, shape)
 
     @property

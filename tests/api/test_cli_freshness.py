@@ -47,11 +47,11 @@ def test_an_operator_changed_in_an_imported_module_stops_every_command(importing
     importing.pdtool("run", "--steps", "2")
     importing.write("layers.py", TANH)
     stderr = importing.pdtool("run", "--steps", "2", code=3).stderr
-    assert "model.py: the model's operators are not those that the plan and its stage files were made for" in stderr
-    assert "`pdtool check --fresh` says where they differ" in stderr
+    assert "model.py: the plan and its stage files were made for other operators than the model has now" in stderr
+    assert "`pdtool check --fresh` shows where they differ" in stderr
     difference = "model.py: operator relu is ReLU in the profile and Tanh in the model"
     stderr = importing.pdtool("codegen", code=3).stderr
-    assert f"error: {difference}; model.py itself is as it was, so a module that it imports" in stderr
+    assert f"error: {difference}. model.py itself is unchanged, so a module that it imports" in stderr
     assert "profile and partition it again" in stderr
     result = importing.pdtool("check", "--fresh", code=3)
     assert marks(result) == {"profile": "✗", "plan": "✓", "bundle": "✗", "stage files": "✓"}
@@ -81,7 +81,7 @@ def test_a_worker_of_torchrun_refuses_an_operator_that_changed(importing, monkey
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29617"}.items():
         monkeypatch.setenv(name, value)
     stderr = importing.pdtool("run", "plans/one.yaml", "-o", "runs/one", code=3).stderr
-    assert "the model's operators are not those that the plan" in stderr
+    assert "the model's operators are made for other operators" in stderr
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_what_leaves_the_graph_alone_leaves_plan_and_edits_and_bundle_valid(road
     ("old", "new", "difference"),
     [
         ("relu=nn.ReLU()", "relu=nn.GELU()", "operator relu is ReLU in the profile and GELU in the model"),
-        ("relu=nn.ReLU(), ", "", "where the profile has operator relu, the model has middle"),
-        ("last=nn.Linear(width, 2)", "last=nn.Linear(width, 2), act=nn.Tanh()", "operator act is in the model and not"),
+        ("relu=nn.ReLU(), ", "", "the model has operator middle where the profile has relu"),
+        ("last=nn.Linear(width, 2)", "last=nn.Linear(width, 2), act=nn.Tanh()", "operator act is in the model but not"),
         (
             "def model(width=8)",
             "def model(width=6)",
@@ -154,7 +154,7 @@ def test_a_setting_edited_in_the_plan_counts_as_what_it_makes_of_the_model(folde
     folder.write(PLAN, text.replace("settings: {}", "settings: {act: ReLU}"))
     folder.pdtool("run", "--steps", "2")
     folder.write(PLAN, text.replace("settings: {}", "settings: {act: Tanh}"))
-    assert "not those that the plan" in folder.pdtool("run", "--steps", "2", code=3).stderr
+    assert "made for other operators" in folder.pdtool("run", "--steps", "2", code=3).stderr
 
 
 def without_graph(artifact):

@@ -422,7 +422,7 @@ def test_show_finds_what_a_folder_holds(folder):
         r"data-parallel 3-1|data-parallel 4 .*2.25 ×", " ".join(folder.pdtool("show", "runs/b").stdout.split())
     )
     assert (
-        "holds none of report.json, run.json, emulation.json, bundle.yaml, checkpoint.json"
+        "contains none of report.json, run.json, emulation.json, bundle.yaml, checkpoint.json"
         in folder.pdtool("show", ".", code=3).stderr
     )
 

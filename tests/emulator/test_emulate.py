@@ -132,7 +132,7 @@ def test_scalings_of_ones_own_that_are_too_small_are_told(capsys):
     assert warnings(heavy) == ""
     assert warnings(plan, slowdown=100.0) == ""
     assert "beside which the workers' own 2 to 4 ms count" in warnings(plan, slowdown=1.0)
-    assert "what is sent and updated keeps the cores busy" in warnings(heavy, scale=2.0, slowdown=100.0)
+    assert "sending and updating keep the cores busy" in warnings(heavy, scale=2.0, slowdown=100.0)
 
 
 def test_chunks_of_an_all_reduce_stay_long_beside_their_headers_where_slowing_down_allows_it():

@@ -58,7 +58,7 @@ def test_options_of_training_are_refused_where_workers_sleep(folder, option):
 def test_a_plan_that_takes_no_time_is_refused():
     net = chain([0.0, 0.0])
     plan = refresh(plan_of(net, [["x", "a0"], ["a1"]], [[0], [1]], make_cluster((2,), (1e6,))), net)
-    with pytest.raises(ArtifactError, match="1-1 takes 0 per minibatch, too little to be emulated; take a "):
+    with pytest.raises(ArtifactError, match="1-1 takes 0 per minibatch, which is too short to emulate; use a "):
         choose_scaling(plan, net)
 
 

@@ -84,7 +84,7 @@ def test_a_parameter_that_is_tied_to_the_outside_is_the_models_own(stages, tmp_p
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("inner_called", "branch.linear is called from outside of branch, which is called whole"),
+        ("inner_called", "branch.linear is called from outside branch, which is called whole"),
         ("hooked", "parameter branch.linear.weight has a hook on its gradient"),
         ("hooked_as_a_whole", "the model has a backward hook.*on modules inside of it"),
     ],

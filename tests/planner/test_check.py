@@ -356,7 +356,7 @@ def test_memory_schedule_and_stages_are_looked_at(net):
     waiting = plan_of(net, [["x", "a0"], ["a1", "a2", "a3", "a4"]], [[0], [1]], cluster, in_flight=[1, 2])
     assert "schedule" in faults(waiting, net)
     gap = plan_of(net, [["x", "a0"], ["a2", "a3", "a4"]], [[0], [1]], cluster)
-    assert "stands in no stage" in faults(gap, net)["stages"]
+    assert "is in no stage" in faults(gap, net)["stages"]
 
 
 def test_a_plan_without_a_certificate_claims_nothing(net):

@@ -413,14 +413,14 @@ def test_a_page_goes_to_stdout_and_overwrites_nothing_else(road):
     road.pdtool("report", "-o", "page.html")
     road.pdtool("report", "-o", "page.html")
     error = road.pdtool("report", "-o", "model.py", code=2).stderr
-    assert "model.py is another file than a page of pdtool, and would be overwritten; name another file" in error
+    assert "model.py is not a page of pdtool and would be overwritten; name another file" in error
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "error"),
     [
         (["profiles/model.json"], 2, "profiles/model.json is a profile, no plan or run"),
-        (["model.py"], 2, "model.py is no artifact of pdtool; name a plan, or the folder of a run or an emulation"),
+        (["model.py"], 2, "model.py is not an artifact of pdtool; name a plan, or the folder of a run or an emulation"),
         (["profiles"], 2, "profiles holds neither report.json nor metrics.jsonl"),
         (["gone"], 3, "gone: cannot be read (No such file or directory)"),
         (["a", "b", "c", "d", "e"], 2, "5 plans and runs on one page; name at most 4"),

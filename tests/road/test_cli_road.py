@@ -186,7 +186,10 @@ def test_an_edited_stage_file_is_run_with_trust_only_and_never_overwritten_unask
     stage.write_text(text)
     Bundle.load(folder / "bundle.yaml").trusting(folder).save(folder / "bundle.yaml")
     errors = road.pdtool("run", "--steps", "2", code=3).stderr
-    assert "stage_1.py: is not what codegen writes here for this plan and model; run `pdtool codegen` again" in errors
+    assert (
+        "stage_1.py: differs from what codegen writes here for this plan and model; run `pdtool codegen` again"
+        in errors
+    )
     assert not (road.path / "executed").exists()
     assert stage.read_text().endswith(edited)
     road.pdtool("run", "--steps", "2", "--trust")
@@ -244,7 +247,7 @@ def test_tensors_of_a_resealed_bundle_are_compared_too(road):
     tensors = [tensor.model_copy(update={"gradient": False}) for tensor in bundle.tensors]
     bundle.model_copy(update={"tensors": tuple(tensors)}).save(path)
     errors = road.pdtool("run", "--steps", "2", code=3).stderr
-    assert "bundle.yaml: is not what codegen writes here for this plan and model" in errors
+    assert "bundle.yaml: differs from what codegen writes here for this plan and model" in errors
 
 
 def test_another_schedule_for_the_same_stages(road):
@@ -299,7 +302,7 @@ def test_an_edited_plan_is_checked_predicted_again_and_runs(road):
     twice = edited(road, ("input", "target", "first", "relu"), ("relu", "middle", "last", "loss"), code=3)
     assert "'relu' stands in stage 0 and in stage 1" in twice.stderr
     missing = edited(road, ("input", "target", "first"), ("middle", "last", "loss"), code=3)
-    assert "'relu' stands in no stage" in missing.stderr
+    assert "'relu' is in no stage" in missing.stderr
     backwards = edited(road, ("input", "target", "relu"), ("first", "middle", "last", "loss"), code=3)
     assert "'relu' in stage 0 takes 'first' from the later stage 1" in backwards.stderr
     for first in (("input", "target", "first"), ("input", "target", "first", "relu", "middle")):

@@ -130,7 +130,7 @@ def test_a_missing_compiler_is_named_without_a_traceback_of_torch() -> None:
     assert is_compiler_error(error)
     assert not is_compiler_error(RuntimeError(text))
     said = "torch.compile failed: InvalidCxxCompiler: No working C++ compiler found: (None, 'g++'); install a C++ "
-    assert str(compiler_error(error)) == f"{said}compiler, g++ or what $CXX names, or leave --compile out"
+    assert str(compiler_error(error)) == f"{said}compiler (g++, or set $CXX), or leave --compile out"
 
 
 def test_a_loss_without_a_gradient_ends_the_run_at_the_first_minibatch(tmp_path: Path) -> None:
@@ -369,7 +369,7 @@ ERRORS: list[PdtoolError] = [
     TraceError("no graph", "rewrite it", location="model.py:3", module="encoder"),
     PartialWriteError("writes", location="model.py:4"),
     ArtifactError(Path("metrics.jsonl"), "is damaged", "remove it", field="line 2"),
-    StaleError("stage_0.py", "is not what codegen writes", "run codegen"),
+    StaleError("stage_0.py", "differs from what codegen writes", "run codegen"),
     NoPlanError("none fits"),
     ScheduleError("a cycle\nworker 0 | 0F0", "mend it"),
     WorkerDiedError("the loader died"),

@@ -193,7 +193,7 @@ def test_a_run_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 
 def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no complete checkpoint"):
+    with pytest.raises(UsageError, match="contains no complete checkpoint"):
         launch(harness.job(tmp_path, CONV3, resume=tmp_path))
 
 

@@ -182,7 +182,7 @@ def test_a_run_writes_through_no_link_of_its_folder(tmp_path: Path, name: str, k
 def test_a_second_name_of_a_file_is_no_lock(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / ".lock").hardlink_to(tmp_path / "mine")
-    refused = pytest.raises(ArtifactError, match=r"\.lock: is a second name of another file; remove it")
+    refused = pytest.raises(ArtifactError, match=r"\.lock: is a hard link to another file; remove it")
     with refused, RunDir(tmp_path).held():
         pass
     assert (tmp_path / "mine").read_text() == "mine"

@@ -75,7 +75,7 @@ def test_the_example_of_a_profile_says_the_same(tmp_path):
 
 def test_a_sample_that_is_not_a_pair_is_named(tmp_path):
     with pytest.raises(
-        ModelError, match=r"^user.py: dataset\('train'\), sample 2, is not a pair .*; make it one, or define collate"
+        ModelError, match=r"^user.py: dataset\('train'\), sample 2, is not a pair .*; return one, or define collate"
     ):
         MinibatchLoader(load(tmp_path, "return [1]"), "train", INPUTS).load([2], 1)
 
@@ -163,8 +163,8 @@ def test_the_seed_fixes_numpys_random_numbers_too(tmp_path):
 @pytest.mark.parametrize(
     ("returned", "match"),
     [
-        ("3", r"sampler\(\) returned 3, which does not give numbers of samples \(.*\); return a list of them"),
-        ("[[0, 1]]", r"sampler\(\) returned \[\[0, 1\]\], which does not give numbers"),
+        ("3", r"sampler\(\) returned 3, which does not contain numbers of samples \(.*\); return a list of them"),
+        ("[[0, 1]]", r"sampler\(\) returned \[\[0, 1\]\], which does not contain numbers"),
         ("[0, 4]", r"sampler\(\) gives sample 4, of 4 samples, in epoch 2; return numbers from 0"),
         ("[]", r"sampler\(\) gives no samples, in epoch 2"),
         ("[1 / 0]", r"sampler\(\) raised ZeroDivisionError"),
@@ -331,12 +331,12 @@ def test_sparse_gradients_become_dense_ones(tmp_path, kind):
 @pytest.mark.parametrize(
     ("line", "match"),
     [
-        ("MAX_GRAD_NORM = 0", "MAX_GRAD_NORM: 0 is no positive finite number; write 1.0"),
+        ("MAX_GRAD_NORM = 0", "MAX_GRAD_NORM: 0 is not a positive finite number; write 1.0"),
         ("MAX_GRAD_NORM = 10**400", "MAX_GRAD_NORM: 1000"),
-        ("MAX_GRAD_NORM = float('nan')", "MAX_GRAD_NORM: nan is no positive"),
-        ("MAX_GRAD_NORM = float('inf')", "MAX_GRAD_NORM: inf is no positive"),
-        ("MAX_GRAD_NORM = True", "MAX_GRAD_NORM: True is no positive"),
-        ("MAX_GRAD_NORM = '1'", "MAX_GRAD_NORM: '1' is no positive"),
+        ("MAX_GRAD_NORM = float('nan')", "MAX_GRAD_NORM: nan is not a positive"),
+        ("MAX_GRAD_NORM = float('inf')", "MAX_GRAD_NORM: inf is not a positive"),
+        ("MAX_GRAD_NORM = True", "MAX_GRAD_NORM: True is not a positive"),
+        ("MAX_GRAD_NORM = '1'", "MAX_GRAD_NORM: '1' is not a positive"),
         ("SCHEDULER_STEP = 'minibatch'", 'SCHEDULER_STEP: \'minibatch\' is unknown; write "update" or "epoch"'),
         ("DROP_LAST = 1", "DROP_LAST: 1 is neither True nor False; write True"),
     ],

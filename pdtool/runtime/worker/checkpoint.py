@@ -144,7 +144,7 @@ def export(run_dir: Path, out: Path) -> Path:
         with replacing(out) as file:
             torch.save(state, file)
     except RuntimeError as error:  # of torch, when the disk is full
-        raise PdtoolError(f"{out} could not be written ({error})", "free some space or name another place") from error
+        raise PdtoolError(f"{out} could not be written ({error})", "free some space or use another folder") from error
     return checkpoint.path
 
 
