@@ -125,8 +125,8 @@ def optimizer_fault(returned: object) -> str:
     closure = inspect.signature(type(returned).step).parameters.get("closure")
     if closure and closure.default is inspect.Parameter.empty:
         return (
-            f"returned {type(returned).__name__}, whose step needs a closure that computes the loss again, which a "
-            "pipeline computes once for each update; use one without a closure, such as SGD or AdamW"
+            f"returned {type(returned).__name__}, whose step needs a closure that computes the loss again, but a "
+            "pipeline computes it once per update; use one without a closure, such as SGD or AdamW"
         )
     return ""
 

@@ -47,7 +47,7 @@ def differences(report: Report) -> list[ExtraTime]:
             "waiting for other stages", stage.wait_s - (predicted_s - profiled_s), _waiting_cause(report, predicted)
         ),
         ExtraTime("averaging gradients", stage.allreduce_s, "waits for replicas, which prediction counts as waiting"),
-        ExtraTime("loading", stage.data_s, f"the prediction leaves loading out. {_loading_remedy(report)}"),
+        ExtraTime("loading", stage.data_s, f"the prediction leaves out loading, and {_loading_remedy(report)}"),
         ExtraTime("between actions", stage.rest_s, "Python, and the system giving the core to others"),
     ]
     notable = [part for part in parts if abs(part.more_s) >= _NOTABLE * max(predicted_s, 1e-12)]
@@ -80,7 +80,7 @@ def _loading_limit(report: Report) -> Iterator[str]:
     first, *others = report.stages
     share = first.data_s / (first.time_s or 1.0)
     if share >= _MUCH_LOADING and first.busy_s + first.data_s > max((other.busy_s for other in others), default=0.0):
-        yield f"loading slows this run: stage 0 spends {share:.0%} of its time on data. {_loading_remedy(report)}"
+        yield f"loading slows this run: stage 0 spends {share:.0%} of its time on data, and {_loading_remedy(report)}"
 
 
 def _loading_remedy(report: Report) -> str:

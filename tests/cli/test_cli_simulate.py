@@ -74,7 +74,10 @@ def test_another_schedule_and_what_does_not_fit_it(planned):
     assert data_of(planned, "--schedule", "2bw")["schedule"] == "2bw"
     assert "predicted" not in planned.pdtool("simulate", "--schedule", "gpipe").stdout
     error = planned.pdtool("simulate", "--schedule", "zb-h1", code=2).stderr
-    assert "zb-h1 needs as many replicas of each stage, but the plan is 2-1; use a straight plan, or 1f1b-fl" in error
+    assert (
+        "zb-h1 needs the same number of replicas for each stage, but the plan is 2-1; use a straight plan, or 1f1b-fl"
+        in error
+    )
 
 
 def test_the_trace_has_a_process_per_worker_and_no_events_that_overlap_in_a_track(planned):

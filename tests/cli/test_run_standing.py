@@ -54,7 +54,7 @@ def test_how_a_run_ended_and_how_to_go_on(folder: Folder, run: Path, changes: di
         says,
         "last update: 23/40, in epoch 3/4: training loss 0.2500, 1234 samples/s",
         "last checkpoint: epoch 2, validation loss 0.5000, accuracy 0.7500",
-        "go on with `pdtool run -o runs/a --resume`",
+        "continue with `pdtool run -o runs/a --resume`",
     ]
 
 
@@ -95,7 +95,7 @@ def test_after_a_failed_resume_the_old_report_is_not_shown_as_new(road: Folder) 
     """It is kept under another name; a refusal leaves it where it is, and says nothing of training."""
     road.pdtool("run", "-o", "runs/a")
     refused = road.pdtool("run", "-o", "runs/a", "--resume", code=2).stderr
-    assert "has its 1 epoch(s) already" in refused
+    assert "already has its 1 epoch(s)" in refused
     assert "training on" not in refused
     assert "where the time went" in road.pdtool("show", "runs/a").stdout
     model = Path("model.py").read_text()
@@ -105,7 +105,7 @@ def test_after_a_failed_resume_the_old_report_is_not_shown_as_new(road: Folder) 
     lines = road.pdtool("show", "runs/a").stdout.splitlines()
     assert lines[0].endswith("2 epoch(s) in all, resumed after epoch 1")
     assert "the loss is inf" in lines[1]
-    assert lines[-1] == "go on with `pdtool run -o runs/a --resume`"
+    assert lines[-1] == "continue with `pdtool run -o runs/a --resume`"
     assert "1 epoch(s)" in road.pdtool("show", "runs/a/report.epoch-1.json").stdout
 
 

@@ -244,7 +244,7 @@ def test_an_edited_plan_is_used_and_never_replaced(road, runs):
     assert runs[1]["plan"] != str(PLAN), "it was made with other options"
     road.write("model.py", NET.replace("nn.ReLU()", "nn.Tanh()"))
     stderr = road.pdtool(*OF_ROAD, code=3).stderr
-    assert "was edited by hand, and would be replaced" in stderr
+    assert "was edited by hand and would be replaced" in stderr
     assert PLAN.read_text() == edited
     road.write(str(PLAN), edited.replace("in_flight", "in_fligth"))
     road.pdtool(*OF_ROAD, code=3)

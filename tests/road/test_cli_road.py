@@ -56,7 +56,7 @@ def test_profile_to_export(road):
     assert "taken from the earlier run: --epochs 2 --target accuracy=1.5" in told
     assert "continuing after epoch 1 of runs/model-2, with 1 epoch(s) to train" in told, "what it was asked for"
     errors = road.pdtool("run", "--resume", "runs/model-2", code=2).stderr
-    assert "has its 2 epoch(s) already; give more --epochs" in errors
+    assert "already has its 2 epoch(s); give a larger --epochs" in errors
 
 
 def test_another_seed_and_other_steps_on_resuming_are_told(road):
@@ -371,7 +371,7 @@ def test_a_folder_that_holds_a_run_is_left_alone(road):
     road.pdtool("run", "-o", "runs/a", "--epochs", "2")
     before = (road.path / "runs/a/metrics.jsonl").read_text()
     assert "holds a run already" in road.pdtool("run", "-o", "runs/a", code=2).stderr
-    assert "has its 2 epoch(s) already" in road.pdtool("run", "--resume", "runs/a", "--epochs", "2", code=2).stderr
+    assert "already has its 2 epoch(s)" in road.pdtool("run", "--resume", "runs/a", "--epochs", "2", code=2).stderr
     assert (road.path / "runs/a/metrics.jsonl").read_text() == before
 
 

@@ -352,7 +352,7 @@ def test_a_file_of_a_checkpoint_that_is_no_file_is_refused(tmp_path: Path) -> No
     (folder / name).unlink()
     os.mkfifo(folder / name)
     with pytest.raises(
-        ArtifactError, match=rf"{name}: is damaged \(it is no regular file\); this run has none before it"
+        ArtifactError, match=rf"{name}: is damaged \(it is not a regular file\); this run has none before it"
     ):
         checkpoint.export(spec.out, tmp_path / "model.pt")
 

@@ -292,11 +292,12 @@ def test_a_report_says_when_loading_slows_the_run() -> None:
     ]
     assert said[:2] == [[], []]
     assert all(
-        "loading: prediction leaves loading out; no loader worker loaded ahead" in lines[0] for lines in said[2:]
+        "loading: the prediction leaves out loading, and no loader worker loaded ahead" in lines[0]
+        for lines in said[2:]
     )
     unpredicted = report.model_copy(update={"stages": (slow,), "predicted": None})
     assert next(slowness_lines(unpredicted)).startswith(
-        "loading slows this run: stage 0 spends 50% of its time on data; "
+        "loading slows this run: stage 0 spends 50% of its time on data, and "
     )
 
 

@@ -124,7 +124,7 @@ def test_a_minibatch_may_have_no_target(tmp_path):
 def test_lengths_that_differ_between_minibatches_are_refused(tmp_path):
     loader = collated(tmp_path, length="max(len(s['words']) for s in samples)")
     assert loader.load([0, 1], 1)[0][0].shape == (2, 2)
-    message = r"gives inputs float32\[2, 3\]; the stages take float32\[2, 2\]; let collate\(\) pad to a fixed length"
+    message = r"gives inputs float32\[2, 3\], but the stages take float32\[2, 2\]; pad to a fixed length in collate\(\)"
     with pytest.raises(ModelError, match=message):
         loader.load([1, 2], 1)
 
@@ -133,11 +133,11 @@ def test_targets_that_differ_between_minibatches_are_refused(tmp_path):
     loader = collated(tmp_path, target="torch.ones(len(samples), max(len(s['words']) for s in samples))")
     loader.describe()
     message = (
-        r"targets float32\[2, 2\], where the first sample alone makes them float32\[2, 1\]; .* pad to a fixed length"
+        r"targets float32\[2, 2\], but the first sample alone makes them float32\[2, 1\]; .* pad to a fixed length"
     )
     with pytest.raises(ModelError, match=message):
         loader.load([0, 1], 1)
-    with pytest.raises(ModelError, match="let targets have one row for each sample"):
+    with pytest.raises(ModelError, match="give targets one row per sample"):
         collated(tmp_path, target="torch.tensor(len(samples))").describe()
 
 
