@@ -33,7 +33,7 @@ def saved(device, path="profiles/net.json"):
         (CPU, "3x1", [], 12 * GB, "planning for 12 GB a worker (--memory none: no limit)"),
         (UNKNOWN, "3", [], None, "the profile does not record its device's memory: planning without a limit"),
         (GPU, "2", ["--memory", "none"], None, ""),
-        (GPU, "2", ["--memory", "8GB"], 8 * GB - RESERVED, "of 8 GB of memory 1.07 GB are left"),
+        (GPU, "2", ["--memory", "8GB"], 8 * GB - RESERVED, "leaving 1.07 GB of 8 GB"),
         (CPU, "3", ["--memory", "8GB"], 8 * GB, ""),
     ],
 )

@@ -586,7 +586,7 @@ def test_a_schedule_that_nobody_means_is_refused_unbuilt():
     plan = plan_of(
         chain([1.0] * 3), [["x", "a0"], ["a1"], ["a2"]], workers, make_cluster((269,), (1e9,)), in_flight=[2, 2, 2]
     ).model_copy(update={"weights": "vertical-sync"})
-    with pytest.raises(ScheduleError, match=r"^1433079 minibatches on 3 stages .*: at most 83333; give fewer"):
+    with pytest.raises(ScheduleError, match=r"^1433079 minibatches on 3 stages .*: at most 83333; use fewer"):
         plan.check_schedule()
 
 
@@ -786,7 +786,7 @@ def test_a_file_that_cannot_be_read_is_not_overwritten(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", refuse)
-        with pytest.raises(UsageError, match=r"plan.yaml cannot be read \(Permission denied\), and would be overwr"):
+        with pytest.raises(UsageError, match=r"plan.yaml cannot be read \(Permission denied\) and would be overwr"):
             samples.ALL[0].save(path)
     assert path.read_text() == "somebody's own"
 

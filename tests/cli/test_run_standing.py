@@ -77,7 +77,7 @@ def test_a_run_that_goes_on_says_so(folder: Folder, run: Path) -> None:
         lines = shown(folder, resumed_after=1)
         holder.communicate()
     assert lines[:2] == ["net: 1-1, schedule 1f1b, 4 epoch(s) in all, resumed after epoch 1", "it is running"]
-    assert not any("go on" in line for line in lines)
+    assert not any("continue" in line for line in lines)
     assert "it ended without a message" in "\n".join(shown(folder))
 
 

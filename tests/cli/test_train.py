@@ -74,10 +74,10 @@ def test_what_the_four_commands_made_is_used_again_by_the_same_options(road, run
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--batch-size", "4"], "profiles/model.json is kept: it was made with --batch-size 8, not 4"),
+        (["--batch-size", "4"], "keeping profiles/model.json: it was made with --batch-size 8, not 4"),
         (["--set", "width=6"], "it is of model.py:model, not of model.py:model --set width=6"),
         (["--precision", "bf16"], "it was made with --precision left out, not bf16"),
-        (["--bandwidth", "2GB/s"], "plans/model-2.yaml is kept: it was made with --bandwidth 8 Gbit/s, not 16 Gbit/s"),
+        (["--bandwidth", "2GB/s"], "keeping plans/model-2.yaml: it was made with --bandwidth 8 Gbit/s, not 16 Gbit/s"),
         (["--latency", "1ms"], "it was made with --latency 0, not 1 ms"),
         (["--memory", "none"], "it was made with --memory"),
         (["--schedule", "1f1b-flush"], "it was made with --schedule 1f1b, not 1f1b-flush"),

@@ -524,7 +524,7 @@ def loss(output, target):
 SETTERS = {
     "torch.set_grad_enabled(False)": "switches gradients off|nothing that the model returns has a gradient",
     "torch.set_default_dtype(torch.float64)": r"sets the default dtype to torch.float64 .*at the top of the file",
-    "torch.set_default_device('meta')": "sets the default device to meta .*device that --device names",
+    "torch.set_default_device('meta')": "sets the default device to meta .*device of --device",
 }
 
 

@@ -398,7 +398,7 @@ def test_the_command_names_what_is_false(planned, plan, part, name, value, match
     altered(plan, name, part, value).save("plans/net.yaml")
     result = planned.pdtool("check", code=3)
     assert match in result.stderr
-    assert "; do not rely on it; plan again" in result.stderr
+    assert "; do not rely on it: plan again" in result.stderr
     assert "✗" in result.stdout
     assert json.loads(planned.pdtool("check", "--json", code=3).stdout)
 

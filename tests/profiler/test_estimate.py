@@ -342,7 +342,7 @@ def test_the_command_says_that_it_estimates_and_records_its_inputs(tmp_path, mon
     assert measured.exit_code == 0, measured.output
     done = run("net.py", "--batch-size", "8", "--device", "own.yaml", "--calibrate", "measured.json", "-o", "out.json")
     assert done.exit_code == 0, done.output
-    assert "estimated for mine, calibrated; nothing was run or measured" in done.stderr
+    assert "estimated for mine, calibrated. Nothing was run or measured" in done.stderr
     assert "ratio of measured to estimated times in measured.json: " in done.stderr
     profile = Profile.load("out.json")
     assert (profile.device.kind, profile.device.name) == ("estimated", "mine, calibrated")

@@ -76,7 +76,9 @@ def test_another_seed_and_other_steps_on_resuming_are_told(road):
 
 def test_other_samples_per_update_on_resuming_are_told_and_the_remedy_gives_the_old_ones(road):
     road.pdtool("run", "--steps", "6", "-o", "runs/x")
-    assert "an update averages" not in road.pdtool("run", "--steps", "6", "--resume", "runs/x", "--epochs", "2").stderr
+    assert (
+        "an update now averages" not in road.pdtool("run", "--steps", "6", "--resume", "runs/x", "--epochs", "2").stderr
+    )
     road.pdtool("partition", "profiles/model.json", "--topology", "2", "--strategy", "data-parallel", "-o", "dp.yaml")
     resumed = ["run", "dp.yaml", "--steps", "6", "--resume", "runs/x", "-o", "runs/y", "--epochs", "3"]
     told = road.pdtool(*resumed).stderr
@@ -89,7 +91,7 @@ def test_other_samples_per_update_on_resuming_are_told_and_the_remedy_gives_the_
     )
     assert "To average 16 as before, give --update-every 2" in told
     told = road.pdtool(*resumed, "--update-every", "2").stderr
-    assert "an update averages" not in told
+    assert "an update now averages" not in told
 
 
 def test_a_run_that_computes_otherwise_than_was_profiled_is_told(road):
@@ -207,7 +209,7 @@ def test_a_trusted_file_that_does_not_fit_is_named(road):
     assert "plans/model-2/stage_0.py: cannot be used (SyntaxError: " in errors
     stage.write_text(text.replace("    return ", "    return None, "))
     errors = road.pdtool("run", "--trust", "--steps", "2", code=1).stderr
-    assert "stage_0.py returns 2 tensors, bundle.yaml says 1; mend it" in errors
+    assert "stage_0.py returns 2 tensors, bundle.yaml says 1; fix it" in errors
     stage.write_text(text.replace("    return ", "    return None  # "))
     errors = road.pdtool("run", "--trust", "--steps", "2", code=1).stderr
     assert "stage_0.py returns an output 'middle' that is NoneType, bundle.yaml says a tensor of shape [8, " in errors

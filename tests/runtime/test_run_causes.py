@@ -571,9 +571,7 @@ def test_the_prediction_stands_beside_what_there_is(left: Left, monkeypatch: pyt
     )
 
 
-@pytest.mark.parametrize(
-    ("kills", "says"), [(8, "killed 1 process(es) for that"), (7, None), (None, "kernel does this")]
-)
+@pytest.mark.parametrize(("kills", "says"), [(8, "killed 1 process(es) since"), (7, None), (None, "kernel does this")])
 def test_a_kill_is_explained_by_the_kernels_count(
     left: Left, monkeypatch: pytest.MonkeyPatch, kills: int | None, says: str | None
 ) -> None:

@@ -311,7 +311,7 @@ def test_a_parameter_that_is_not_the_models_is_refused(tmp_path):
     """Such as one of another model: it would be stepped, or nothing would, without a word."""
     more = "def optimizer(named): return torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), 0.1)\n"
     with pytest.raises(
-        ModelError, match=r"takes a parameter of shape \[2, 3\] that is not one of the model's; take only"
+        ModelError, match=r"takes a parameter of shape \[2, 3\] that is not one of the model's; use only"
     ):
         optimizer_of(load(tmp_path, more=more))
 

@@ -218,7 +218,7 @@ def test_a_stranger_is_reported(endpoint: str) -> None:
     connected(endpoint).close()
     [errors] = refusals(first)
     assert "machine 1 of 2 did not come to" in errors
-    assert "within 2 s (127.0.0.1 connected but is not a machine of this launch); start what is missing" in errors
+    assert "within 2 s (127.0.0.1 connected, but is no machine of this launch); start what is missing" in errors
 
 
 def test_the_connections_of_strangers_are_few_and_end(endpoint: str) -> None:
@@ -270,8 +270,8 @@ def test_machines_that_share_a_token(endpoint: str) -> None:
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [
-        (("secret", ""), r"machine 0 \(.*\) has a PDTOOL_TOKEN, and machine 1 \(.*\) has none; set PDTOOL_TOKEN to"),
-        (("", "secret"), r"machine 1 \(.*\) has a PDTOOL_TOKEN, and machine 0 \(.*\) has none; set PDTOOL_TOKEN to"),
+        (("secret", ""), r"machine 0 \(.*\) has a PDTOOL_TOKEN, but machine 1 \(.*\) has none; set PDTOOL_TOKEN to"),
+        (("", "secret"), r"machine 1 \(.*\) has a PDTOOL_TOKEN, but machine 0 \(.*\) has none; set PDTOOL_TOKEN to"),
         (("one", "other"), r"machine 1 \(.*\) has another PDTOOL_TOKEN than machine 0 \(.*\); set PDTOOL_TOKEN to the"),
     ],
 )
