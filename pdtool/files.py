@@ -92,10 +92,10 @@ def check_replaceable(path: Path, what: str, is_what: Callable[[bytes], bool]) -
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
     except OSError as error:
-        problem = f"{path} cannot be read ({error.strerror}), and would be overwritten"
+        problem = f"{path} cannot be read ({error.strerror}) and would be overwritten"
         raise UsageError(problem, "name another file") from error
     if head and not is_what(head):
-        raise UsageError(f"{path} is another file than {what}, and would be overwritten", "name another file")
+        raise UsageError(f"{path} is not {what} and would be overwritten", "name another file")
 
 
 def open_in_place(path: Path) -> BinaryIO:
@@ -109,7 +109,7 @@ def open_in_place(path: Path) -> BinaryIO:
     file = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
     if os.fstat(file.fileno()).st_nlink > 1:
         file.close()
-        raise ArtifactError(path, "is a second name of another file", _OTHER_FOLDER)
+        raise ArtifactError(path, "is a hard link to another file", _OTHER_FOLDER)
     return file
 
 
@@ -124,7 +124,7 @@ def check_no_link(path: Path, *, is_folder: bool = False) -> None:
     except FileNotFoundError:
         return
     if stat.S_ISLNK(status.st_mode):
-        what = "is a link, which is not followed"
+        what = "is a link, and links are not followed"
     elif not (stat.S_ISDIR if is_folder else stat.S_ISREG)(status.st_mode):
         what = f"is no {'folder' if is_folder else 'regular file'}"
     else:
@@ -171,4 +171,4 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def write_remedy(error: OSError) -> str:
     """Say what helps when a file could not be written."""
-    return "free some space or name another place" if error.errno in _FULL else "name another place"
+    return "free some space or use another folder" if error.errno in _FULL else "name another place"

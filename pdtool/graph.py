@@ -87,12 +87,12 @@ class Graph:
         for index, nodes in enumerate(stages):
             for name in nodes:
                 if name not in self.inputs:
-                    meant = suggestion(name, [*self.inputs, *self.members], "look at the names in the profile")
+                    meant = suggestion(name, [*self.inputs, *self.members], "see the names in the profile")
                     faults.append(f"stage {index} names {name!r}, which the profile does not have ({meant})")
                 elif name in stage_of:
                     faults.append(f"{name!r} stands in stage {stage_of[name]} and in stage {index}")
                 stage_of[name] = index
-        faults += [f"{name!r} stands in no stage" for name in self.inputs if name not in stage_of]
+        faults += [f"{name!r} is in no stage" for name in self.inputs if name not in stage_of]
         if not faults:
             faults += [
                 f"{name!r} in stage {stage_of[name]} takes {source!r} from the later stage {stage_of[source]}"

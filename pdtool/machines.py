@@ -45,12 +45,12 @@ class Machines:
         """
         if workers % self.count or not 0 <= self.node_rank < self.count:
             raise UsageError(
-                f"machine {self.node_rank} of {self.count} cannot have its share of the {workers} workers",
+                f"machine {self.node_rank} of {self.count} cannot get an equal share of the {workers} workers",
                 "give --nnodes that divides them and --node-rank from 0",
             )
         if self.count > 1:
             if not self.endpoint:
-                what = f"{self.count} machines need a place to meet"
+                what = f"{self.count} machines need an endpoint to meet at"
                 raise UsageError(what, "give --rdzv-endpoint HOST:PORT of machine 0")
             parse_endpoint(self.endpoint)
         share = workers // self.count

@@ -111,9 +111,9 @@ class MachineFacts:
         """Read what a machine says of itself; raises ValueError or TypeError when no machine says that."""
         machine = cls(**fields)
         if any(type(getattr(machine, name)) is not kind for name, kind in get_type_hints(cls).items()):
-            raise ValueError("a fact is of another type")
+            raise ValueError("a field has the wrong type")
         if not (0 <= machine.node_rank < machine.count < _MAX_NUMBER and 0 <= machine.pid < _MAX_NUMBER):
-            raise ValueError("a rank, count or pid cannot be one")
+            raise ValueError("a rank, count or pid is out of range")
         texts = (machine.host, machine.gloo_address, machine.interface)
         if not all(text.isprintable() and len(text) <= _MAX_CHARACTERS for text in texts):
             raise ValueError("a name is not one")
@@ -132,7 +132,7 @@ def check_reachable(machines: Sequence[MachineFacts]) -> None:
         where = ", ".join(f"{machine.gloo_address} on {machine}" for machine in affected)
         settings = ", ".join(f"{GLOO_VARIABLE}=INTERFACE on {machine}" for machine in affected)
         raise PdtoolError(
-            f"gloo would listen at the address of the host name, {where}: no other machine reaches that",
+            f"gloo would listen at the address of the host name, {where}: no other machine can reach that",
             f"set {settings}",
         )
 
@@ -142,7 +142,7 @@ def _take_interface(own: MachineFacts, is_remote: bool, notify: Notify) -> None:
     if is_remote and own.taken_interface:
         os.environ[GLOO_VARIABLE] = own.taken_interface
         os.environ.setdefault(NCCL_VARIABLE, own.taken_interface)
-        notify(f"workers talk over {own.taken_interface}, by which the machines met; {GLOO_VARIABLE} names another")
+        notify(f"workers talk over {own.taken_interface}, by which the machines met. Set {GLOO_VARIABLE} for another")
 
 
 class _Meeting:
@@ -214,7 +214,7 @@ class _MeetingServer(_Meeting):
     async def _meet(self) -> list[MachineFacts]:
         self._result = asyncio.get_running_loop().create_future()
         if not await asyncio.to_thread(self._is_own_endpoint):
-            self.hint = f"{self.host} is not this machine, and only the one there is to have --node-rank 0"
+            self.hint = f"{self.host} is not this machine, but only the machine with that name may have --node-rank 0"
         server = await self._listen()
         try:
             machines = await self._result
@@ -234,7 +234,7 @@ class _MeetingServer(_Meeting):
         try:
             return await asyncio.start_server(self._hear, port=self.port, limit=_MAX_HELLO_BYTES)
         except OSError as error:
-            reason = "another program has it" if error.errno == errno.EADDRINUSE else error.strerror
+            reason = "another program uses it" if error.errno == errno.EADDRINUSE else error.strerror
             what = f"machine 0 cannot listen on port {self.port} ({reason})"
             raise PdtoolError(what, "give --rdzv-endpoint with another port, the same on all machines") from error
 
@@ -244,7 +244,9 @@ class _MeetingServer(_Meeting):
             try:
                 machine, nonce, mac = await self._hello(reader, writer)
             except (OSError, *_NO_MACHINE):
-                self.hint = f"{(writer.get_extra_info('peername') or '?')[0]} connected, and is no machine of a launch"
+                self.hint = (
+                    f"{(writer.get_extra_info('peername') or '?')[0]} connected, but is no machine of this launch"
+                )
                 return
             if self._result.done():
                 return
@@ -293,7 +295,7 @@ class _MeetingServer(_Meeting):
     def _problem_with(self, machine: MachineFacts, mac: bytes, expected: bytes) -> PdtoolError | None:
         if not hmac.compare_digest(mac, expected):
             has, lacks = (machine, self.own) if mac else (self.own, machine)
-            what = f"{has} has a {TOKEN_VARIABLE}, and {lacks} has none"
+            what = f"{has} has a {TOKEN_VARIABLE}, but {lacks} has none"
             if mac and expected:
                 what = f"{machine} has another {TOKEN_VARIABLE} than {self.own}"
             return PdtoolError(what, f"set {TOKEN_VARIABLE} to the same text on all machines")
@@ -339,7 +341,7 @@ class _MeetingClient(_Meeting):
             except OSError as error:
                 self.hint = str(error.strerror or error)
             except _NO_MACHINE:
-                self.hint = "what answers there is no machine that waits for others"
+                self.hint = "the program that answers there is not a machine 0 that waits for others"
             self.missing = [0]
             await asyncio.sleep(_RETRY_S)
 

@@ -15,12 +15,12 @@ _WIDTH = 80
 _HEAD = """\
 # Commands
 
-Written by `make docs` from the commands themselves; `pdtool help COMMAND` prints the same.
+`make docs` writes this page from the commands. `pdtool help COMMAND` prints the same.
 
-- Without a path a command takes the only file in `profiles/` or `plans/`, and otherwise lists them.
-- `-` is stdin or stdout. `--json` prints the artifact itself on stdout; everything for people goes to stderr.
+- Without a path, a command takes the only file in `profiles/` or `plans/`. If there are several, it lists them.
+- `-` is stdin or stdout. `--json` prints the artifact itself on stdout. Everything for people goes to stderr.
 - Rates, sizes and times have units: `10Gbit/s`, `12GB/s`, `16GiB`, `50us`.
-- Options that a project always gives can stand in a [pdtool.toml](ci.md#in-your-repository).
+- Put your project's default options into a [pdtool.toml](ci.md#in-your-repository).
 - [Exit codes](ci.md#exit-codes) tell scripts what happened.
 
 """

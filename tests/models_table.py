@@ -36,11 +36,11 @@ _HEAD = """# Models that pdtool trains
 
 Written by `make test-models` with {versions}.
 
-Each model is profiled, planned for three workers, generated, trained there for 20 updates of two minibatches each
-(1F1B with a flush), and exported. Its weights must then equal those of a plain training loop in PyTorch on the same
-samples, within 1e-6 of a tensor's largest value; those of a model that draws random numbers of its own must equal the
-weights that the same commands train on one worker. The models are small, and written as users write them
-(`tests/models`); where rounding errors grow, as in all of torchvision and timm, they are in double precision.
+Each model is profiled, planned for three workers, generated, trained for 20 updates of two minibatches each (1F1B with
+a flush), and exported. Its weights must then equal those of a plain PyTorch training loop on the same samples, within
+1e-6 of a tensor's largest value. If a model draws its own random numbers, its weights must instead equal those that the
+same commands train on one worker. The models are small and written like a user's (`tests/models`). If rounding errors
+grow, as in all of torchvision and timm, they use double precision.
 
 | family | models | trained | refused | wrong |
 |---|---|---|---|---|

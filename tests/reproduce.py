@@ -133,10 +133,10 @@ def head() -> Iterator[str]:
     """What stands above all sections."""
     yield "# The claims of PipeDream, answered by commands\n"
     yield (
-        f"Written by `make reproduce` on {os.cpu_count()} cores; each section ends with the commits that it was "
-        "measured at, and with the time that they took (of those side by side, the sum). Where a GPU is named, "
-        "profiles are estimated (`pdtool profile --device`). Emulated times are those of real worker processes that "
-        "sleep the times of the profile and send their messages over shaped links (`pdtool emulate`).\n"
+        f"`make reproduce` writes this page, here on {os.cpu_count()} cores. Each section ends with the commits at "
+        "which it was measured, and the time that this took (for measurements side by side, the sum). If a GPU is "
+        "named, its profile is estimated (`pdtool profile --device`). Emulated times come from real worker processes, "
+        "which sleep for the times in the profile and send their messages over shaped links (`pdtool emulate`).\n"
     )
 
 

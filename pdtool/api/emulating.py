@@ -94,10 +94,10 @@ def check_emulation(asked: EmulateOptions) -> None:
         PdtoolError: a tool is missing.
     """
     if asked.compute == "sleep" and asked.target is not None:
-        raise UsageError(f"--target {asked.target}: workers that sleep learn nothing", "add --compute real")
+        raise UsageError(f"--target {asked.target}: sleeping workers do not learn", "add --compute real")
     if asked.compute == "real" and any(factor not in (None, 1.0) for factor in (asked.scale, asked.slowdown)):
-        what = "with --compute real the model computes: neither its bytes nor its times can be scaled"
-        raise UsageError(what, "leave --scale and --slowdown out")
+        what = "--compute real runs the model itself, so --scale and --slowdown do not apply"
+        raise UsageError(what, "leave out --scale and --slowdown")
     check_may_start_processes()
     check_tools()
 
@@ -111,10 +111,10 @@ def emulated(plan: Plan | Path | str, output: str | None, asked: EmulateOptions)
     inputs = Inputs.load(plan, asked.model) if asked.compute == "real" else None
     chosen, profile = (inputs.plan, inputs.profile) if inputs else planned(plan)
     if output == "-":
-        raise UsageError("-o -: an emulation writes a folder, which is not for stdout", "name a folder")
+        raise UsageError("-o -: an emulation writes a folder, which cannot go to stdout", "name a folder")
     folder = Path(output) if output else new_folder(Path("runs") / f"{chosen.name}-emulated")
     if RunDir(folder).emulation_file.exists():
-        raise UsageError(f"{folder} holds an emulation already", "name another folder with -o")
+        raise UsageError(f"{folder} already contains an emulation", "name another folder with -o")
     cluster = chosen.cluster
     others = _others(chosen, rival_plans(profile, cluster, chosen, asked.against))
     plans = {name: without_latency(other, profile) for name, other in {"this plan": chosen, **others}.items()}
@@ -137,7 +137,7 @@ def _others(chosen: Plan, rivals: Mapping[str, Plan]) -> dict[str, Plan]:
     """Return the rivals that are not the chosen plan, whose two emulations would differ by noise alone."""
     others = {name: plan for name, plan in rivals.items() if _run_by(plan) != _run_by(chosen)}
     for name in rivals.keys() - others.keys():
-        note(f"{name} is this plan, and is not emulated again")
+        note(f"{name} is the same as this plan, so it is not emulated again")
     return others
 
 
@@ -146,14 +146,14 @@ def _warn_of_busy_cores() -> None:
     cores, busy = len(usable_cores()), os.getloadavg()[0]
     if busy > _BUSY_PART_OF_CORES * cores:
         what = f"other programs keep {busy:.1f} of {cores} core(s) busy"
-        note(f"warning: {what}: what is emulated takes longer than it should")
+        note(f"warning: {what}, so the emulation takes longer than it should")
 
 
 def _warn_of_another_device(profile: Profile, compute: Literal["sleep", "real"]) -> None:
     """Warn where a model computes here, and its simulated times are those of a device that is not here."""
     if compute == "real" and not profile.is_measured_on_cpu:
         name = profile.device.name
-        note(f"warning: the simulated times are those of {name} ({profile.device.kind}), and the model computes here")
+        note(f"warning: the simulated times are those of {name} ({profile.device.kind}), but the model computes here")
 
 
 def _run_by(plan: Plan) -> tuple[object, ...]:

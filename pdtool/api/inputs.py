@@ -65,7 +65,7 @@ class Inputs:
         ref = chosen.model or profile.model
         if ref is None:  # not even with --model: the operators of such a plan are those of no model that we can read
             remedy = "plan from a profile that `pdtool profile` wrote"
-            raise ArtifactError(path, f"there is no model behind {chosen.profile}", remedy, field="model")
+            raise ArtifactError(path, f"{chosen.profile} comes without a model", remedy, field="model")
         inputs = cls(path, chosen, profile, _named(ref, model) if model else ref, trusted=model is not None)
         inputs._check_model(ref)
         return replace(inputs, plan=checked(chosen, profile))
@@ -102,8 +102,8 @@ class Inputs:
         if not self.plan.graph_sha256:
             raise StaleError(self.path, changed, "profile and partition it again")
         note(
-            f"{changed}: its operators are checked, and the plan holds where they are the same; "
-            "what loss and optimizer cost, and HINTS, are those of the profile"
+            f"{changed}. The plan stays valid if its operators are the same, which is checked. "
+            "The costs of loss and optimizer, and HINTS, are those of the profile"
         )
 
 
@@ -115,9 +115,9 @@ def find_model(path: str, source: str) -> Path:
         return find_source(source)
     except UsageError as error:
         is_there = Path(source).is_file()
-        reason = "is not a Python file" if is_there else f"is not there (it is sought from {Path.cwd()})"
-        what = f"it was made from {source}, which {reason}"
-        remedy = "go to the folder that it was made in, put the file back, or name it with --model to codegen and run"
+        reason = "is not a Python file" if is_there else f"is not there (searched from {Path.cwd()})"
+        what = f"it was made from {source}, but that {reason}"
+        remedy = "go to the folder where it was made, put the file back, or pass it to codegen and run with --model"
         raise StaleError(path, what, remedy) from error
 
 
@@ -155,7 +155,7 @@ def profile_of(plan: Plan, path: str) -> Profile:
         remedy = "run `pdtool partition` again, or keep this plan with `pdtool check --update`"
         raise StaleError(path, f"{plan.profile} has changed since the plan was made", remedy)
     if plan.batch_size != profile.batch_size:
-        what = f"{plan.batch_size}, and {plan.profile} was measured with {profile.batch_size}"
+        what = f"{plan.batch_size}, but {plan.profile} was measured with {profile.batch_size}"
         remedy = f"profile with --batch-size {plan.batch_size}, and partition again"
         raise ArtifactError(path, what, remedy, field="batch_size")
     return profile
@@ -169,7 +169,7 @@ def of_profile_as_it_is(plan: Plan, profile: Profile, path: str) -> Plan:
     """
     planned_for = (plan.graph_sha256 or profile.graph_sha256, plan.batch_size)
     if planned_for != (profile.graph_sha256, profile.batch_size):
-        what = f"{plan.profile} has other operators, or minibatches, than those that the plan was made for"
+        what = f"the plan was made for other operators or minibatches than those in {plan.profile}"
         raise StaleError(path, what, "run `pdtool partition` again")
     digests = {**profile.digests, plan.profile: profile.content_sha256}
     return plan.model_copy(update={"digests": digests, "predicted": None, "why": None})
@@ -207,12 +207,12 @@ def read_profile(plan: Plan, path: str) -> Profile:
             through a pipe.
     """
     if plan.profile == "-":
-        what = "the profile was read from stdin, and the plan does not say where it is"
+        what = "the profile was read from stdin, so the plan does not say where it is"
         remedy = "write the profile to a file and put its path there, as `profile: profiles/net.json`"
         raise ArtifactError(path, what, remedy, field="profile")
     if not os.path.exists(plan.profile):
-        what = f"its profile {plan.profile} is not there (it is sought from {Path.cwd()})"
-        remedy = "go to the folder that the plan was made in, or write it with `pdtool profile`"
+        what = f"its profile {plan.profile} is not there (searched from {Path.cwd()})"
+        remedy = "go to the folder where the plan was made, or write it with `pdtool profile`"
         raise ArtifactError(path, what, remedy, field="profile")
     return Profile.load(plan.profile)
 
@@ -236,7 +236,7 @@ def checked(plan: Plan, profile: Profile) -> Plan:
         return plan
     from pdtool.planner.choice.make_plan import refresh
 
-    note("the plan was edited by hand: its stages are checked, its predictions computed again")
+    note("the plan was edited by hand: checking its stages and computing its predictions again")
     return refresh(plan, profile)
 
 
@@ -267,7 +267,7 @@ def rescheduled(inputs: Inputs, asked: RunOptions) -> Plan:
         raise UsageError(f"--weights {weights} with schedule {name}", remedy)
     if kind.chunked != (plan.chunks > 1):
         chunked = schedule_names(lambda other: other.chunked)
-        remedy = f"partition with --schedule {chunked}, which have several, or take another schedule"
+        remedy = f"partition with --schedule {chunked}, which have several, or use another schedule"
         raise UsageError(f"schedule {name} with {plan.chunks} stage(s) on each worker", remedy)
     if kind.flushes:
         interval = {"microbatches": microbatches or max(plan.microbatches, 4), "update_every": None}
@@ -327,7 +327,7 @@ def _check_names(file: ModelFile, changes: Mapping[str, Setting]) -> None:
     for key in (key for key in changes if not file.takes_setting(key)):
         takers = {function: names for function, names in file.setting_names.items() if names}
         listed = ", ".join(f"{function}({', '.join(names)})" for function, names in takers.items())
-        known = f"settings can be given to {listed}" if listed else "none of them takes a setting"
+        known = f"you can set {listed}" if listed else "none of them has parameters to set"
         add = f"give one a parameter, as in optimizer(..., {key}=...); {known}"
         what = f"--set {key}: no function of {file.path.name} has a parameter {key}"
         raise UsageError(what, suggestion(key, [name for names in takers.values() for name in names], add))
@@ -341,7 +341,7 @@ def _check_operators(file: ModelFile, profile: Profile, changes: Mapping[str, Se
     settings = " ".join(f"--set {key}={value}" for key, value in changes.items())
     remedy = f"profile it with {settings} and partition it again"
     if profile.graph_sha256 is None:
-        raise UsageError(f"{settings} reaches {file.ref.function}(), and the profile records no operators", remedy)
+        raise UsageError(f"{settings} changes {file.ref.function}(), but the profile records no operators", remedy)
     try:
         check_profile(trace_file(file, file.build(), profile.batch_size), profile, file.ref.source)
     except StaleError as error:
@@ -359,9 +359,9 @@ def candidate(kind: str, given: str | None) -> str:
     folder, pattern, maker = _KINDS[kind]
     paths = sorted(str(path) for path in Path(folder).glob(pattern))
     if not paths:
-        raise UsageError(f"no {kind} is named and {folder}/ holds none", f"name one, or write one with `{maker}`")
+        raise UsageError(f"no {kind} is named and {folder}/ contains none", f"name one, or make one with `{maker}`")
     if len(paths) > 1:
-        raise UsageError(f"no {kind} is named and {folder}/ holds {len(paths)}", f"name one of {', '.join(paths)}")
+        raise UsageError(f"no {kind} is named and {folder}/ contains {len(paths)}", f"name one of {', '.join(paths)}")
     return paths[0]
 
 
@@ -383,7 +383,7 @@ def located_plan(plan: Plan | Path | str) -> tuple[Plan, str]:
         ArtifactError: it does not hold together.
     """
     if not isinstance(plan, (Plan, Path, str)):
-        raise TypeError(f"a plan or its path is needed, and this is a {type(plan).__name__}")
+        raise TypeError(f"a plan or its path is needed, not a {type(plan).__name__}")
     if isinstance(plan, Plan):
         path = default_plan_path(plan)
         plan.check_again(path)
@@ -400,10 +400,10 @@ def read_plan(plan: Plan | Path | str) -> tuple[Plan, Profile, str]:
 def assignments(settings: Settings | None) -> tuple[str, ...]:
     """Write settings as the command line has them, with texts in quotes: "8" stays a text; raises UsageError."""
     if not isinstance(settings, Mapping | None):
-        raise UsageError(f"settings={settings!r:.80} are no names with values", "give a dict, as {'lr': 0.01}")
+        raise UsageError(f"settings={settings!r:.80} is not a dict of names and values", "give a dict, as {'lr': 0.01}")
     for name, value in (settings or {}).items():
         if not isinstance(value, (str, int, float)) or (isinstance(value, float) and not math.isfinite(value)):
-            raise UsageError(f"setting {name}={value!r:.80} is no text, number or truth", "give one of these")
+            raise UsageError(f"setting {name}={value!r:.80} is not a text, number or truth", "give one of these")
     return tuple(f"{name}={value!r}" for name, value in (settings or {}).items())
 
 
@@ -415,7 +415,7 @@ def path_text(path: Path | str) -> str:
         UsageError: it is empty, such as that of a variable that is not set.
     """
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"a path is needed, and this is a {type(path).__name__}")
+        raise TypeError(f"a path is needed, not a {type(path).__name__}")
     if not str(path):
         raise UsageError("a path is empty", "name a file or folder, or leave it out")
     return str(path)

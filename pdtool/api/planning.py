@@ -205,7 +205,7 @@ def keep_edits(path: str) -> None:
     except ArtifactError:  # another file, which is refused, or one that nobody can use
         return
     if was_edited:
-        raise UsageError(f"{path} was edited by hand, and would be overwritten", "give another -o, or delete it first")
+        raise UsageError(f"{path} was edited by hand and would be overwritten", "give another -o, or delete it first")
 
 
 def _cluster(asked: PartitionOptions) -> Cluster:
@@ -247,8 +247,8 @@ def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) ->
         purpose = "CUDA's context, communicators and workspaces"
         memory_bytes -= profile.reserved_bytes
         if memory_bytes <= 0:
-            raise UsageError(f"{whole} of memory, of which {reserved} are for {purpose}", "give the memory of a device")
-        note(f"of {whole} of memory {reserved} are left for {purpose}")
+            raise UsageError(f"{whole} of memory, but {reserved} are for {purpose}", "give the memory of a device")
+        note(f"leaving {reserved} of {whole} of memory for {purpose}")
     return replace(cluster, memory_bytes=memory_bytes)
 
 
@@ -259,7 +259,7 @@ def _profiled_bytes(cluster: Cluster, profile: Profile) -> int | None:
     """
     device = profile.device
     if device.memory_bytes is None:
-        note("no --memory given, and the profile does not say how much its device has: planning without a limit")
+        note("no --memory given, and the profile does not record its device's memory: planning without a limit")
         return None
     remedy = f"(--memory {NO_LIMIT}: no limit)"
     if not profile.is_measured_on_cpu:

@@ -86,7 +86,7 @@ def profiled(model: str, output: str | None, asked: ProfileOptions) -> tuple[Pro
     with undoing_user_changes(), progress(f"{label} operators") as on_progress:
         file = ModelFile.load(parse_ref(model, asked.model_settings), trusted=True)  # which may go to another folder
         if not is_local(file.path, folder):
-            note(f"{model} is outside of this folder: name it to codegen and run, too, with --model {file.ref.source}")
+            note(f"{model} is outside this folder: pass it to codegen and run too, with --model {file.ref.source}")
         target = output or f"profiles/{file_name(file.name)}.json"
         Profile.check_target(folder / target)  # now, not when all is measured
         if spec is None:
@@ -105,7 +105,7 @@ def profiled(model: str, output: str | None, asked: ProfileOptions) -> tuple[Pro
             spec = _calibrated(spec, asked.calibrate, precision) if asked.calibrate else spec
             result = estimate(file, batch_size=asked.batch_size, device=spec, precision=precision, progress=on_progress)
     if spec:
-        note(f"the times below are estimated for {result.device.name}; nothing was run or measured")
+        note(f"the times below are estimated for {result.device.name}. Nothing was run or measured")
         note(f"source: {spec.source}")
         paths = (path for path in (device, asked.calibrate) if path and path != "-" and Path(path).is_file())
         made_from = result.digests | {path: file_sha256(path) for path in paths}
@@ -118,16 +118,16 @@ def _check_options(asked: ProfileOptions) -> None:
     device = asked.device
     if device not in _MEASURED_DEVICES:
         if asked.threads:
-            raise UsageError(f"--device {device} estimates; --threads is for measuring", "leave it out")
+            raise UsageError(f"--device {device} estimates, but --threads is for measuring", "leave it out")
         if asked.compiled:
-            what = f"--device {device} estimates operator by operator; what torch.compile makes of them can be measured"
-            raise UsageError(what, "leave --compile out, or measure with --device cpu or cuda")
+            what = f"--device {device} estimates operator by operator, but a compiled model can only be measured"
+            raise UsageError(what, "leave out --compile, or measure with --device cpu or cuda")
         return
     if asked.calibrate:
-        raise UsageError(f"--device {device} measures; --calibrate is for estimates", "leave it out")
+        raise UsageError(f"--device {device} measures, but --calibrate is for estimates", "leave it out")
     if asked.precision not in (None, "fp32", "bf16"):
         raise UsageError(
-            f"--device {device} measures what `run` computes in, not {asked.precision}", "give fp32 or bf16"
+            f"--device {device} measures with the precisions of `run`, not {asked.precision}", "give fp32 or bf16"
         )
 
 
@@ -137,7 +137,7 @@ def _calibrated(spec: DeviceSpec, path: str, precision: Precision | None) -> Dev
 
     spec = calibrate_device(spec, Profile.load(path, may_be_pipe=True), path, tf32=precision == "tf32")
     factors = ", ".join(f"{kind} {factor:.3g}" for kind, factor in spec.factors.items())
-    note(f"measured over estimated in {path}: {factors}")
+    note(f"ratio of measured to estimated times in {path}: {factors}")
     return spec
 
 
@@ -148,5 +148,5 @@ def _with_loading(result: Profile, file: ModelFile) -> Profile:
     try:
         return result.model_copy(update={"loading_s": measure_loading_s(file, result.batch_size)})
     except ModelError as error:
-        note(f"what loading costs was not measured: {error.what}")
+        note(f"the loading time was not measured: {error.what}")
         return result

@@ -134,7 +134,7 @@ def read_subject(name: str) -> Subject:
     if kind == Emulation.KIND:
         return Subject(name, emulation=Emulation.load(path))
     if kind != Plan.KIND:
-        what = f"{name} is a {kind}, no plan or run" if kind else f"{name} is no artifact of pdtool"
+        what = f"{name} is a {kind}, not a plan or run" if kind else f"{name} is not an artifact of pdtool"
         raise UsageError(what, "name a plan, or the folder of a run or an emulation")
     plan, profile = planned(name)
     return Subject(name, plan=plan, profile=profile)
@@ -150,11 +150,11 @@ def _read_folder(folder: RunDir) -> Subject:
     run = folder.read()
     path = folder.plan_file if folder.plan_file.is_file() else _plan_here(run)
     if path is None:
-        return Subject(name, run=run, missing="the plan of this run was not found: nothing is predicted here")
+        return Subject(name, run=run, missing="the plan of this run was not found, so there is no prediction here")
     try:
         plan, profile = planned(str(path))
     except PdtoolError as error:
-        return Subject(name, run=run, missing=f"nothing is predicted here: {error}")
+        return Subject(name, run=run, missing=f"there is no prediction here: {error}")
     return Subject(name, plan=plan, profile=profile, run=run)
 
 

@@ -71,14 +71,14 @@ def _state(run: RunDir, plan: str | None) -> RunState | None:
     except ArtifactError as error:
         if plan is None:
             raise
-        note(f"warning: {error.what}: the options that the run was asked for are not known, and are not taken over")
+        note(f"warning: {error.what}, so the options of the earlier run are unknown and not used")
         return None
 
 
 def note_options(before: RunOptions, asked: RunOptions) -> None:
     """Say which options of the run that is resumed are taken, and when it has to begin again."""
     if before.resume and not asked.resume:
-        note(f"{asked.output} has no checkpoint yet: its run begins again")
+        note(f"{asked.output} has no checkpoint yet, so its run starts again")
     values = {name: (option, getattr(asked, name)) for name, option in _lasting_options().items()}
     taken = [(option, value) for name, (option, value) in values.items() if value != getattr(before, name)]
     if taken:
@@ -116,13 +116,13 @@ def note_resumption(config: RunConfig, before: Plan | None) -> None:
         return
     manifest = RunDir(config.resume).latest_checkpoint().manifest()
     left = config.epochs - manifest.epoch
-    note(f"going on after epoch {manifest.epoch} of {config.resume}, with {left} epoch(s) to train")
+    note(f"continuing after epoch {manifest.epoch} of {config.resume}, with {left} epoch(s) to train")
     if before:
         _note_other_updates(before, config.plan)
     if manifest.seed != config.seed:
         note(
-            f"{config.resume} was trained with --seed {manifest.seed}, and goes on with --seed {config.seed}: the "
-            f"order of the samples and dropout are not those that --seed {manifest.seed} would give"
+            f"{config.resume} was trained with --seed {manifest.seed} and continues with --seed {config.seed}: the "
+            f"order of the samples and dropout differ from those of --seed {manifest.seed}"
         )
 
 
@@ -141,6 +141,6 @@ def _note_other_updates(before: Plan, plan: Plan) -> None:
         if rest:
             remedy = f"profile with a --batch-size that divides {earlier}, and {remedy}"
     note(
-        f"warning: an update averages {now} samples, and averaged {earlier} until now, while the learning rate stays; "
-        f"for {earlier} as before, {remedy}"
+        f"warning: an update now averages {now} samples instead of {earlier}, with the same learning rate. "
+        f"To average {earlier} as before, {remedy}"
     )

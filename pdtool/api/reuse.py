@@ -53,7 +53,7 @@ def own_path(path: str, kind: type[Artifact], is_other: Callable[[Any], str], *m
         return path, ""
     content = [vars(each) if is_dataclass(each) else each for each in made_from]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
-    return str(Path(path).with_stem(f"{Path(path).stem}-{digest[:_DIGEST_LENGTH]}")), f"{path} is kept: {why}"
+    return str(Path(path).with_stem(f"{Path(path).stem}-{digest[:_DIGEST_LENGTH]}")), f"keeping {path}: {why}"
 
 
 def why_not_reused(path: str, ref: ModelRef, asked: ProfileOptions) -> str:
@@ -67,7 +67,7 @@ def why_not_reused(path: str, ref: ModelRef, asked: ProfileOptions) -> str:
     try:
         known = Profile.load(path)
     except ArtifactError:
-        return "what is there cannot be read"
+        return "the existing file cannot be read"
     with status("comparing the model with its profile"):
         why = other_profile(known, ref, asked) or why_model_differs(known, path)
     if not why:
@@ -117,7 +117,7 @@ def _is_device(profile: Profile, had: str, asked: str) -> bool:
 def why_plan_is_stale(plan: Plan, request: PlanRequest) -> str:
     """Say why a plan is not the one that is asked for, or not of the profile as it is; "" when it is."""
     if plan.profile == request.path and not was_made_from(plan, request.profile):
-        return f"it was made from another profile than {request.path} as it is"
+        return f"it was made from an earlier version of {request.path}"
     return other_plan(plan, request)
 
 
@@ -126,7 +126,7 @@ def other_plan(plan: Plan, request: PlanRequest) -> str:
     if plan.profile != request.path:
         return f"it was made from {plan.profile}, not {request.path}"
     if plan.asked is None:
-        return "it does not record the options that it was made with"
+        return "it does not record its options"
     asked, clusters = request.options.asked, (plan.cluster, request.cluster)
     figures = {
         "topology": (plan.cluster.topology, request.cluster.topology),
@@ -162,7 +162,7 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
     try:
         while not _is_locked(descriptor):
             if not since:
-                note(f"waiting for another pdtool, which makes files in {folder}/")
+                note(f"waiting for another pdtool that is writing files in {folder}/")
                 since = time.monotonic()
             if time.monotonic() - since > _MAX_WAIT_S:
                 raise PdtoolError(

@@ -48,14 +48,14 @@ def freshness_findings(path: str, plan: Plan, profile: Profile) -> Iterator[Fres
     model, traced = plan.model or profile.model, None
     with undoing_user_changes():
         if model is None:
-            yield FreshnessFinding("profile", None, f"there is no model behind {plan.profile}")
+            yield FreshnessFinding("profile", None, f"{plan.profile} comes without a model")
         else:
             find_model(path, model.source)
             file = ModelFile.load(model)
             traced = trace_file(file, file.build(), plan.batch_size)
             yield from profile_findings(profile, plan.profile, model.source, traced)
         if was_made_from(plan, profile):
-            yield FreshnessFinding("plan", True, f"{path} was made from {plan.profile} as it is")
+            yield FreshnessFinding("plan", True, f"{path} was made from the current {plan.profile}")
         else:
             words = f"{plan.profile} has changed since {path} was made"
             yield FreshnessFinding("plan", False, words, "run `pdtool partition` again")
@@ -67,7 +67,7 @@ def _bundle_findings(path: str, plan: Plan, traced: Traced | None) -> Iterator[F
     folder = bundle_folder(path, plan)
     remedy = "run `pdtool codegen` again"
     if not (folder / Bundle.FILE).exists():
-        yield FreshnessFinding("bundle", None, f"there is none in {folder}/; `pdtool run` makes it")
+        yield FreshnessFinding("bundle", None, f"there is none in {folder}/. `pdtool run` makes it")
         return
     try:
         bundle = Bundle.load(folder / Bundle.FILE)
@@ -75,18 +75,18 @@ def _bundle_findings(path: str, plan: Plan, traced: Traced | None) -> Iterator[F
         yield FreshnessFinding("bundle", False, error.what, remedy)
         return
     if bundle.digests.get("plan") != plan.plan_sha256:
-        yield FreshnessFinding("bundle", False, f"{folder}/ was not made from {path} as it is now", remedy)
+        yield FreshnessFinding("bundle", False, f"{folder}/ was not made from the current {path}", remedy)
     elif traced and bundle.graph_sha256 not in (None, graph_sha256(traced)):
-        yield FreshnessFinding("bundle", False, f"{folder}/ was made of a model with other operators", remedy)
+        yield FreshnessFinding("bundle", False, f"{folder}/ was made from a model with other operators", remedy)
     else:
-        yield FreshnessFinding("bundle", True, f"{folder}/ was made from {path} as it is")
+        yield FreshnessFinding("bundle", True, f"{folder}/ was made from the current {path}")
     try:
         bundle.check_files(folder)
     except StaleError as error:
         yield FreshnessFinding("stage files", False, error.what, remedy)
     else:
         names = ", ".join(stage.file for stage in bundle.stages)
-        yield FreshnessFinding("stage files", True, f"{names} are as codegen wrote them")
+        yield FreshnessFinding("stage files", True, f"{names} are unchanged since codegen wrote them")
 
 
 def why_model_differs(profile: Profile, path: str) -> str:
@@ -116,13 +116,13 @@ def profile_findings(profile: Profile, path: str, source: str, traced: Traced) -
     recorded = profile.digests.get(source)
     changed = recorded is not None and file_sha256(find_source(source)) != recorded
     if profile.graph_sha256 is None:
-        has = "has changed since" if changed else "is as it was when"
-        is_fresh, words = not changed, f"{path} records no operator graph, and {source} {has} it was profiled"
+        has = "has changed since" if changed else "is unchanged since"
+        is_fresh, words = not changed, f"{path} records no operator graph, but {source} {has} it was profiled"
     elif profile.graph_sha256 == graph_sha256(traced):
-        is_fresh, words = True, f"the operators of {source} are those of {path}"
+        is_fresh, words = True, f"{source} and {path} have the same operators"
     else:
         is_fresh, words = False, f"{source}: {first_difference(profile, traced, source)}"
     yield FreshnessFinding("profile", is_fresh, words, "" if is_fresh else "profile and partition it again")
     if changed and is_fresh:
-        words = f"{source} has changed since it was profiled: its loss and its optimizer may cost something else"
+        words = f"{source} has changed since it was profiled: its loss and optimizer may have other costs"
         yield FreshnessFinding("source", None, f"{words}, and the plan keeps the HINTS that it was made with")

@@ -126,12 +126,12 @@ def generated(inputs: Inputs, folder: Path) -> Bundle:
         bundle = generate(inputs.plan, inputs.profile, inputs.model_file(), target, step)
     proof = {
         "values": "proved: outputs, gradients and buffers equal the model's, in training and evaluation",
-        "shapes": "the model is too large to run here: shapes and wiring are checked, values are not",
+        "shapes": "the model is too large to run here: only shapes and wiring are checked, not values",
     }
     for path, content in edited.items():
         kept = path.with_name(f"{path.name}~")
         kept.write_bytes(content)
-        note(f"{folder / path.name} was edited since codegen wrote it: the edited file is kept as {folder / kept.name}")
+        note(f"{folder / path.name} was edited since codegen wrote it. Your edited file is now {folder / kept.name}")
     files = ", ".join([*(stage.file for stage in bundle.stages), Bundle.FILE])
     tied = (parameter.sentence() for parameter in bundle.tied)
     note("\n".join([f"wrote {folder}/ ({files})", *tied, proof[bundle.proof]]))
@@ -190,11 +190,11 @@ def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:
         _prove_update_again(inputs, bundle)
         return bundle
     if edited := _edited_files(folder):  # what someone wrote is not overwritten unasked
-        remedy = "run with --trust to train it as it is, or `pdtool codegen` to write it again"
+        remedy = "use --trust to train it as it is, or `pdtool codegen` to write it again"
         raise StaleError(edited[0], "was changed since codegen wrote it", remedy)
     if is_worker(os.environ):
-        raise StaleError(folder, "holds no bundle of this plan", "run `pdtool codegen` before torchrun or srun")
-    note(f"{folder}/ is missing, or was made from something else: generating it")
+        raise StaleError(folder, "contains no bundle of this plan", "run `pdtool codegen` before torchrun or srun")
+    note(f"{folder}/ is missing or does not belong to this plan: generating it")
     return generated(inputs, folder)
 
 
@@ -262,16 +262,16 @@ def check_run(asked: RunOptions, workers: int) -> None:
     asked.machines.node_workers(workers)
     output, resume = asked.output, asked.resumed
     if output == "-":
-        raise UsageError("-o -: a run writes a folder, which is not for stdout", "name a folder")
+        raise UsageError("-o -: a run writes a folder, which cannot go to stdout", "name a folder")
     if asked.resume and resume is None:
         raise UsageError("--resume names no run", "give its folder: --resume runs/NAME, or -o runs/NAME --resume")
     if resume is not None:
         RunDir(resume).latest_checkpoint()
     is_one_by_one = asked.nnodes > 1 or is_worker(os.environ)
     if output is None and is_one_by_one and (resume is None or not RunDir(resume).checkpoints_folder.is_dir()):
-        raise UsageError("workers started one by one need one folder for the run", "name it with -o")
+        raise UsageError("workers that are started one by one need a common folder for the run", "name it with -o")
     if output and RunDir(Path(output)).checkpoints() and (resume is None or resume.resolve() != Path(output).resolve()):
-        raise UsageError(f"{output} holds a run already", "go on with it by --resume, or name another folder with -o")
+        raise UsageError(f"{output} holds a run already", "continue it with --resume, or name another folder with -o")
 
 
 def _with_loader_workers(config: RunConfig, loading_s: float | None, asked: int | None) -> RunConfig:
@@ -334,7 +334,7 @@ def _note_crowding(config: RunConfig) -> None:
     if config.threads > fair_share:
         note(
             f"{workers} worker(s) with {config.threads} threads each, as in the profile, share the {cores} cores of "
-            f"this machine; profile with --threads {fair_share}, or set OMP_NUM_THREADS"
+            f"this machine: profile with --threads {fair_share}, or set OMP_NUM_THREADS"
         )
 
 
@@ -343,7 +343,7 @@ def _warn_about_predictions(config: RunConfig, profile: Profile) -> None:
     from pdtool.frontend.compute_mode import default_device
 
     def warn(what: str, remedy: str) -> None:
-        note(f"warning: {what}: its predictions do not hold; {remedy}")
+        note(f"warning: {what}, so its predictions do not hold: {remedy}")
 
     device = default_device() if config.device == "auto" else config.device
     if (device == "cpu") != profile.is_measured_on_cpu:
@@ -353,9 +353,9 @@ def _warn_about_predictions(config: RunConfig, profile: Profile) -> None:
         what = f"the plan is for {profiled}, the run computes in {config.precision}"
         warn(what, f"profile with --precision {config.precision}")
     elif profiled == "bf16" and profile.device.kind == "estimated":
-        note("warning: the plan was estimated for bf16 weights, the run keeps them in fp32: it needs more memory")
+        note("warning: the plan was estimated for bf16 weights, but the run keeps them in fp32 and needs more memory")
     if config.compiled and not profile.compiled:
-        warn("the plan is for operators one by one, torch.compile fuses them", "profile with --compile")
+        warn("the plan is for separate operators but torch.compile fuses them", "profile with --compile")
     elif profile.compiled and not config.compiled:
-        what = "the plan is for stages that go through torch.compile, which the run does not do"
-        warn(what, "run with --compile, or profile without")
+        what = "the plan is for compiled stages but the run does not compile them"
+        warn(what, "run with --compile, or profile without it")

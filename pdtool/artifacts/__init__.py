@@ -51,14 +51,14 @@ def load_any(file: str) -> Artifact:
         names = (*RunDir.ARTIFACTS, Bundle.FILE, Checkpoint.MANIFEST)
         held = [path / name for name in names if (path / name).is_file()]
         if not held:
-            raise ArtifactError(path, f"holds none of {', '.join(names)}", "name a file, or a finished run")
+            raise ArtifactError(path, f"contains none of {', '.join(names)}", "name a file, or a finished run")
         path = held[0]
     text = read_text(path, may_be_pipe=not is_folder)
     kind = declared_kind(text)
     if not kind:
         raise ArtifactError(
             path,
-            "is no artifact of pdtool (no format field)",
+            "is not an artifact of pdtool (it has no format field)",
             "name a profile, cluster, plan, bundle, report, emulation or checkpoint",
         )
     return artifact_class(kind, path).parse(text, path)

@@ -150,7 +150,7 @@ class Artifact(FrozenModel):
             what = f"has format {tag!r:.80}, this pdtool reads {cls._tag(cls.VERSION)!r}"
             raise cls._rewritable(path, what, field="format")
         if cls.SEALED and content.pop("sha256", None) != _seal(content):
-            raise cls._rewritable(path, "was altered or damaged after it was written", field="sha256")
+            raise cls._rewritable(path, "was altered or damaged since it was written", field="sha256")
         content = cls.upgraded(content, version) | {"format": cls._tag(cls.VERSION)}
         artifact = cls._checked(lambda: cls.model_validate_json(json.dumps(content)), path)
         _LOG.debug("read %s, a %s that pdtool %s wrote", path, cls.KIND, artifact.tool_version)
@@ -269,7 +269,7 @@ class YamlArtifact(Artifact):
         try:
             content = read_yaml(text)
         except FormatError as error:
-            raise cls._rewritable(path, f"is not valid YAML ({error})", or_else=", or mend it there") from error
+            raise cls._rewritable(path, f"is not valid YAML ({error})", or_else=", or fix it there") from error
         if isinstance(content, dict) and not _ENDS.search(text):  # cut off at a line, YAML is whole again
             raise cls._rewritable(path, "is cut off: its last line is not `...`", or_else=", or add that line")
         return content

@@ -82,7 +82,7 @@ class TiedParameter(FrozenModel):
     def sentence(self) -> str:
         """Say which parameters of which stages are one."""
         places = (f"{name} (stage {s})" for s, name in zip(self.stages, self.names, strict=True))
-        return f"tied: {', '.join(places)} are one parameter; their gradients are summed before each update"
+        return f"tied: {', '.join(places)} are one parameter: their gradients are summed before each update"
 
 
 class Bundle(YamlArtifact):

@@ -88,7 +88,7 @@ def find_device(name: str) -> DeviceSpec:
         known = Devices.load(TABLE).devices
         if name not in known:
             near = suggestion(name, [*known, "cpu", "cuda"])
-            remedy = f"measure on cpu or cuda, estimate for {', '.join(known)}, or name a YAML file of your own"
+            remedy = f"measure on cpu or cuda, estimate for {', '.join(known)}, or name your own YAML file"
             raise UsageError(f"device {name!r} is not known", f"{near} {remedy}".lstrip())
         return known[name]
     devices = Devices.load(name, may_be_pipe=True).devices

@@ -21,7 +21,7 @@ _MAX_BYTES = 10**18
 _MAX_COUNT = 10**9
 _MAX_FIGURE, _MIN_FIGURE = 1e100, 1e-100
 _WORDS = {  # by the type of a fault
-    "string_pattern_mismatch": "it holds a character that cannot stand here, or none",
+    "string_pattern_mismatch": "it is empty, or contains a character that is not allowed here",
     "too_short": "at least {min_length} is needed",
     "greater_than_equal": "it must be {ge} or more",
     "less_than_equal": "it must be {le} or less",

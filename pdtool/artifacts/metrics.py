@@ -126,7 +126,7 @@ class MetricsLog:
     def _flush(self) -> None:
         """Write all lines, which readers see at once."""
         if not os.fstat(self._file.fileno()).st_nlink:
-            raise PdtoolError(f"{self._path} was removed while the run wrote to it", "leave the run's folder alone")
+            raise PdtoolError(f"{self._path} was removed while the run wrote to it", "do not change the run's folder")
         lines, self._unwritten = self._unwritten, []
         try:
             self._file.write("".join(map(_as_text, lines)))
@@ -250,5 +250,5 @@ def _parse(text: bytes, path: Path, number: int = 0) -> MetricsLine:
         reason = ": ".join(filter(None, first_fault(error)))
     except (ValueError, RecursionError) as error:
         reason = str(error)[:200]
-    remedy = "remove this line, or the file: a run needs none to go on"
+    remedy = "remove this line or the file: a run can continue without it"
     raise ArtifactError(path, f"is not a line of metrics ({reason})", remedy, field=f"line {number}")

@@ -179,14 +179,14 @@ class Certificate(FrozenModel):
         on = "1 worker" if self.workers == 1 else f"{self.workers} workers"
         with_replicas = f" with replicas {'-'.join(map(str, self.replicas))}" if self.replicas else ""
         plans = "1 plan was" if self.simulated_plans == 1 else f"{self.simulated_plans} plans were"
-        simulated = f"; {plans} simulated" if self.simulated_plans else ""
-        if limits := "; ".join(self._limits()):
-            return f"{limits}; even so no plan{with_replicas} beats {on} without a pause{simulated}"
+        simulated = f". {plans} simulated" if self.simulated_plans else ""
+        if limits := ". ".join(self._limits()):
+            return f"{limits}. No plan{with_replicas} can beat {on} that never wait{simulated}"
         kind = STRATEGIES[self.kind].noun or f"plan of strategy {self.kind}"
         at_most = f" of at most {self.max_stages} stages" if self.max_stages else ""
-        without_limit = ", and without the limit of memory" if self.without_memory_limit else ""
+        without_limit = ", without the memory limit" if self.without_memory_limit else ""
         return (
-            f"every {kind}{at_most}{with_replicas} on {on} was searched, over {self.cuts} cuts, "
+            f"the search covered every {kind}{at_most}{with_replicas} on {on}, over {self.cuts} cuts, "
             f"with the minibatches in flight that its schedule wants{without_limit}{simulated}"
         )
 
@@ -196,8 +196,8 @@ class Certificate(FrozenModel):
             yield f"one copy of the pipeline has at most {self.max_workers_per_copy} workers"
         if merged := self.merged_operators:
             yield (
-                f"{merged.groups} groups of operators were merged into {merged.merged_into} so as to have no more than "
-                f"{merged.max_cuts} cuts to search (--cuts); a better plan may exist"
+                f"{merged.groups} groups of operators were merged into {merged.merged_into} to search at most "
+                f"{merged.max_cuts} cuts (--cuts), so a better plan may exist"
             )
         if not self.all_updates:
             yield "not every number of minibatches in an update was searched"
@@ -330,13 +330,13 @@ class Plan(YamlArtifact):
             raise FieldError("update_every", f"{self.update_every}: a flushing schedule updates after its microbatches")
         replicas = max(stage.replicas for stage in self.stages)
         if self.update_every and self.update_every < replicas:
-            raise FieldError("update_every", f"{self.update_every}: each of {replicas} replicas must have one in it")
+            raise FieldError("update_every", f"{self.update_every}: each of the {replicas} replicas needs one")
         if self.kind.chunked != (self.chunks > 1):
             chunked = schedule_names(lambda kind: kind.chunked, "and")
             raise FieldError("chunks", f"{self.chunks}: {chunked} have 2 or more on each worker, others have one")
         self._check_workers()
         if rule := STRATEGIES[self.strategy].broken_rule(self.schedule, self.shape()):
-            raise FieldError("strategy", f"{self.strategy}: {rule}; write auto for a plan of your own")
+            raise FieldError("strategy", f"{self.strategy}: {rule}; write auto for your own plan")
         self._check_predicted()
 
     def _check_predicted(self) -> None:
@@ -356,7 +356,7 @@ class Plan(YamlArtifact):
         for s, stage in enumerate(self.stages):
             where = f"stages[{s}]"
             if repeated_nodes := [name for name, count in Counter(stage.nodes).items() if count > 1]:
-                raise FieldError(f"{where}.nodes", f"{repeated_nodes[0]!r} is named twice; leave one out")
+                raise FieldError(f"{where}.nodes", f"{repeated_nodes[0]!r} appears twice; remove one")
             if len(stage.workers) != stage.replicas:
                 raise FieldError(f"{where}.workers", f"{stage.replicas} replicas but {len(stage.workers)} workers")
             if stage.replicas % self.copies:
@@ -389,7 +389,7 @@ class Plan(YamlArtifact):
                 faults.append(f"{name} is pinned to stage {stage % len(stages)}, not {stage_of[name]}")
         if faults:
             more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
-            remedy = "mend the stages by hand or partition again"
+            remedy = "fix the stages by hand or partition again"
             raise ArtifactError(self.name, "; ".join(faults[:3]) + more, remedy, field="stages")
         return stages
 
@@ -415,7 +415,7 @@ class Plan(YamlArtifact):
         if minibatches * len(self.stages) > _MAX_MINIBATCHES_TIMES_STAGES:
             what = f"{minibatches} minibatches on {len(self.stages)} stages fill the pipeline and update it"
             limit = f"at most {_MAX_MINIBATCHES_TIMES_STAGES // len(self.stages)}"
-            raise ScheduleError(f"{what}: {limit}", "give fewer in flight, in an update, or replicas")
+            raise ScheduleError(f"{what}: {limit}", "use fewer in flight, fewer per update, or fewer replicas")
         check_executable(self.kind, shape)
 
     @property

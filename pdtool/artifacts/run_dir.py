@@ -196,7 +196,7 @@ class Checkpoint:
             reason = ": ".join(filter(None, (error.field, error.fault)))
             raise ArtifactError(path, f"is damaged ({reason})", self.remedy()) from error
         if self.epoch not in (None, manifest.epoch):
-            what = f"is of epoch {manifest.epoch}, and stands in a folder of another epoch"
+            what = f"is of epoch {manifest.epoch}, but its folder is of another epoch"
             raise ArtifactError(path, what, f"name the folder epoch-{manifest.epoch}, or remove it")
         return manifest
 
@@ -206,8 +206,8 @@ class Checkpoint:
         earlier = [epoch for epoch in complete if self.epoch and epoch < self.epoch]
         if earlier:
             before = complete[max(earlier)].path
-            return f"go on from the one before it, in another folder: with --resume {before} and without -o"
-        return "there is none before it in this run: train again, in another folder"
+            return f"continue from the one before it in another folder: --resume {before} without -o"
+        return "this run has none before it: train again in another folder"
 
 
 class RunDir:
@@ -340,14 +340,14 @@ class RunDir:
         older = (path / "epoch.json" for path in (folder, *self.checkpoints_folder.glob("epoch-*")))
         if any(path.is_file() for path in older):
             raise UsageError(
-                f"the checkpoints in {folder} are of an older pdtool, whose files could hold code",
+                f"the checkpoints in {folder} are from an older pdtool, whose files could contain code",
                 "export them with the pdtool that wrote them",
             )
         if not folder.is_dir():
             fault = "is no folder" if folder.exists() else "is not there"
             raise UsageError(f"{folder} {fault}", f"name the folder of a run{self._runs_beside()}")
-        what = f"{folder} holds no complete checkpoint"
-        raise UsageError(what, "name the folder of a run that has one: the first is written after the first epoch")
+        what = f"{folder} contains no complete checkpoint"
+        raise UsageError(what, "name the folder of a run that has one: a run writes the first after its first epoch")
 
     def _runs_beside(self) -> str:
         """Return `: runs/a, runs/b`, the newest runs beside a folder that is not there; "" when there are none."""

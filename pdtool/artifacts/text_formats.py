@@ -208,7 +208,7 @@ def check_plain(content: Any, field: str = "", depth: int = 0) -> None:
         raise FieldError(field, fault)
     if isinstance(content, dict):
         for key, value in content.items():
-            if fault := _fault(key) if isinstance(key, str) else f"{key!r:.40} is a key, but no text; put it in quotes":
+            if fault := _fault(key) if isinstance(key, str) else f"{key!r:.40} is a key but no text; put it in quotes":
                 raise FieldError(field, fault)
             check_plain(value, f"{field}.{key:.80}" if field else key[:80], depth + 1)
     elif isinstance(content, list):
@@ -251,7 +251,7 @@ class _StrictLoader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             line = self.get_event().start_mark.line + 1  # type: ignore[no-untyped-call]
-            raise yaml.YAMLError(f"an alias, in the place of which its value has to stand (line {line})")
+            raise yaml.YAMLError(f"an alias: write its value instead (line {line})")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pdtool.planner.simulator.result import SimulationResult
 
 _RIVALS = (
-    "rejected plans are timed by the formulas, GPipe and model parallelism with the stages of the straight pipeline; "
+    "rejected plans are timed by the formulas, GPipe and model parallelism with the stages of the straight pipeline. "
     "`pdtool simulate` simulates the best plan of each strategy"
 )
 _MIN_GAP = 0.0005  # what is less rounds to 0.0%
@@ -69,7 +69,7 @@ def cluster_view(cluster: ClusterFile) -> Lines:
             share = measured.allreduce_bytes_per_s / level.bandwidth_bytes_per_s
             row += [*map(format_rate, (measured.pair_bytes_per_s, measured.allreduce_bytes_per_s)), f"{share:.0%}"]
     yield Table(columns, rows, title=title, drop=("of the ring formula", "one pair alone"))
-    yield "bandwidth: of one member's link to the others of its level, each way at once, shared by its workers"
+    yield "bandwidth: one member's link to the others of its level, in both directions at once, shared by its workers"
 
 
 def plan_view(plan: Plan) -> Lines:
@@ -77,7 +77,7 @@ def plan_view(plan: Plan) -> Lines:
     predicted = None if plan.edited else plan.predicted
     yield _stage_table(plan, predicted)
     if plan.edited:
-        yield "?: the figures in the file are of another plan, which it was before it was edited"
+        yield "?: the plan was edited, and the figures in its file belong to the earlier version"
     if predicted:
         yield from _speed(plan, predicted)
         yield from _lack_of_memory(plan, predicted)
@@ -95,19 +95,21 @@ def _passed_over(faster: FasterPlan | None, predicted: Predicted | None) -> Line
         less = 1 - faster.simulated_s / predicted.simulated_s
         begins = f", whose stages begin at {', '.join(faster.begins)}" if faster.begins else ""
         yield (
-            f"passed over: {faster.config}{begins}; it takes {format_seconds(faster.simulated_s)}, {less:.1%} less, "
-            "but has more stages, or borders in the middle of modules (--simplest 0 takes it)"
+            f"passed over: {faster.config}{begins}. It takes {format_seconds(faster.simulated_s)}, {less:.1%} less, "
+            "but has more stages or borders inside modules (--simplest 0 takes it)"
         )
 
 
 def _certificate(certificate: Certificate | None, flushes: bool) -> Lines:
     """Tell how fast any plan can be by the formulas, and why that is known."""
-    excess = ", for which all stages fill and drain as slowly as the slowest," if flushes else ""
+    excess = ", which let all stages fill and drain as slowly as the slowest," if flushes else ""
     if certificate:
         bound, gap = f"{format_seconds(certificate.bound_s)} per minibatch", certificate.gap
-        takes = f"takes {gap:.1%} more" if gap and gap >= _MIN_GAP else "takes no more than that"
-        at_least = f"by the formulas{excess} no plan with these options takes less than {bound}"
-        yield f"certificate: {at_least}; this one {takes}"
+        fastest = f"by the formulas{excess} no plan with these options is faster than {bound}"
+        slower = (
+            f"{fastest}. This plan takes {gap:.1%} more" if gap and gap >= _MIN_GAP else f"optimal, because {fastest}"
+        )
+        yield f"certificate: {slower}"
         if proof := certificate.sentence():
             yield f"proof: {proof}"
 
@@ -232,7 +234,7 @@ def profile_table(profile: Profile, *, largest: int | None = None) -> Table:
     if profile.precision and profile.device.kind == "measured":  # the name of an estimate says it
         title += f", in {profile.precision}"
     if profile.compiled:
-        title += f"\ntimes are shares of those of {len(profile.segments)} compiled segment(s)"
+        title += f"\ntimes are shares of the times of {len(profile.segments)} compiled segment(s)"
     if profile.step_s:
         title += f"\nwhole step {format_seconds(profile.step_s)}, coverage {profile.coverage:.2f} (0.9 to 1.1 is good)"
     if profile.loading_s is not None:
@@ -270,7 +272,7 @@ def _opaque_modules(result: Profile) -> Iterator[str]:
         reasons.setdefault(why, []).append(path)
     for why, paths in reasons.items():
         names = ", ".join(paths[:5]) + f" and {len(paths) - 5} more" * (len(paths) > 5)
-        reason = "as HINTS says" if why == "HINTS" else f"since its operators cannot be seen ({why})"
+        reason = "as HINTS says" if why == "HINTS" else f"because pdtool cannot see its operators ({why})"
         yield f"{names}: called whole, and never cut, {reason}"
 
 
@@ -278,15 +280,15 @@ def _coverage_warnings(result: Profile) -> Iterator[str]:
     if result.launch_s > result.step_s:
         yield (
             f"warning: the kernels of a step take {format_seconds(result.step_s)}, but the host needs "
-            f"{format_seconds(result.launch_s)} to launch them: a run will be slower than its plan; "
-            "take a larger --batch-size"
+            f"{format_seconds(result.launch_s)} to launch them. A run will be slower than its plan: "
+            "use a larger --batch-size"
         )
     is_long_enough = result.step_s >= _MIN_STEP_S
     if result.device.kind == "measured" and is_long_enough and not 0.9 <= result.coverage <= 1.1:
-        why = "in segments torch.compile can fuse less than in the whole model; or " if result.compiled else ""
+        why = "torch.compile fuses less in segments than in the whole model, or " if result.compiled else ""
         yield (
             f"warning: the operators' times add up to {result.coverage:.2f} of a whole step (0.9 to 1.1 is good); "
-            f"{why}is something else running on this machine?"
+            f"{why}something else is running on this machine"
         )
 
 
@@ -310,9 +312,9 @@ def simulation_view(plan: Plan, schedule: str, result: SimulationResult) -> Line
         error = f"; predicted {format_seconds(predicted)}, simulated {time_s / predicted - 1:+.1%}" if predicted else ""
         yield f"steady state: {time}{error}"
     else:
-        yield f"no steady state: too few minibatches; {time}, filling and draining the pipeline included"
+        yield f"no steady state, because there are too few minibatches: {time}, including fill and drain"
     total, fill, drain = map(format_seconds, (result.makespan_s, result.fill_s, result.drain_s))
-    yield f"all minibatches: {total}; the last worker began after {fill} (fill), the first ended {drain} early (drain)"
+    yield f"all minibatches: {total}. The last worker began after {fill} (fill), the first ended {drain} early (drain)"
 
 
 def predicted_s(plan: Plan, schedule: str) -> float | None:
@@ -337,8 +339,8 @@ def comparison_view(comparison: Comparison) -> Lines:
     columns = ("in steady state", "plan", "samples/s", "gain", "per update", "most memory", "sent")
     yield Table(columns, rows, names=2, drop=("sent", "samples/s", "per update"))
     yield (
-        "gain: of this plan over that one; per update: samples, at the stage that takes most; "
-        "sent: by all workers for one minibatch"
+        "gain: speedup of this plan over that one; per update: samples per update, at the stage with most; "
+        "sent: bytes that all workers send for one minibatch"
     )
     yield from comparison.left_out
 

@@ -25,8 +25,8 @@ _FEW = 9  # so many options are taken in at a glance without groups
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
 _LATER_S = 0.05  # when the object is gone
 _FLAGS = {
-    "quiet": ("-q", "--quiet", "Print results, warnings and errors only."),
-    "verbose": ("-v", "--verbose", "Print what is loaded and searched, and tracebacks of errors, too."),
+    "quiet": ("-q", "--quiet", "Print only results, warnings and errors."),
+    "verbose": ("-v", "--verbose", "Also print what is loaded and searched, and tracebacks of errors."),
 }
 
 

@@ -91,7 +91,7 @@ def _toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # the first also of a number of thousands of digits
-        raise ArtifactError(path, f"is not TOML ({error})", "mend it, as `[partition]` and `topology = 4`") from error
+        raise ArtifactError(path, f"is not TOML ({error})", "fix it, as `[partition]` and `topology = 4`") from error
 
 
 def _table(path: Path, name: str, values: Any, commands: Mapping[str, click.Command]) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _table(path: Path, name: str, values: Any, commands: Mapping[str, click.Comm
         if not getattr(param, "in_file", True):
             raise ArtifactError(path, "is for the command line only", "leave it out here", field=f"{name}.{key}")
         if param.name in table:
-            raise ArtifactError(path, "says the same option twice", "remove one of both", field=f"{name}.{key}")
+            raise ArtifactError(path, "sets the same option twice", "remove one of them", field=f"{name}.{key}")
         table[param.name or ""] = _value(path, f"{name}.{key}", value, param, is_on)
     return table
 

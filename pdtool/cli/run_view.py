@@ -28,8 +28,8 @@ _NOTE_S = 10.0  # between two lines, where no number of updates is asked for
 _BAR_S = 0.1  # between two changes of the bar
 _RATE_S = 10.0  # over which a rate is taken
 _DIGITS = 12  # of a digest that are shown
-_COMPILED = "one epoch: the time that torch.compile took is part of these figures; train two or more to leave it out"
-_NOT_STEADY = "epochs of {minibatches} minibatches have no steady state: filling and draining are measured, too"
+_COMPILED = "one epoch: these figures include the time of torch.compile. Train two epochs or more to leave it out"
+_NOT_STEADY = "epochs of {minibatches} minibatches have no steady state, so the measurement includes fill and drain"
 
 
 @contextmanager
@@ -197,8 +197,8 @@ def report_view(report: Report) -> Lines:
     """Show where each stage's time went, and predicted beside measured."""
     yield _time_table(report)
     yield (
-        "waits: until what other stages send has arrived; averaging: waits for "
-        "gradients of other workers; data: loading, or waits for loader workers; rest: between actions"
+        "waits: for messages of other stages; averaging: waits for gradients of other workers; "
+        "data: loading, or waiting for loader workers; rest: between actions"
     )
     yield _prediction_table(report)
     yield f"per minibatch: {_compared(report)}"
@@ -209,7 +209,7 @@ def report_view(report: Report) -> Lines:
         yield _COMPILED
     if report.is_crowded:
         yield _crowded(report.local_workers, report.cores)
-    yield f"throughput: {report.throughput_samples_per_s:.4g} samples/s, pipeline fill and drain included"
+    yield f"throughput: {report.throughput_samples_per_s:.4g} samples/s, including pipeline fill and drain"
     yield validated(report.metrics)
     if report.target:
         yield f"target {report.target}: {'reached' if report.target_reached else 'not reached'}"
@@ -228,7 +228,7 @@ def _time_table(report: Report) -> Table:
     epochs = ", ".join(f"{n} epoch(s) of {minibatches or '?'}" for n, minibatches in report.epochs_by_length)
     title = (
         f"{report.plan}: {report.config}, schedule {report.schedule}, {epochs} minibatches of {report.batch_size}\n"
-        "where the time went, and how long a minibatch took:"
+        "where the time went, and times per minibatch:"
     )
     return Table(columns, rows, title=title, drop=("sending", "rest", "update", "backward", "forward", "replicas"))
 
@@ -246,7 +246,7 @@ def _prediction_table(report: Report) -> Table:
         busy, sent = format_seconds(stage.busy_s), format_bytes(stage.sent_bytes)
         rows.append([s, compute, busy, memory, peak, stage.peak_versions, stage.peak_stashed, sent])
     columns = ("stage", "busy predicted", "measured", "memory predicted", "measured", "versions", "stashed", "sent")
-    title = "busy for one minibatch, and memory at its peak:"
+    title = "busy time per minibatch, and peak memory:"
     return Table(columns, rows, title=title, drop=("sent", "stashed", "versions"))
 
 
@@ -289,12 +289,12 @@ def emulation_view(emulation: Emulation) -> Lines:
     title, drop = f"{emulation.plan}: {cluster.topology} at {speeds}", ("sent", "samples/s", "simulated")
     yield Table(columns, rows, names=2, title=title, drop=drop)
     if emulation.compute == "sleep":
-        yield "workers slept the times of the profile"
+        yield "workers slept for the times in the profile"
         yield from _scalings(emulation)
     else:
         yield "workers trained the model on this machine"
     if any(level.latency_s for level in cluster.levels):
-        yield "the links had no latency: the simulated times are those without it"
+        yield "the links had no latency, and the simulated times have none either"
     for minibatches in {plan.minibatches for plan in emulation.plans if not plan.is_steady}:
         yield _NOT_STEADY.format(minibatches=minibatches)
     if emulation.target:
@@ -327,7 +327,7 @@ def _target_lines(emulation: Emulation) -> Lines:
 
 
 def _crowded(workers: int | None, cores: int | None) -> str:
-    return f"{workers} workers shared {cores} core(s): on devices of their own they would be faster"
+    return f"{workers} workers shared {cores} core(s). With one device each they would be faster"
 
 
 def _is_crowded(emulation: Emulation, plan: EmulatedPlan) -> bool:
@@ -354,14 +354,14 @@ def run_view(state: RunState, folder: Path | None) -> Iterator[str]:
     checkpoints = run_dir.checkpoints()
     yield _last_checkpoint(checkpoints)
     if not goes_on and state.end != "done":
-        yield f"{'go on' if checkpoints else 'start it again'} with `{run_dir.resume_command()}`"
+        yield f"{'continue' if checkpoints else 'start it again'} with `{run_dir.resume_command()}`"
 
 
 def resumed_line(folder: Path) -> Iterator[str]:
     """Say of a finished run that it had gone on from another, which its report does not tell."""
     state = RunDir(folder).state()
     if state and state.end == "done" and state.resumed_after:
-        yield f"resumed after epoch {state.resumed_after}: what was measured is of the epochs since"
+        yield f"resumed after epoch {state.resumed_after}: only the epochs since then are measured"
 
 
 def _end(state: RunState, *, is_running: bool) -> str:
@@ -374,7 +374,7 @@ def _end(state: RunState, *, is_running: bool) -> str:
             return f"it was stopped by {state.reason}" if state.reason else "it was stopped"
         case "failed":
             return f"it failed: {state.reason}"
-    return "it ended without a word: it was killed, or its machine went down"
+    return "it ended without a message: it was killed, or its machine went down"
 
 
 def _place(state: RunState, update: UpdateLine) -> str:
@@ -386,7 +386,7 @@ def _place(state: RunState, update: UpdateLine) -> str:
 
 def _last_checkpoint(checkpoints: dict[int, Checkpoint]) -> str:
     if not checkpoints:
-        return "no checkpoint: the first is written after the first epoch"
+        return "no checkpoint yet: the run writes the first after the first epoch"
     epoch = max(checkpoints)
     try:
         manifest = CheckpointManifest.load(checkpoints[epoch].manifest_file)

@@ -57,8 +57,8 @@ def choose_scaling(plan: Plan, profile: Profile, scale: float | None = None, slo
     """
     time_s = _time_per_minibatch_s(plan)
     if time_s * MAX_FACTOR < _SHORTEST_MINIBATCH_S:
-        what = f"{plan.config} takes {format_seconds(time_s)} per minibatch, too little to be emulated"
-        raise ArtifactError(plan.profile, what, "take a profile with times")
+        what = f"{plan.config} takes {format_seconds(time_s)} per minibatch, which is too short to emulate"
+        raise ArtifactError(plan.profile, what, "use a profile with times")
     load = _core_s(plan, profile) / time_s / (os.cpu_count() or 1)
     if slowdown is None:
         slowdown = max(1.0, _SHORTEST_MINIBATCH_S / time_s)
@@ -87,7 +87,7 @@ def scaling_warnings(plan: Plan, profile: Profile, scaling: Scaling) -> Iterator
     if time_s < _SHORTEST_MINIBATCH_S:
         yield f"a minibatch takes {format_seconds(time_s)}, beside which the workers' own 2 to 4 ms count"
     if _core_s(plan, profile) / scaling.scale / time_s > (os.cpu_count() or 1):
-        yield "what is sent and updated keeps the cores busy"
+        yield "sending and updating keep the cores busy"
 
 
 def _time_per_minibatch_s(plan: Plan) -> float:
@@ -191,13 +191,13 @@ def sleeping_config(plan: Plan, profile: Profile, folder: Path, scaling: Scaling
         UsageError: the schedule cannot sleep, or the scale leaves nothing of the messages.
     """
     if plan.kind.splits_backward:
-        what = f"schedule {plan.schedule} divides the backward of each operator, which one that sleeps cannot"
-        raise UsageError(what, "emulate it with --compute real, or take another schedule")
+        what = f"schedule {plan.schedule} divides the backward of each operator, but sleeping operators cannot do that"
+        raise UsageError(what, "emulate it with --compute real, or use another schedule")
     largest = _largest_message_bytes(plan, profile, scaling)
     if 0 < largest < _SMALLEST_MESSAGE_BYTES:
         what = f"with --scale {scaling.scale:g} the largest message between stages has {largest} bytes"
         most = max(1, _largest_message_bytes(plan, profile, Scaling()) // _SMALLEST_MESSAGE_BYTES)
-        raise UsageError(what, f"give --scale {most} or less, or leave --scale and --slowdown out")
+        raise UsageError(what, f"give --scale {most} or less, or leave out --scale and --slowdown")
     minibatches = asked.minibatches or minibatches_to_steady_state(plan, profile, scaling.slowdown)
     stages = RunDir(folder).stages
     sleeping_plan, bundle = write_sleeping_model(stages, plan, profile, scaling, minibatches)
@@ -225,7 +225,9 @@ def _check_memory(plan: Plan) -> None:
     for limit in memory_limits():
         if needed > limit.free_bytes:
             what = f"{plan.workers} workers of {plan.config} need about {format_bytes(needed)}, and {limit.name} has "
-            raise PdtoolError(f"{what}{format_bytes(limit.free_bytes)} left", "give more --scale, or simulate the plan")
+            raise PdtoolError(
+                f"{what}{format_bytes(limit.free_bytes)} left", "give a larger --scale, or simulate the plan"
+            )
 
 
 def assemble_emulation(

@@ -28,7 +28,7 @@ from pdtool.units import format_rate
 
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # unshare(2)
 _TIMEOUT_S = 60.0
-INSTEAD = "without, `pdtool simulate` computes the same on a simulated clock"
+INSTEAD = "`pdtool simulate` needs none of this and computes the same on a simulated clock"
 INTERFACE = "eth0"  # of each worker
 # Addresses for benchmarks (RFC 2544), of which no name server has one. torch asks the name server for the names of
 # workers, and gives up at once where it cannot be reached; packets that are on their way to nobody it waits for.
@@ -51,7 +51,7 @@ def enter_own_network() -> None:
         PdtoolError: the system is not Linux, or allows neither.
     """
     if sys.platform != "linux":
-        raise PdtoolError(f"a pretend cluster needs Linux, this is {sys.platform}", INSTEAD)
+        raise PdtoolError(f"emulation needs Linux, but this is {sys.platform}", INSTEAD)
     user, group = os.geteuid(), os.getegid()
     if not _unshare(_CLONE_NEWNET):
         return
@@ -62,7 +62,7 @@ def enter_own_network() -> None:
             Path(f"/proc/self/{name}").write_text(text, encoding="utf-8")
     except OSError as failure:
         reason = ": ".join(filter(None, (failure.strerror, failure.filename)))
-        what = f"a pretend cluster needs network namespaces, which this process may not make ({reason})"
+        what = f"emulation needs network namespaces, but this process may not make them ({reason})"
         raise PdtoolError(what, f"start it as root, in a container with CAP_SYS_ADMIN; {INSTEAD}") from failure
 
 
@@ -75,7 +75,7 @@ def check_tools() -> None:
     """Check that iproute2 is installed; raises PdtoolError."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
-        what = f"a pretend cluster needs {' and '.join(missing)} of iproute2, which PATH does not hold"
+        what = f"a pretend cluster needs {' and '.join(missing)} of iproute2, but PATH does not have it"
         raise PdtoolError(what, f"install iproute2; {INSTEAD}")
 
 
@@ -91,7 +91,7 @@ def configure(tool: str, commands: Iterable[str]) -> None:
             [tool, "-batch", "-"], input=lines, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise PdtoolError(f"`{tool} -batch` did not end within {_TIMEOUT_S:g} s", "see what holds it up") from error
+        raise PdtoolError(f"`{tool} -batch` did not end within {_TIMEOUT_S:g} s", "find out what blocks it") from error
     if ended.returncode:
         said = " ".join(ended.stderr.split())
         needs = "the kernel module sch_tbf" if tool == "tc" else "the kernel modules veth and bridge"
@@ -191,7 +191,7 @@ class PretendCluster:
         bandwidth = self.cluster.levels[level].rate
         if not _SLOWEST_BYTES_PER_S <= bandwidth <= _FASTEST_BYTES_PER_S:
             speeds = " and ".join(map(format_rate, (_SLOWEST_BYTES_PER_S, _FASTEST_BYTES_PER_S)))
-            what = f"a link of {format_rate(bandwidth)} cannot be pretended"
+            what = f"a link of {format_rate(bandwidth)} cannot be emulated"
             raise PdtoolError(what, f"let bandwidth / (scale x slowdown) be between {speeds}, or simulate the plan")
         bytes_per_s = _HEADERS * bandwidth
         burst = max(BURST_BYTES, round(_BURST_S * bytes_per_s))

@@ -57,7 +57,7 @@ def links_of(cluster: Cluster) -> Iterator[Callable[[RunConfig], None]]:
         switch.start()
 
     def wait_for(what: str, timeout_s: float | None) -> None:
-        late = PdtoolError(f"{what} did not come within {timeout_s} s", "see whether the machine is overloaded")
+        late = PdtoolError(f"{what} did not come within {timeout_s} s", "check whether the machine is overloaded")
         _receive(pipe, switch, timeout_s, late, f"the process that holds {what} ended with {{}}")
 
     def run(config: RunConfig) -> None:
@@ -137,7 +137,7 @@ def _run_workers(pretend: PretendCluster, config: RunConfig) -> None:
         for assignment in assignments:  # linked once it is in its own namespace
             process, pipe = workers.processes[assignment.rank], workers.pipes[assignment.rank]
             what = f"{assignment} did not start within {_START_TIMEOUT_S} s"
-            late = WorkerDiedError(what, "see whether the machine is overloaded")
+            late = WorkerDiedError(what, "check whether the machine is overloaded")
             _receive(pipe, process, _START_TIMEOUT_S, late, f"{assignment} ended with {{}} as it started")
             pretend.add_worker(assignment.worker, process.pid or 0)
         for pipe in workers.pipes.values():  # all links are there: worker 0 answers

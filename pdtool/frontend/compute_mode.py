@@ -42,8 +42,8 @@ def check_autocast(precision: RunPrecision, autocast_off: Sequence[str]) -> None
         UsageError: it cannot.
     """
     if precision == "bf16" and autocast_off:
-        what = f"--precision bf16: the model switches autocast off at {autocast_off[0]}, which stages do not"
-        remedy = 'leave it out; or put that part into a module of its own, and name it in HINTS = {"opaque": [...]}'
+        what = f"--precision bf16: the model switches autocast off at {autocast_off[0]}, but stages do not"
+        remedy = 'leave it out, or put that part into a module of its own and name it in HINTS = {"opaque": [...]}'
         raise UsageError(what, remedy)
 
 
@@ -71,14 +71,14 @@ def _private_cache() -> Path:
     """Return the user's folder for compiled code, made where it is missing; raises UsageError."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(home if os.path.isabs(home) else os.path.expanduser("~/.cache")) / "pdtool"
-    remedy = f"remove it, or set {_CACHE_VARIABLE} to a folder of your own"
+    remedy = f"remove it, or set {_CACHE_VARIABLE} to your own folder"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         for path in (folder, folder / "torchinductor"):
             path.mkdir(mode=0o700, exist_ok=True)
             status = path.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-                raise UsageError(f"{path}, for code that torch.compile makes, is not a folder of yours alone", remedy)
+                raise UsageError(f"{path}, for code of torch.compile, is not private to you", remedy)
     except OSError as error:
         raise UsageError(f"{folder} cannot be made for torch.compile ({error.strerror})", remedy) from error
     return folder / "torchinductor"
@@ -98,5 +98,5 @@ def compiler_error(error: Exception) -> PdtoolError:
     """Return the error of a worker whose stage torch.compile could not compile."""
     reason, remedy = compiler_reason(error), "leave --compile out"
     if _NO_COMPILER in reason:
-        remedy = f"install a C++ compiler, g++ or what $CXX names, or {remedy}"
+        remedy = f"install a C++ compiler (g++, or set $CXX), or {remedy}"
     return PdtoolError(f"torch.compile failed: {reason}", remedy)

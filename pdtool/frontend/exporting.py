@@ -191,7 +191,7 @@ def _assigned_buffers(model: nn.Module) -> Iterator[None]:
                     kinds = " by ".join(
                         f"{str(b.dtype).removeprefix('torch.')}{list(b.shape)}" for b in (buffer, assigned)
                     )
-                    raise TraceError(f"forward replaces the buffer {name}, {kinds}", "let it keep its shape and dtype")
+                    raise TraceError(f"forward replaces the buffer {name}, {kinds}", "keep its shape and dtype")
                 buffer.copy_(assigned)
                 owner._buffers[name] = buffer
 

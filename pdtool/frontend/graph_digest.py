@@ -217,8 +217,8 @@ def check_bundle(
     if bundle.graph_sha256 not in (None, graph_sha256(traced)):
         raise StaleError(
             model_file.ref.source,
-            "the model's operators are not those that the plan and its stage files were made for",
-            "`pdtool check --fresh` says where they differ; undo it, or profile and partition the model again",
+            "the plan and its stage files were made for other operators than the model has now",
+            "`pdtool check --fresh` shows where they differ. Undo the change, or profile and partition again",
         )
     if check_files:
         check_files(traced)
@@ -230,8 +230,8 @@ def first_difference(profile: Profile, traced: Traced, source: str) -> str:
     if profile.digests.get(source) != file_sha256(find_source(source)):
         return difference
     return (
-        f"{difference}; {source} itself is as it was, so a module that it imports, a setting or a library has changed, "
-        "or the model is not built alike each time"
+        f"{difference}. {source} itself is unchanged, so a module that it imports, a setting or a library has changed, "
+        "or the model is built differently each time"
     )
 
 
@@ -246,16 +246,16 @@ def _first_difference(profile: Profile, traced: Traced) -> str:
         if difference := _difference(node, op, traced, profile):
             return difference
     if len(nodes) > len(operators):
-        return f"operator {nodes[len(operators)].name} is in the profile and no longer in the model"
+        return f"operator {nodes[len(operators)].name} is in the profile but no longer in the model"
     if len(nodes) < len(operators):
-        return f"operator {operators[len(nodes)].name} is in the model and not in the profile"
-    return "an argument of an operator, a constant, a shape or a tie between parameters is not as it was profiled"
+        return f"operator {operators[len(nodes)].name} is in the model but not in the profile"
+    return "an argument of an operator, a constant, a shape or a tie between parameters has changed since the profile"
 
 
 def _difference(node: Node, op: Operator, traced: Traced, profile: Profile) -> str:
     """What differs between a node of the profile and the operator in its place; "" for nothing that a profile knows."""
     if node.name != op.name:
-        return f"where the profile has operator {node.name}, the model has {op.name}"
+        return f"the model has operator {op.name} where the profile has {node.name}"
     if node.op != op.op:
         return f"operator {op.name} is {node.op} in the profile and {op.op} in the model"
     sources = traced.sources(op.values)

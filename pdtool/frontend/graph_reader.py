@@ -159,8 +159,8 @@ class GraphReader:
         elif isinstance(target, torch._ops.HigherOrderOperator):
             self._region(node, str(target))
         elif not isinstance(target, torch._ops.OpOverload):
-            what = f"{getattr(target, '__name__', target)}, which this line calls, is no operator of a stage"
-            remedy = "call it in a module of its own, which pdtool then calls whole"
+            what = f"{getattr(target, '__name__', target)}, which this line calls, is not an operator of a stage"
+            remedy = "move the call into a module of its own, which pdtool then calls whole"
             raise TraceError(what, remedy, location=location(node))
         elif (name := target._schema.name.split("::")[-1]).startswith(("_assert", "sym_constrain")):
             return
@@ -230,15 +230,15 @@ class GraphReader:
         if target is torch.ops.aten.embedding_renorm_.default:
             where = module_path(node) or "the model"
             what = f"{where} renormalises its weight in forward (max_norm), while other minibatches and replicas use it"
-            remedy = "leave max_norm out, and let after_update() do it: p.renorm_(2, 0, max_norm)"
+            remedy = "leave out max_norm and do it in after_update(): p.renorm_(2, 0, max_norm)"
             raise TraceError(what, remedy, location=location(node), module="")
         if target in _FACTORIES and isinstance(arguments["self"], State):
             dtype = arguments["dtype"] or self._program.state_dict[arguments.pop("self").name].dtype
             target, arguments = _FACTORIES[target], arguments | {"dtype": dtype, "device": torch.device("cpu")}
             arguments.pop("self", None)
         if target in _WITHOUT_COMPLEX_GRADIENT and node.meta["val"].is_complex():
-            what = "this line writes into part of a complex tensor in place, which no operator with a gradient does"
-            remedy = "put it into a module of its own, which pdtool then calls whole"
+            what = "this line writes into part of a complex tensor in place, which has no gradient"
+            remedy = "move it into a module of its own, which pdtool then calls whole"
             raise TraceError(what, remedy, location=location(node))
         written = _written(target)
         overwritten = arguments[written[0]] if written else None
@@ -381,7 +381,7 @@ class LeafReader:
         if others := [a for a in pytree.tree_leaves(arguments) if not isinstance(a, allowed)]:
             what = f"{call.path or call.function.__name__} takes a {type(others[0]).__name__} as an argument"
             caller = call.path.rpartition(".")[0] if call.path else module_path(node)
-            raise TraceError(what, "let it take tensors and numbers", location=location(node), module=caller)
+            raise TraceError(what, "pass tensors and numbers", location=location(node), module=caller)
         return arguments
 
     def _name(self, path: str) -> str:

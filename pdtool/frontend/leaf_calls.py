@@ -114,7 +114,7 @@ def _outputs_at(small: RecordedCall, large: RecordedCall, tensors: Sequence[Tens
             if m != n and more_samples is None:
                 more_samples = (size - m) // (n - m)
     if more_samples is None and small.outputs != large.outputs:
-        raise TraceError(f"{small.path} returns a minibatch, and takes none", module=small.path)
+        raise TraceError(f"{small.path} returns a minibatch but takes none", module=small.path)
     outputs = []
     for *shapes, dtype in zip(small.outputs, large.outputs, small.dtypes, strict=True):
         sizes = [m + (n - m) * more_samples if m != n else m for m, n in zip(*shapes, strict=True)]
@@ -154,7 +154,9 @@ def record_calls(
     with unchanged(model):
         small, large = (_recorded(model, paths, minibatch) for minibatch in minibatches)
     if [call.path for call in small] != [call.path for call in large]:
-        raise TraceError("the size of the minibatch decides which modules are called", "call the same in each")
+        raise TraceError(
+            "the size of the minibatch decides which modules are called", "call the same modules for each size"
+        )
     return list(zip(small, large, strict=True))
 
 
@@ -169,10 +171,10 @@ def _recorded(model: nn.Module, paths: Collection[str], minibatch: ModelInputs) 
         register_containers(result)
         if versions != [t._version for t in inputs] or not all(map(_is_same, inputs, before)):  # by `.data`
             what = f"{path} writes into its input in place"
-            raise TraceError(what, "let it work on a copy", module=path.rpartition(".")[0])
+            raise TraceError(what, "work on a copy", module=path.rpartition(".")[0])
         if others := [o for o in pytree.tree_leaves(result) if o is not None and not isinstance(o, Tensor)]:
             what = f"{path} returns {type(others[0]).__name__} {others[0]!r:.80}, which is no tensor"
-            raise TraceError(what, "let it return tensors", module=path.rpartition(".")[0])
+            raise TraceError(what, "return tensors", module=path.rpartition(".")[0])
         structure, outputs = _indexed(result)
         recorded.append(
             RecordedCall(
@@ -251,8 +253,8 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
             (container.extend if isinstance(container, (list, deque)) else container.update)(contents[key])
         for name, part in made.items():
             kind = "parameter" if isinstance(part, Tensor) else type(part).__name__
-            what = f"forward makes {name}, a {kind}, in its first call, of which optimizer() is not told"
-            remedy = "make it in __init__, or let model() call the model once before it returns it"
+            what = f"forward makes {name}, a {kind}, in its first call, so optimizer() does not see it"
+            remedy = "make it in __init__, or call the model once in model() before you return it"
             raise TraceError(what, remedy, module="")
 
 

@@ -63,7 +63,7 @@ OWN_ARGUMENTS = {
     "after_update": ("named_parameters", "update"),
 }
 _MAX_METRIC_NAME = 100
-_NO_VALIDATION = "each epoch ends with a validation: return samples for it, if need be some of the training set"
+_NO_VALIDATION = "each epoch ends with a validation: return samples for it, such as some of the training set"
 _LOG = logging.getLogger(__name__)
 
 
@@ -190,7 +190,7 @@ class DataFunctions(UserFile):
             if not isinstance(value, allowed):
                 raise self.error(
                     f"input {name} of a minibatch is {type(value).__name__}, not a tensor",
-                    "let inputs be a tensor, or a tuple or dict of tensors, in example_inputs and in dataset",
+                    "return a tensor, or a tuple or dict of tensors, from example_inputs and dataset",
                 )
         return arguments
 
@@ -199,7 +199,7 @@ class DataFunctions(UserFile):
         if inputs.signature != tuple(expected):
             given, taken = (", ".join(names) or "tensors by position" for names in (inputs.signature, expected))
             what = f"{where} gives the model other arguments ({given}) than it was traced with ({taken})"
-            raise self.error(what, "let example_inputs and dataset give the same; a dict is passed by name")
+            raise self.error(what, "return the same from example_inputs and dataset. A dict is passed by name")
 
     def example_batch(self, batch_size: int) -> tuple[Any, Any]:
         """Return (inputs, target): the first `batch_size` samples of the training set, collated."""
@@ -227,10 +227,12 @@ class DataFunctions(UserFile):
             remedy = "return one with __len__ and __getitem__, an IterableDataset, or a list of samples"
             raise self.error_in("dataset", what, _NO_VALIDATION if split == "valid" and data is None else remedy)
         if is_stream(data) and split == "train" and self.has("sampler"):
-            what = f"sampler() chooses samples by number, and those of a {type(data).__name__}, a stream, have none"
-            raise self.error_in("sampler", what, "leave it out, or let dataset() return one with __getitem__")
+            what = (
+                f"sampler() chooses samples by number, and those of a {type(data).__name__}, a stream, have no numbers"
+            )
+            raise self.error_in("sampler", what, "leave it out, or return a dataset with __getitem__")
         if self.samples(data, f"dataset({split!r})") == 0:
-            remedy = _NO_VALIDATION if split == "valid" else "return at least as many samples as a minibatch has"
+            remedy = _NO_VALIDATION if split == "valid" else "return at least one minibatch of samples"
             raise self.error_in("dataset", f"dataset({split!r}) is empty", remedy)
         return data  # type: ignore[no-any-return]
 
@@ -256,7 +258,7 @@ class DataFunctions(UserFile):
         try:
             return [operator.index(index) for index in returned]
         except TypeError as error:
-            what = f"sampler() returned {returned!r:.80}, which does not give numbers of samples ({error})"
+            what = f"sampler() returned {returned!r:.80}, which does not contain numbers of samples ({error})"
             raise self.error(what, "return a list of them, or a torch Sampler") from error
 
     def read(self, data: Any, indices: Sequence[int], name: str) -> Any:
@@ -473,7 +475,7 @@ class ModelFile(DataFunctions, TrainingFunctions):
             _ = [module.training for module in model.modules()]
         except AttributeError as error:
             what = f"{self.ref.function}() returned a model that cannot be used: {describe_error(error)}"
-            raise self.error_in(self.ref.function, what, "let each __init__ call super().__init__() first") from error
+            raise self.error_in(self.ref.function, what, "call super().__init__() first in each __init__") from error
         model = unwrapped(model)
         keep_evaluation(model)
         self.call(model.train)
@@ -486,8 +488,8 @@ class ModelFile(DataFunctions, TrainingFunctions):
         """Check that a checkpoint can hold the model's state_dict; raises ModelError."""
         for name, value in state.items() if isinstance(state, Mapping) else [("it", state)]:
             if not isinstance(value, Tensor):
-                what = f"state_dict() of the model: {name} is a {type(value).__name__}, and checkpoints hold tensors"
-                raise self.error(what, "let get_extra_state() return a tensor, or leave it out")
+                what = f"state_dict() of the model: {name} is a {type(value).__name__}, not a tensor"
+                raise self.error(what, "return a tensor from get_extra_state(), or leave it out")
 
     @property
     def model_settings(self) -> dict[str, Setting]:

@@ -167,7 +167,7 @@ class Structure:
         except Exception as error:  # of the constructor of that class as well
             raise ModelError(
                 f"a target's {self.kind!r:.200} cannot be made on this worker ({error!s:.200})",
-                "let model.py import at its top the module of that class",
+                "import the module of that class at the top of model.py",
             ) from error
 
     def _made(self) -> Any:
@@ -193,7 +193,7 @@ class Structure:
 def _cannot_be_sent(what: str) -> ModelError:
     return ModelError(
         f"a target of the dataset holds {what}, which cannot be sent to another worker",
-        "let dataset() give tensors or numbers, or tuples and dicts of them",
+        "return tensors or numbers from dataset(), or tuples and dicts of them",
     )
 
 

@@ -46,7 +46,9 @@ class Hints:
         no_split, opaque = (_paths(key, hints.get(key, ())) for key in ("no_split", "opaque"))
         pin = hints.get("pin", {})
         if not isinstance(pin, dict):
-            raise FieldError('HINTS["pin"]', f'{pin!r:.80} is no dict of module paths and stages; write {{"head": -1}}')
+            raise FieldError(
+                'HINTS["pin"]', f'{pin!r:.80} is not a dict of module paths and stages; write {{"head": -1}}'
+            )
         for path, stage in pin.items():
             _check_pin(path, stage)
         return cls(no_split, dict(pin), opaque)
@@ -55,22 +57,22 @@ class Hints:
 def unknown_module_remedy(path: str, modules: Iterable[str]) -> str:
     """Say what to write instead of a path that none of the model's modules has."""
     paths = [module for module in modules if module]
-    otherwise = f"name each module by its whole path, such as {', '.join(paths[:3])}; patterns are not read"
+    otherwise = f"name each module by its whole path, such as {', '.join(paths[:3])}; patterns do not work here"
     return suggestion(path, paths, otherwise)
 
 
 def _paths(key: str, paths: object) -> tuple[str, ...]:
     if not isinstance(paths, (list, tuple)) or not all(isinstance(path, str) for path in paths):
-        raise FieldError(f'HINTS["{key}"]', f'{paths!r:.80} is no list of module paths; write ["block1"]')
+        raise FieldError(f'HINTS["{key}"]', f'{paths!r:.80} is not a list of module paths; write ["block1"]')
     return tuple(paths)
 
 
 def _check_pin(path: object, stage: object) -> None:
     if not isinstance(path, str):
-        raise FieldError('HINTS["pin"]', f"{path!r:.80} is no path of a module; write it as text")
+        raise FieldError('HINTS["pin"]', f"{path!r:.80} is not a module path; write it as text")
     if not isinstance(stage, int) or isinstance(stage, bool) or abs(stage) >= MAX_WORKERS:
         where = f'HINTS["pin"][{path!r:.80}]'
-        raise FieldError(where, f"{stage!r:.80} is no stage; write 0 for the first or -1 for the last")
+        raise FieldError(where, f"{stage!r:.80} is not a stage; write 0 for the first or -1 for the last")
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,9 @@ class TrainingOptions:
         norm = names.get("MAX_GRAD_NORM")
         is_number = isinstance(norm, Real) and not isinstance(norm, bool)
         if norm is not None and not (is_number and 0 < norm <= sys.float_info.max):
-            raise FieldError("MAX_GRAD_NORM", f"{norm!r:.80} is no positive finite number; write 1.0, or leave it out")
+            raise FieldError(
+                "MAX_GRAD_NORM", f"{norm!r:.80} is not a positive finite number; write 1.0, or leave it out"
+            )
         step = names.get("SCHEDULER_STEP", "update")
         if step not in ("update", "epoch"):
             raise FieldError("SCHEDULER_STEP", f'{step!r:.80} is unknown; write "update" or "epoch"')
@@ -121,8 +125,8 @@ def optimizer_fault(returned: object) -> str:
     closure = inspect.signature(type(returned).step).parameters.get("closure")
     if closure and closure.default is inspect.Parameter.empty:
         return (
-            f"returned {type(returned).__name__}, whose step needs a closure that computes the loss again, which a "
-            "pipeline computes once for each update; use one without a closure, such as SGD or AdamW"
+            f"returned {type(returned).__name__}, whose step needs a closure that computes the loss again, but a "
+            "pipeline computes it once per update; use one without a closure, such as SGD or AdamW"
         )
     return ""
 
@@ -133,15 +137,15 @@ def check_gradient(loss: Tensor, output: Any) -> None:
         return
     if any(tensor.requires_grad for tensor in tensors_of(output)):
         raise ModelError(
-            "loss() returned a tensor without a gradient, so that nothing can be trained",
+            "loss() returned a tensor without a gradient, so nothing can be trained",
             "compute it from the model's output without detach(), item(), argmax() or torch.no_grad()",
         )
 
 
 def hook_on_parameter(location: str) -> TraceError:
     """Return what is said of a forward that puts a hook on a parameter, at the line `file.py:12`."""
-    what = "forward puts a hook on a parameter, which a stage would not keep: it has other tensors"
-    remedy = "change gradients in the optimizer's step, or by MAX_GRAD_NORM"
+    what = "forward puts a hook on a parameter, but stages have other tensors and would not keep it"
+    remedy = "change gradients in the optimizer's step, or with MAX_GRAD_NORM"
     return TraceError(what, remedy, location=location, module="")
 
 

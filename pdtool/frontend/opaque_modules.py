@@ -125,8 +125,8 @@ def untraceable_refused() -> Iterator[None]:
         state = random.getstate()
         yield
         if random.getstate() != state:
-            what = "forward draws from Python's random numbers, which would be drawn once and for all"
-            raise TraceError(what, "draw from torch's generator, into a tensor")
+            what = "forward uses Python's random numbers, which tracing would fix once and for all"
+            raise TraceError(what, "use torch's generator, and draw into a tensor")
 
 
 def _refusing(name: str) -> Callable[..., Any]:
@@ -135,8 +135,8 @@ def _refusing(name: str) -> Callable[..., Any]:
     def refused(*args: Any, **kwargs: Any) -> Any:
         if isinstance(next(iter(args), None), nn.Parameter):
             raise hook_on_parameter(line_of(sys._getframe(1)))
-        what = f"forward calls {name}, which operators do not show"
-        raise TraceError(what, "call it in a module of its own, which pdtool then calls whole")
+        what = f"forward calls {name}, which tracing cannot see"
+        raise TraceError(what, "move the call into a module of its own, which pdtool then calls whole")
 
     return refused
 

@@ -144,7 +144,7 @@ class NodeValues:
             return int(expression)
         if expression.free_symbols != {BATCH}:
             what = f"the size {value} depends on the values of a tensor"
-            remedy = "give every tensor a shape that follows from the minibatch size alone"
+            remedy = "make every shape depend only on the minibatch size"
             raise TraceError(what, remedy, location=location(node) if node else "")
         return Size(sympy.sympify(expression))
 

@@ -80,16 +80,18 @@ def _check_paths(model: nn.Module, opaque: Sequence[str]) -> None:
     for path in opaque:
         if not path or path not in known:
             remedy = unknown_module_remedy(path, known)
-            raise TraceError(f"HINTS names {path!r} as opaque, which is no module inside of the model", remedy)
+            raise TraceError(f"HINTS names {path!r} as opaque, which is not a module inside the model", remedy)
 
 
 def _check_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            what = f"parameter {name} has a hook on its gradient, which a stage would not call: it has other tensors"
-            raise TraceError(what, "change gradients in the optimizer's step, or by MAX_GRAD_NORM")
+            what = f"parameter {name} has a hook on its gradient, but stages have other tensors and would not call it"
+            raise TraceError(what, "change gradients in the optimizer's step, or with MAX_GRAD_NORM")
     if _has_backward_hook(model):
-        raise TraceError("the model has a backward hook, which no stage would call", "put it on modules inside of it")
+        raise TraceError(
+            "the model has a backward hook, but no stage would call it", "put it on modules inside the model"
+        )
 
 
 def _has_backward_hook(module: nn.Module) -> bool:
@@ -100,7 +102,7 @@ def _check_initialized(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
             what = f"the parameters of {path or 'the model'}, a {type(module).__name__}, have no shape yet"
-            raise TraceError(what, "give it its input size, or let model() call the model once before it returns it")
+            raise TraceError(what, "pass the input size, or call the model once in model() before you return it")
 
 
 def _check_opaque(traced: Traced, opaque: Mapping[str, str], called: Collection[str]) -> None:
@@ -108,10 +110,10 @@ def _check_opaque(traced: Traced, opaque: Mapping[str, str], called: Collection[
     parts = [part for op in traced.operators for part in op.parts]
     for path in opaque:
         if inner := next((part for part in parts if part.module.startswith(f"{path}.")), None):
-            what = f"{inner.module} is called from outside of {path}, which is called whole"
+            what = f"{inner.module} is called from outside {path}, which is called whole"
             raise TraceError(what, f"call it from {path} only", location=inner.location, module=path.rpartition(".")[0])
         if path not in called and opaque[path] != _HOOKED:
-            raise TraceError(f"{path} is to be called whole, and is not called", "take it out of HINTS")
+            raise TraceError(f"{path} is named as opaque but never called", "remove it from HINTS")
 
 
 def _check_shared_memory(traced: Traced) -> None:
@@ -123,8 +125,8 @@ def _check_shared_memory(traced: Traced) -> None:
     for group in names_over_parameters(state):
         if used.intersection(group) and (name := next(filter(unused.__contains__, group), None)):
             other = next(filter(used.__contains__, group))
-            what = f"{name} shares the memory of {other}, which forward uses, and is not used itself: no stage has it"
-            raise TraceError(what, "give it memory of its own with clone(), or register the buffer as persistent=False")
+            what = f"{name} shares the memory of {other}, which forward uses, but is not used itself: no stage has it"
+            raise TraceError(what, "give it its own memory with clone(), or register the buffer as persistent=False")
 
 
 def trace_file(file: ModelFile, model: nn.Module, batch_size: int) -> Traced:
@@ -189,8 +191,8 @@ def _dynamic_dims(inputs: ModelInputs, larger: ModelInputs, size: int) -> Shapes
     batch = torch.export.Dim("batch", min=2, max=2**20)
     dynamic = ShapesCollection()  # type: ignore[no-untyped-call]
     if inputs.signature != larger.signature or len(inputs.tensors) != len(larger.tensors):
-        what = f"the inputs of {size} and of {size + 1} samples are not the same arguments of the model"
-        raise TraceError(what, "let example_inputs differ in the minibatch's size alone")
+        what = f"the inputs of {size} and of {size + 1} samples are different arguments of the model"
+        raise TraceError(what, "change only the minibatch size in example_inputs")
     for a, b in zip(inputs.tensors, larger.tensors, strict=True):
         growing = [d for d, (m, n) in enumerate(zip(a.shape, b.shape, strict=False)) if m != n]
         if a.dim() != b.dim() or any(a.shape[d] * (size + 1) != b.shape[d] * size for d in growing):
@@ -202,7 +204,7 @@ def _dynamic_dims(inputs: ModelInputs, larger: ModelInputs, size: int) -> Shapes
         dynamic[a] = {d: batch if a.shape[d] == size else (a.shape[d] // size) * batch for d in growing}
     if not any(dynamic[tensor] for tensor in inputs.tensors):
         shapes = [tuple(t.shape) for t in inputs.tensors]
-        raise TraceError(f"example_inputs gives shapes {shapes} whatever the batch size", "let it use its argument")
+        raise TraceError(f"example_inputs gives shapes {shapes} for every batch size", "use its argument")
     return dynamic
 
 
@@ -222,7 +224,7 @@ def _explained(
     except Exception as failure:
         shapes = ", ".join(str(tuple(t.shape)) for t in inputs.tensors)
         what = f"the model fails on inputs of shape {shapes}: {describe_error(failure)}"
-        return TraceError(f"{user_line(failure, path)}{what}", "mend the model or example_inputs")
+        return TraceError(f"{user_line(failure, path)}{what}", "fix the model or example_inputs")
     name = type(error).__name__
     text = describe_error(error).removeprefix(f"{name}: ")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -232,13 +234,13 @@ def _explained(
         return TraceError(
             f"{fixed[0].location if fixed else path.name}: the model works for some minibatch sizes only: "
             f"{specialized.removeprefix('- ') or lines[-1]}",
-            "use x.shape[0] or -1 for the batch dimension, let no branch depend on it, and keep no state in forward",
+            "use x.shape[0] or -1 for the batch dimension, do not branch on it, and keep no state in forward",
             module=fixed[0].module if fixed else None,
         )
     reason = lines[0].partition(" (unhinted")[0]
     writers = modules_writing_data(model) if "constant's list" in reason else []
     return TraceError(
         f"{user_line(error, path)}torch.export cannot trace this line: {name}: {reason}",
-        "put this line into a module of its own, which pdtool then calls whole",
+        "move this line into a module of its own, which pdtool then calls whole",
         module=next(iter(writers), None) or failing_module(error, model),
     )

@@ -111,12 +111,12 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
             try:
                 found |= update.of(part)
             except ModelError as error:
-                what = f"that of {', '.join(list(part)[:3])} alone raised an error, and that of all did not ({error})"
+                what = f"that of {', '.join(list(part)[:3])} alone raised an error, but that of all did not ({error})"
                 raise _refusal(file, update, what) from error
         different = [name for name in found if not is_same(found[name], expected[name])]
         if different:
             others = f" and {len(different) - 3} others" * (len(different) > 3)
-            what = f"with the same gradients, {', '.join(different[:3])}{others} get other values"
+            what = f"with the same gradients, {', '.join(different[:3])}{others} get different values"
             raise _refusal(file, update, f"{what} where {owner} has an optimizer of its own")
 
 

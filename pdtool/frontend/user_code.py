@@ -150,12 +150,12 @@ def defaults_kept(where: str, *, may_set_dtype: bool = False) -> Iterator[None]:
     if torch.is_grad_enabled() != gradients:
         torch.set_grad_enabled(gradients)
         what = f"{where} switches gradients {'off' if gradients else 'on'} for all that follows"
-        raise ModelError(what, "write `with torch.no_grad():` around what needs none")
+        raise ModelError(what, "use `with torch.no_grad():` around the code that needs none")
     if torch.get_default_device() != device:
         changed = torch.get_default_device()
         torch.set_default_device(None if device.type == "cpu" else device)
         what = f"{where} sets the default device to {changed} for all that follows"
-        raise ModelError(what, "leave it out: pdtool puts model and data on the device that --device names")
+        raise ModelError(what, "leave it out: pdtool moves model and data to the device of --device")
     if torch.get_default_dtype() != dtype and not may_set_dtype:
         changed_dtype = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
@@ -207,11 +207,11 @@ def check_pairs(path: Path, samples: Any, indices: Sequence[int], name: str) -> 
     """Check that there are as many samples as indices, each a pair (inputs, target); raises ModelError."""
     if not isinstance(samples, (list, tuple)) or len(samples) != len(indices):
         what = f"{path.name}: __getitems__ of {name} does not return a list of the {len(indices)} samples asked for"
-        raise ModelError(what, "return one, or define collate(samples), which takes what it returns")
+        raise ModelError(what, "return one, or define collate(samples) for what it returns")
     for index, sample in zip(indices, samples, strict=True):
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
             what = f"{path.name}: {name}, sample {index}, is not a pair (inputs, target)"
-            raise ModelError(what, "make it one, or define collate(samples), which returns the pair of a minibatch")
+            raise ModelError(what, "return one, or define collate(samples), which returns the pair of a minibatch")
 
 
 def difference_of_samples(indices: Sequence[int], samples: Sequence[Any]) -> str:

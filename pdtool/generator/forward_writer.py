@@ -182,7 +182,7 @@ class ForwardWriter:
             if size.endswith("*batch"):
                 return f"{text} // {size.removesuffix('*batch')}"
         raise TraceError(
-            f"stage {self.stage} computes with the minibatch's size, and takes no tensor that tells it",
+            f"stage {self.stage} needs the minibatch size, but takes no tensor that has it",
             "plan fewer stages, or keep modules together with HINTS no_split",
         )
 

@@ -104,8 +104,8 @@ def check_stage_files(
         return
     pairs = zip(bundle.stages, expected.stages, strict=False)
     files = [stage.file for stage, written in pairs if stage != written] or [Bundle.FILE]
-    what = "is not what codegen writes here for this plan and model"
-    raise StaleError(folder / files[0], what, "run `pdtool codegen` again; or, if you trust it, run with --trust")
+    what = "differs from what codegen writes here for this plan and model"
+    raise StaleError(folder / files[0], what, "run `pdtool codegen` again or, if you trust the file, use --trust")
 
 
 def _written(
@@ -164,8 +164,8 @@ def _check_inputs(traced: Traced, inputs: ModelInputs, samples: int) -> None:
     expected = [op.outputs[0].meta(samples).shape for op in traced.operators if op.is_input]
     shapes = [tensor.shape for tensor in inputs.tensors]
     if inputs.signature != traced.arguments or len(shapes) != len(expected):
-        what = f"the inputs of {samples} samples are not the arguments that the model was traced with"
-        raise TraceError(what, "let example_inputs differ in the minibatch's size alone")
+        what = f"the inputs of {samples} samples differ from the arguments that the model was traced with"
+        raise TraceError(what, "change only the minibatch size in example_inputs")
     for shape, expected_shape in zip(shapes, expected, strict=True):
         if shape != expected_shape:
             what = f"an input of {samples} samples has shape {list(shape)}, not {list(expected_shape)} as it was traced"
@@ -185,7 +185,7 @@ def _check_target(folder: Path) -> None:
     Bundle.check_target(folder / Bundle.FILE)
     found = next(folder.glob("stage_*.py"), None)
     if found and not (folder / Bundle.FILE).exists():
-        raise UsageError(f"{found} was not written by `pdtool codegen`, which would replace it", "give another -o")
+        raise UsageError(f"{found} was not written by `pdtool codegen` and would be replaced", "give another -o")
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:

@@ -150,7 +150,7 @@ def _compare_minibatches(
             with torch.set_grad_enabled(training), _repeatable(), _hooks_noted() as in_stages:
                 composed = _run(_STAGES, partial(compose, stages, bundle, _copy(inputs).tensors), where)
             if lost := sorted(in_model - in_stages):
-                remedy = 'put this line into a module of its own, and name it in HINTS = {"opaque": [...]}'
+                remedy = 'move this line into a module of its own, and name it in HINTS = {"opaque": [...]}'
                 raise VerificationError(f"{lost[0]}: forward puts a hook on a tensor that no stage has", remedy)
             _compare_outputs(expected, composed, where)
             if training:
@@ -212,7 +212,7 @@ def _refuse_changed_memory(model: nn.Module, before: Mapping[tuple[str, ...], Te
     for names, value in before.items():
         if not torch.equal(named_state(model)[names[0]], value):
             what = f"{' and '.join(names)} share memory that forward changes, but are different tensors"
-            raise VerificationError(what, "let them be one tensor, or give each memory of its own with clone()")
+            raise VerificationError(what, "make them one tensor, or give each its own memory with clone()")
 
 
 def verify_shapes(texts: Mapping[str, str], bundle: Bundle, inputs: ModelInputs, output: Any) -> None:

@@ -41,7 +41,7 @@ class Wiring:
         in_stages = {n for stage in stages for n in stage if n in in_model or not OWN_NODES.fullmatch(n)}
         if in_model != in_stages:
             unmatched = sorted(in_model ^ in_stages)[:3]
-            what = f"the model's operators are not the profile's (such as {', '.join(unmatched)})"
+            what = f"the model's operators differ from the profile's (such as {', '.join(unmatched)})"
             raise ArtifactError("plan", what, "profile the model again, with this version of torch")
         compute = {op.name for op in traced.operators if not op.is_input}
         return cls(traced, [[name for name in stage if name in compute] for stage in stages])
@@ -56,7 +56,7 @@ class Wiring:
             if names and not self.outputs(stage):
                 operators = [self.traced.by_name[name] for name in names]
                 where = next((f"{op.location}: " for op in operators if op.location), "")
-                what = f"{where}no later stage takes anything from stage {stage} ({', '.join(names[:3])})"
+                what = f"{where}no later stage uses an output of stage {stage} ({', '.join(names[:3])})"
                 raise ArtifactError("plan", what, "move its operators into another stage, or partition again")
 
     @cached_property
@@ -173,7 +173,7 @@ class Wiring:
         if isinstance(dim, int) or _AFFINE.fullmatch(text):
             return dim if isinstance(dim, int) else text
         raise TraceError(
-            f"a tensor that crosses a stage border has a dimension of {dim}, not linear in the minibatch size",
+            f"a tensor that crosses a stage border has a dimension of {dim}, which is not linear in the minibatch size",
             "keep the modules around it together with HINTS no_split",
             location=self.traced.by_name[value.operator].location,
         )

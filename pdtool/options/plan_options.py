@@ -14,7 +14,7 @@ from pdtool.schedule import SCHEDULES, STRATEGIES, schedule_names
 
 OUTER_BANDWIDTH, INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3.0 x16
 _RUNNING, _CHUNKED = schedule_names(lambda kind: not kind.flushes, "and"), schedule_names(lambda kind: kind.chunked)
-ORDER_OF_WORK = f"Order of work: {_RUNNING} never stop (old weights are kept); the others empty the pipeline to update"
+ORDER_OF_WORK = f"Order of work. {_RUNNING} never stop, and keep old weights. The others empty the pipeline to update"
 MICROBATCHES = "Minibatches in one update of a flushing schedule."
 MAX_MINIBATCHES = 10_000  # in an update; more is a slip
 # What `--wire-dtype` may be -> the bytes in messages between stages of so many of a float32 tensor; how it is packed,
@@ -38,35 +38,35 @@ class ProfileOptions:
     model_settings: tuple[str, ...] = _model(
         "--set NAME=VALUE",
         Texts(default=()),
-        "Setting for model(), or for other functions of model.py that have a parameter NAME; may be repeated.",
+        "Set a parameter NAME of model(), or of other functions in model.py. May be repeated.",
         keyword="settings",
     )
-    batch_size: int = _model("--batch-size N", Count(default=32), "Samples in one minibatch, the size that will run.")
+    batch_size: int = _model(
+        "--batch-size N", Count(default=32), "Samples in one minibatch. Use the size that you will train with."
+    )
     device: str = _computing(
         "--device NAME",
         Text(default="auto"),
-        "On cpu or cuda, measure on this machine; auto is cuda where there is one, as of `run`. For any other (v100, "
-        "a100, ...; an unknown one lists them) or a YAML file of your own, estimate without running the model.",
+        "Measure on this machine with cpu, cuda or auto (cuda if there is one). For any other device (v100, a100, ...; "
+        "see `pdtool devices`) or your own YAML file, estimate without running the model.",
     )
     threads: int | None = _computing(
-        "--threads N", Count(unset="all cores"), "CPU threads to measure with, as many as each worker will have."
+        "--threads N", Count(unset="all cores"), "CPU threads to measure with. Use as many as each worker will have."
     )
     precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = _computing(
         "--precision",
         Choice(("fp32", "tf32", "bf16", "fp16"), unset="the model's own"),
-        "Measure what `run` computes in: fp32, the model as it is, or bf16 by autocast. Or estimate as if the model "
-        "were cast to fp32, bf16 or fp16; tf32: with products of fp32 in TF32.",
+        "Measure with the precision of `run`: fp32 is the model as it is, bf16 is autocast. When estimating, assume a "
+        "model cast to fp32, bf16 or fp16, or fp32 with TF32 matrix products (tf32).",
     )
     compiled: bool = _computing(
         "--compile/--no-compile",
         Flag(default=False),
-        "Measure what `run --compile` runs. What torch.compile fuses is timed in segments; operators get shares.",
+        "Measure the compiled model. Segments are timed, and operators get shares of their time.",
         keyword="compile",
     )
     calibrate: str | None = _model(
-        "--calibrate PROFILE",
-        Text(),
-        "Estimate with factors fitted to a profile of any model that was measured on that device.",
+        "--calibrate PROFILE", Text(), "Fit the estimate to a profile of any model that was measured on that device."
     )
 
 
@@ -77,34 +77,38 @@ class PartitionOptions:
     topology: str | None = _cluster(
         "--topology NxM",
         Text(),
-        "Workers: sizes of the nested levels, the outermost first; 4x4 is 4 servers of 4 devices.",
+        "Workers, as sizes of nested levels, the outermost first. 4x4 is 4 servers with 4 devices each.",
     )
     cluster: str | None = _cluster(
         "--cluster FILE",
         Text(),
-        "The same and all bandwidths, as `pdtool probe` writes them.",
+        "Read the topology and all bandwidths from a file that `pdtool probe` wrote.",
         excludes=("topology", "bandwidth", "latency"),
     )
     bandwidth: str | None = _cluster(
         "--bandwidth RATE,...",
-        Text(unset=f"{OUTER_BANDWIDTH} outside, {INNER_BANDWIDTH} at inner levels"),
-        "Each way, of one link per level in bit/s or B/s, the outermost first, as 10Gbit/s,12GB/s.",
+        Text(unset=f"{OUTER_BANDWIDTH} at the outermost level, {INNER_BANDWIDTH} at inner levels"),
+        "Bandwidth of a link at each level, in each direction, the outermost first, as 10Gbit/s,12GB/s.",
     )
-    latency: str | None = _cluster("--latency TIME,...", Text(unset="0s"), "Of one message per level, as 50us,5us.")
+    latency: str | None = _cluster(
+        "--latency TIME,...", Text(unset="0s"), "Latency of a message at each level, as 50us,5us."
+    )
     memory: str | None = _cluster(
-        "--memory SIZE", Text(unset="that of the device profiled"), "Of each device, as 16GB or 16GiB; none: no limit."
+        "--memory SIZE",
+        Text(unset="that of the profiled device"),
+        "Memory of each device, as 16GB or 16GiB, or none for no limit.",
     )
-    workers: int | None = _cluster("--workers N", Count(unset="all of the topology"), "Number of workers to use.")
+    workers: int | None = _cluster("--workers N", Count(unset="all of the topology"), "Use at most N workers.")
     replicas: tuple[int, ...] | None = _plan(
         "--replicas R-R-R",
         Text(values.replicas, unset="whatever is fastest"),
-        "Workers of each stage, as 15-1: find where to cut the model into exactly these stages.",
+        "Cut the model into exactly these stages, given as workers per stage: 15-1.",
         excludes=("strategy", "straight"),
     )
     strategy: str = _plan(
         "--strategy",
         Choice(tuple(STRATEGIES), default="auto"),
-        "The fastest plan of any kind (auto), or the best of one kind, to compare it with.",
+        "Find the fastest plan of any kind (auto), or the best plan of one kind.",
     )
     straight: bool = _plan(
         "--straight/--no-straight", Flag(default=False), "The same as --strategy straight.", excludes=("strategy",)
@@ -112,7 +116,7 @@ class PartitionOptions:
     schedule: str | None = _plan(
         "--schedule",
         Choice((*SCHEDULES, "auto"), unset="1f1b, or what --strategy has"),
-        f"{ORDER_OF_WORK}; auto takes the fastest, flushing ones only with --microbatches.",
+        f"{ORDER_OF_WORK}. auto takes the fastest. It looks at flushing ones only with --microbatches.",
     )
     microbatches: int | None = _plan(
         "--microbatches N",
@@ -122,21 +126,19 @@ class PartitionOptions:
     samples_per_update: int | None = _plan(
         "--global-batch-size, --samples-per-update N",
         Count(unset="what --microbatches makes"),
-        "Samples in one update of every stage, of which the minibatches that were profiled are the parts; with "
-        "1f1b-flush unless another --schedule is given.",
+        "Samples that an update of every stage averages, in minibatches of the profiled size. Plans with 1f1b-flush, "
+        "unless you pass another --schedule.",
         excludes=("microbatches",),
     )
     wire_dtype: str = _plan(
         "--wire-dtype",
         Choice(tuple(WIRE_BYTES), default="fp32"),
-        "What fp32 activations and gradients are sent as to other workers.",
+        "Send fp32 activations and gradients to other workers in this dtype.",
     )
     in_flight: int | None = _plan(
         "--in-flight N",
-        Count(
-            1, MAX_MINIBATCHES, unset="what is fastest with a flush, else what the schedule wants or up to twice that"
-        ),
-        "Minibatches in flight at each replica of the first stage; later stages have fewer, and with a flush none has "
+        Count(1, MAX_MINIBATCHES, unset="with a flush the fastest, else what the schedule wants, or up to twice that"),
+        "Minibatches in flight at each replica of the first stage. Later stages have fewer. With a flush, none has "
         "more than an update.",
     )
     chunks: int = _plan("--chunks N", Count(2, 100, default=2), f"Stages on each worker with --schedule {_CHUNKED}.")
@@ -146,16 +148,15 @@ class PartitionOptions:
     cost_model: str = _plan(
         "--cost",
         Choice(("ours", "pipedream", "pipedream-free"), default="ours"),
-        "Whose formulas; those of PipeDream's optimizer, with or without the traffic of activations, to compare.",
+        "Plan with our formulas, or with those of PipeDream's optimizer (pipedream-free: without activation traffic).",
     )
     simplest: float = _plan(
         "--simplest SHARE",
         Text(values.share, default="3%"),
-        "Prefer fewer stages, and borders between modules, as long as the plan is at most this much slower than the "
-        "fastest.",
+        "Prefer fewer stages, and borders between modules, if the plan is at most this much slower than the fastest.",
     )
     max_cuts: int = _plan(
         "--cuts N",
         Count(100, 100_000, default=1200),
-        "Places to cut a branchy graph that are searched at most; more take longer (the square) and miss less.",
+        "Search at most N cuts of a branchy graph. More miss fewer plans, in time that grows with N squared.",
     )

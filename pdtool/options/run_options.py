@@ -41,14 +41,14 @@ class WorkerOptions:
     steps: int | None = _training(
         "--steps N",
         Count(unset="the whole training set"),
-        "Minibatches in an epoch, at most; needed for an IterableDataset without a length.",
+        "Minibatches in an epoch, at most. You need it for an IterableDataset without a length.",
         same=True,
     )
     target: Target | None = _training(  # noqa: RUF009
         "--target METRIC<=VALUE",
         Text(lambda name, text: Target.parse(text)),
-        "Stop when the validation reaches it, as 'nll<=4' or 'accuracy>=0.98' (also <, > and =, where = means at most "
-        "for loss and perplexity, else at least); exit with 6 when it does not.",
+        "Stop when the validation reaches 'nll<=4' or 'accuracy>=0.98', for example (also <, > and =). = means at most "
+        "for loss and perplexity, else at least. Exit with 6 if it is never reached.",
         same=True,
     )
     seed: int = _training(
@@ -57,21 +57,19 @@ class WorkerOptions:
     resume: Path | None = _training(  # noqa: RUF009
         "--resume [RUN_DIR]",
         Text(lambda name, text: Path(text) if text else None, without=str(SAME_FOLDER)),
-        "Go on from the last checkpoint of RUN_DIR. Plan and options are those of that run unless you give others; any "
-        "plan of the same model will do.  [without RUN_DIR: the folder of -o]",
+        "Continue from the last checkpoint of RUN_DIR, with its plan and options unless you give others. Any plan of "
+        "the same model works.  [without RUN_DIR: the folder of -o]",
         in_file=False,
     )
     correction: str | None = _training(
         "--correction NAME[=VALUE]",
         Text(unset="none"),
-        "Correct for gradients of older weights, without a flush: lr-discount[=UPDATES], weight-prediction or "
+        "Correct for stale gradients in schedules without a flush: lr-discount[=UPDATES], weight-prediction or "
         "nesterov[=G].",
         same=True,
     )
     device: Literal["auto", "cpu", "cuda"] = _computing(
-        "--device",
-        Choice(("auto", "cpu", "cuda"), default="auto"),
-        "Device to train on; auto is cuda where there is one.",
+        "--device", Choice(("auto", "cpu", "cuda"), default="auto"), "Device to train on. auto is cuda if there is one."
     )
     timeout_s: float = _computing(
         "--timeout TIME",
@@ -82,13 +80,13 @@ class WorkerOptions:
     precision: Literal["fp32", "bf16"] = _computing(
         "--precision",
         Choice(("fp32", "bf16"), default="fp32"),
-        "What stages compute in; bf16 is autocast, weights and messages stay fp32.",
+        "Precision of the computation. bf16 is autocast: weights and messages stay fp32.",
         same=True,
     )
     transport: Literal["auto", "gloo", "shared"] = _computing(
         "--transport",
         Choice(("auto", "gloo", "shared"), default="auto"),
-        "How tensors go between workers; auto shares memory, of GPUs too, within a machine.",
+        "How workers exchange tensors. auto shares memory within a machine, also between GPUs.",
         same=True,
     )
     loader_workers: int | None = _computing(
@@ -96,10 +94,10 @@ class WorkerOptions:
         Count(
             0,
             _MAX_LOADER_WORKERS,
-            unset="what the profile's loading time needs, at most the cores; "
-            "0 if that is under 1 ms or 2 % of a minibatch's",
+            unset="as many as the profile's loading time needs, at most the cores; "
+            "0 if loading takes under 1 ms or 2 % of a minibatch",
         ),
-        "Processes that load for each replica of the first stage; 0 loads in the training process.",
+        "Processes that load data for each replica of the first stage. With 0, the training process loads.",
     )
     threads: int | None = _computing(
         "--threads N",
@@ -109,14 +107,14 @@ class WorkerOptions:
     compiled: bool = _computing(
         "--compile/--no-compile",
         Flag(default=False),
-        "Put each stage through torch.compile.",
+        "Compile each stage with torch.compile.",
         keyword="compile",
         same=True,
     )
     trust: bool = _computing(
         "--trust",
         Flag(default=False),
-        "Run the stage files as they are, edited by hand or from elsewhere.",
+        "Run stage files that you edited or got from elsewhere, without the check.",
         in_file=False,
         same=True,
     )
@@ -126,12 +124,12 @@ class WorkerOptions:
 class LaunchOptions:
     """Over which machines workers are launched; each starts its own."""
 
-    nnodes: int = _machines("--nnodes N", Count(default=1), "Machines.")
-    node_rank: int = _machines("--node-rank K", Count(0, default=0), "This machine.")
+    nnodes: int = _machines("--nnodes N", Count(default=1), "Number of machines.")
+    node_rank: int = _machines("--node-rank K", Count(0, default=0), "Number of this machine.")
     rdzv_endpoint: str = _machines(
         "--rdzv-endpoint HOST:PORT",
         Text(values.endpoint, default=""),
-        "Where the machines meet, on machine 0.",
+        "Name and port of machine 0, where the machines meet.",
         in_file=False,
     )
 
@@ -155,7 +153,7 @@ class RunOptions(WorkerOptions, LaunchOptions):
     model: str | None = option(
         "--model FILE",
         Text(unset=PLANNED),
-        "Model file, when it has moved since.",
+        "Model file, if it has moved.",
         section="Model",
         of_plan=True,
         in_file=False,
@@ -165,20 +163,20 @@ class RunOptions(WorkerOptions, LaunchOptions):
         "model_settings",
         artifact="",
         of_plan=True,
-        help="Setting for those functions of model.py that have a parameter NAME, as optimizer(named_parameters, "
-        "lr=0.1) has; the plan holds as long as the model's operators stay the same. May be repeated.",
+        help="Set a parameter NAME of functions in model.py, such as lr in optimizer(named_parameters, lr=0.1). The "
+        "plan stays valid if the model's operators stay the same. May be repeated.",
     )
     schedule: str | None = _plan("--schedule", Choice(tuple(SCHEDULES), unset=PLANNED), f"{ORDER_OF_WORK}.")
     microbatches: int | None = _plan("--microbatches N", Count(1, MAX_MINIBATCHES, unset=PLANNED), MICROBATCHES)
     weights: str | None = _plan(
         "--weights",
         Choice(ONE_F_ONE_B.policy_names, unset=PLANNED),
-        f"Weights of a minibatch under {ONE_F_ONE_B.name}: {', '.join(_POLICIES[:-1])}, or {_POLICIES[-1]}.",
+        f"Weights that {ONE_F_ONE_B.name} uses for a minibatch: {', '.join(_POLICIES[:-1])}, or {_POLICIES[-1]}.",
     )
     update_every: int | None = _plan(
         "--update-every N",
         Count(1, MAX_MINIBATCHES, unset=PLANNED),
-        "Minibatches in one update of every stage, without a flush.",
+        "Minibatches in one update of every stage, in schedules without a flush.",
         excludes=("microbatches",),
     )
     wire_dtype: str | None = again(
@@ -192,7 +190,7 @@ class RunOptions(WorkerOptions, LaunchOptions):
     log_every: int | None = _training(
         "--log-every N",
         Count(unset="10 seconds"),
-        "Updates between two lines where stderr is no terminal, which shows a bar.",
+        "Updates between two lines of output. On a terminal a bar is shown instead.",
     )
 
     @property

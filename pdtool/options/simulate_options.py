@@ -25,7 +25,7 @@ def _against(*names: str) -> Any:
     return option(
         "--against STRATEGY,...",
         Text(values.rivals, default=",".join(names)),
-        f"Compare with the best plans of these strategies of `pdtool partition`; also {others}; '' is none.",
+        f"Compare with the best plan of each of these strategies. Also possible: {others}. '' compares with none.",
         section="Output",
     )
 
@@ -40,7 +40,7 @@ class SimulateOptions:
     schedule: str | None = again(
         RunOptions,
         "schedule",
-        help=f"Another order of work; {_EVENLY} are for plans with as many replicas of each stage.",
+        help=f"Try another order of work. {_EVENLY} need the same number of replicas for each stage.",
     )
     against: tuple[str, ...] = _against("data-parallel", "straight", "gpipe", "model-parallel")
 
@@ -53,27 +53,29 @@ class EmulateOptions:
     scale: float | None = _computing(
         "--scale S",
         Factor(1, MAX_FACTOR, unset="what the cores here can carry"),
-        "Divide bytes and bandwidths by S; times stay.",
+        "Divide bytes and bandwidths by S. Times stay the same.",
     )
     slowdown: float | None = _computing(
         "--slowdown T",
         Factor(1, MAX_FACTOR, unset="so that a minibatch takes 150 ms or more"),
-        "Let everything take T times as long.",
+        "Make everything take T times as long.",
     )
     compute: Literal["sleep", "real"] = _computing(
         "--compute",
         Choice(("sleep", "real"), default="sleep"),
-        "Sleep the times of the profile, or train the model on this CPU.",
+        "Sleep for the times in the profile, or train the model on this CPU.",
     )
     model: str | None = again(RunOptions, "model")
     minibatches: int | None = _computing(
-        "--minibatches N", Count(unset="enough for steady state"), "In an epoch; timed are those in steady state."
+        "--minibatches N",
+        Count(unset="enough for steady state"),
+        "Minibatches in an epoch. Those in steady state are timed.",
     )
     epochs: int | None = again(
         RunOptions,
         "epochs",
         value=Count(unset="1, or 2 with --compute real"),
-        help="Epochs at most; the first of several is to warm up.",
+        help="Epochs at most. If there are several, the first one warms up.",
     )
     target: Target | None = again(RunOptions, "target")  # noqa: RUF009
     seed: int = again(RunOptions, "seed")

@@ -296,20 +296,20 @@ class SubjectView:
 def _report_notes(report: Report | None) -> Iterator[str]:
     if report and not report.measured.is_steady:
         yield (
-            f"epochs of {report.minibatches} minibatches have no steady state: filling and draining the pipeline are "
-            "measured, too"
+            f"epochs of {report.minibatches} minibatches have no steady state, so the measurement includes fill and "
+            "drain"
         )
     if report and report.is_crowded:
         yield (
-            f"{report.local_workers} workers shared {report.cores} cores; the prediction is for devices of their own, "
-            "on which they would be faster"
+            f"{report.local_workers} workers shared {report.cores} cores. The prediction is for one device each, "
+            "which would be faster"
         )
 
 
 def _emulation_facts(emulation: Emulation | None) -> Iterator[tuple[str, str]]:
     if not emulation:
         return
-    yield "workers", "slept the times of the profile" if emulation.compute == "sleep" else "trained the model"
+    yield "workers", "slept for the times in the profile" if emulation.compute == "sleep" else "trained the model"
     yield _links(emulation.cluster)
     yield "minibatch", str(emulation.batch_size)
     for plan in emulation.plans if emulation.compute == "sleep" else ():
@@ -337,8 +337,8 @@ def _training(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
 
 def _graphs(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
     about = (
-        "Modules from left to right, the taller the costlier; times are forward and backward of one minibatch on one "
-        "worker. On the borders: activations of a minibatch."
+        "Modules from left to right. A taller module costs more. Times are forward and backward of one minibatch on "
+        "one worker. Borders show the activations of a minibatch."
     )
     for view in views:
         if view.plan and view.profile and not view.is_repeated:
@@ -352,7 +352,7 @@ def _stages(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
     if columns:
         legend = _html("legend", any(view.report for view, _ in columns))
         body = _html("columns", [(view.title, _html("stages", stages)) for view, stages in columns])
-        about = "How the workers of each stage spend the time of a minibatch, and the memory of one worker."
+        about = "How the workers of each stage spend the time of a minibatch, and how much memory one worker needs."
         yield PageFigure("Stages", about, legend + body)
 
 
@@ -360,14 +360,14 @@ def _differences(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
     reports = [(view.title, differences(view.report)) for view in views if view.report]
     columns = [(title, _html("differences", parts)) for title, parts in reports if parts]
     if columns:
-        about = "At the busiest stage, per minibatch, what took longer or shorter than predicted."
+        about = "What took longer or shorter than predicted, per minibatch at the busiest stage."
         yield PageFigure("Why measured differs from predicted", about, _html("columns", columns))
 
 
 def _timeline(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
     groups = [group for view in views for group in view.timelines(named=len(views) > 1)]
     if groups:
-        about = "What each worker computes; numbers are minibatches. The pipeline fills, then come steady rounds."
+        about = "What each worker computes. Numbers are minibatches. The pipeline fills, then steady rounds follow."
         yield PageFigure("Timeline", about, pictures(partial(timeline_drawing, groups)))
 
 
@@ -380,7 +380,7 @@ def _rivals(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
                 gain = pictures(partial(gain_chart, simulated.sweep, own=own), HALF)
             bars, left_out = rival_bars(simulated), simulated.comparison.left_out
             body = _html("rivals", gain, bars, left_out) + _reasons(plan.why)
-            yield PageFigure(f"Beside other plans{_of(view, views)}", "", body)
+            yield PageFigure(f"Compared with other plans{_of(view, views)}", "", body)
 
 
 def _reasons(why: Why | None) -> Markup:
@@ -389,8 +389,8 @@ def _reasons(why: Why | None) -> Markup:
     certificate = ""
     if stated := why.certificate:
         certificate = (
-            f"by the formulas no plan takes less than {format_seconds(stated.bound_s)} per minibatch; "
-            f"this one is within {stated.gap or 0:.1%} of that ({stated.sentence()})"
+            f"By the formulas no plan is faster than {format_seconds(stated.bound_s)} per minibatch. "
+            f"This plan takes {stated.gap or 0:.1%} more ({stated.sentence()})"
         )
     rejected = [(r.plan, format_seconds(r.bottleneck_s), r.why) for r in why.rivals]
     return _html("reasons", why.bottleneck, certificate, rejected)

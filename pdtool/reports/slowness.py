@@ -47,7 +47,7 @@ def differences(report: Report) -> list[ExtraTime]:
             "waiting for other stages", stage.wait_s - (predicted_s - profiled_s), _waiting_cause(report, predicted)
         ),
         ExtraTime("averaging gradients", stage.allreduce_s, "waits for replicas, which prediction counts as waiting"),
-        ExtraTime("loading", stage.data_s, f"prediction leaves loading out; {_loading_remedy(report)}"),
+        ExtraTime("loading", stage.data_s, f"the prediction leaves out loading, and {_loading_remedy(report)}"),
         ExtraTime("between actions", stage.rest_s, "Python, and the system giving the core to others"),
     ]
     notable = [part for part in parts if abs(part.more_s) >= _NOTABLE * max(predicted_s, 1e-12)]
@@ -80,7 +80,7 @@ def _loading_limit(report: Report) -> Iterator[str]:
     first, *others = report.stages
     share = first.data_s / (first.time_s or 1.0)
     if share >= _MUCH_LOADING and first.busy_s + first.data_s > max((other.busy_s for other in others), default=0.0):
-        yield f"loading slows this run: stage 0 spends {share:.0%} of its time on data; {_loading_remedy(report)}"
+        yield f"loading slows this run: stage 0 spends {share:.0%} of its time on data, and {_loading_remedy(report)}"
 
 
 def _loading_remedy(report: Report) -> str:
@@ -90,7 +90,7 @@ def _loading_remedy(report: Report) -> str:
     taken = (report.local_workers or 0) + used * replicas
     if report.cores is None or taken + replicas <= report.cores:
         return f"{loaded}: give --loader-workers {used + 1}"
-    return f"{loaded}, and the {report.cores} core(s) are taken: make samples cheaper to load, or train where more are"
+    return f"{loaded}, and all {report.cores} core(s) are in use: make samples cheaper to load, or use more cores"
 
 
 def busiest_stage(report: Report) -> int:
@@ -114,14 +114,14 @@ def _waiting_cause(report: Report, predicted: Predicted) -> str:
         size, rate = format_bytes(over[border]), format_bits_rate(over[border] / measured_s)
         if over[border] < _SMALL_MESSAGES_BYTES:
             return (
-                f"no stage computes all the time: a message takes some time however small it is, and those between "
-                f"stages {border - 1} and {border} have {size} a minibatch; `pdtool profile` with a larger "
-                f"--batch-size makes them fewer and larger"
+                f"no stage computes all the time. Even a small message takes some time, and those between "
+                f"stages {border - 1} and {border} have {size} per minibatch. Run `pdtool profile` with a larger "
+                f"--batch-size to get fewer and larger messages"
             )
-        seen = f"; {size} a minibatch each way between stages {border - 1} and {border} went at {rate}"
+        seen = f": {size} per minibatch each way between stages {border - 1} and {border} went at {rate}"
     return (
-        f"no stage computes all the time, so messages set the pace{seen}. Measure what the links carry with "
-        "`pdtool probe`, and plan with that: `pdtool partition --cluster cluster.yaml`"
+        f"no stage computes all the time, so messages set the pace{seen}. Measure your links with "
+        "`pdtool probe`, and plan for them with `pdtool partition --cluster cluster.yaml`"
     )
 
 
@@ -129,12 +129,12 @@ def _computing_cause(report: Report, number: int, profiled_s: float) -> str:
     """Say how much longer a stage computes than was profiled, and what to look for."""
     stage = report.stages[number]
     if report.is_crowded:
-        return f"{report.local_workers} workers share {report.cores} cores, of which the profile had one to itself"
+        return f"{report.local_workers} workers share {report.cores} cores, but the profile had one core to itself"
     if not 0 < profiled_s * _MUCH_SLOWER < stage.busy_s:
-        sending = f"; handing over messages is {format_seconds(stage.send_s)} of it" if stage.send_s else ""
+        sending = f". Handing over messages takes {format_seconds(stage.send_s)} of it" if stage.send_s else ""
         return f"operators are slower than in the profile: other threads, memory bandwidth, temperature{sending}"
     if report.cores is None:
-        why = "was the GPU busy with something else, or is it another one than was profiled?"
+        why = "was the GPU busy with something else, or is it not the GPU that was profiled?"
     else:
         why = (
             "were the cores busy with something else, or had workers fewer threads than the profile "

@@ -146,8 +146,8 @@ def _read(message: Tensor, kind: type[_T], rank: int, what: str) -> _T:
     try:
         return read_message(message.numpy().tobytes(), kind)
     except FormatError as error:
-        remedy = "start the same pdtool on all machines, and let nobody else reach their ports (SECURITY.md)"
-        problem = f"{what} from rank {rank} cannot be read, and nothing of it was executed ({error})"
+        remedy = "start the same pdtool on all machines, and close their ports to others (SECURITY.md)"
+        problem = f"{what} from rank {rank} cannot be read, and none of it was executed ({error})"
         raise PeerError(problem, remedy, peer=rank) from error
 
 
@@ -273,8 +273,8 @@ def check_agreement(config: RunConfig, group: object) -> None:
     differences = describe_differences(settings)
     if differences:
         raise UsageError(
-            f"the workers were not asked for the same: {'; '.join(differences)}",
-            "start all with the same command, on the same files: copy profiles/ and plans/ from machine 0",
+            f"the workers got different settings: {'; '.join(differences)}",
+            "start all with the same command and files: copy profiles/ and plans/ from machine 0",
         )
 
 
@@ -319,9 +319,9 @@ def check_shared(out: Path, group: Any, timeout_s: float) -> None:
     blind = {f"rank {rank} on {host}" for rank, (sees, host) in enumerate(seen) if not sees}
     if blind:
         raise UsageError(
-            f"{out} is not one folder for all workers: what rank 0 on {seen[0][1]} writes there is not seen by "
+            f"{out} is not one folder for all workers: files that rank 0 on {seen[0][1]} writes there are not seen by "
             f"{', '.join(sorted(blind))}",
-            "name with -o a folder that all machines share",
+            "use -o to name a folder that all machines share",
         )
 
 

@@ -128,13 +128,13 @@ STASH = WeightPolicy(
 # count everywhere.
 VERTICAL_SYNC = WeightPolicy(
     name="vertical-sync",
-    words="of its first stage's forward",
+    words="those of the first stage's forward",
     reads=_newest_of_first_stage,
     max_versions=lambda r, w, k, first: 1 + math.ceil((first - 1) / k),
     intervals=lambda r, w: [math.lcm(*r)] * len(r),
 )
 # The newest when its forward runs, and the newest when its backward runs, which may be another.
-NONE = WeightPolicy(name="none", words="whatever is newest", max_versions=lambda r, w, k, first: 1, stashes=False)
+NONE = WeightPolicy(name="none", words="the newest ones", max_versions=lambda r, w, k, first: 1, stashes=False)
 # Narayanan et al., ICML'21, section 3.1: one update late everywhere. k is at least all that is in flight, so that a
 # third version is never begun.
 TWO_BW = WeightPolicy(

@@ -110,7 +110,7 @@ def test_show_takes_what_the_command_takes(road, capsys):
         assert capsys.readouterr().out == road.pdtool("show", str(what)).stdout
     with pytest.raises(ArtifactError, match=r"nothing\.yaml"):
         pdtool.show("nothing.yaml")
-    with pytest.raises(TypeError, match="a path is needed, and this is a int"):
+    with pytest.raises(TypeError, match="a path is needed, not a int"):
         pdtool.show(3)
 
 
@@ -149,7 +149,7 @@ def test_a_run_raises_what_its_worker_raised(road):
     written = stage.read_text()
     stage.write_text(f"{written}\n# edited\n")
     Bundle.load(folder / "bundle.yaml").trusting(folder).save(folder / "bundle.yaml")
-    with pytest.raises(StaleError, match=r"^rank 0 .*stage_1.py: is not what codegen writes here") as stale:
+    with pytest.raises(StaleError, match=r"^rank 0 .*stage_1.py: differs from what codegen writes here") as stale:
         pdtool.run("plans/model-2.yaml", steps=2)
     assert Path(stale.value.path).name == "stage_1.py"
     pdtool.codegen("plans/model-2.yaml")

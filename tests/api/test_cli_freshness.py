@@ -47,11 +47,11 @@ def test_an_operator_changed_in_an_imported_module_stops_every_command(importing
     importing.pdtool("run", "--steps", "2")
     importing.write("layers.py", TANH)
     stderr = importing.pdtool("run", "--steps", "2", code=3).stderr
-    assert "model.py: the model's operators are not those that the plan and its stage files were made for" in stderr
-    assert "`pdtool check --fresh` says where they differ" in stderr
+    assert "model.py: the plan and its stage files were made for other operators than the model has now" in stderr
+    assert "`pdtool check --fresh` shows where they differ" in stderr
     difference = "model.py: operator relu is ReLU in the profile and Tanh in the model"
     stderr = importing.pdtool("codegen", code=3).stderr
-    assert f"error: {difference}; model.py itself is as it was, so a module that it imports" in stderr
+    assert f"error: {difference}. model.py itself is unchanged, so a module that it imports" in stderr
     assert "profile and partition it again" in stderr
     result = importing.pdtool("check", "--fresh", code=3)
     assert marks(result) == {"profile": "✗", "plan": "✓", "bundle": "✗", "stage files": "✓"}
@@ -68,7 +68,7 @@ def test_what_a_plan_was_made_from_and_is_not_there(importing):
         assert "it was made from model.py, which is not there" in importing.pdtool(*command, code=3).stderr
     importing.pdtool("codegen", "--model", "moved.py")
     next((importing.path / "profiles").glob("*.json")).unlink()
-    assert "is not there (it is sought from" in importing.pdtool("run", "--steps", "2", code=3).stderr
+    assert "is not there (searched from" in importing.pdtool("run", "--steps", "2", code=3).stderr
 
 
 def test_a_worker_of_torchrun_refuses_an_operator_that_changed(importing, monkeypatch):
@@ -81,7 +81,7 @@ def test_a_worker_of_torchrun_refuses_an_operator_that_changed(importing, monkey
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29617"}.items():
         monkeypatch.setenv(name, value)
     stderr = importing.pdtool("run", "plans/one.yaml", "-o", "runs/one", code=3).stderr
-    assert "the model's operators are not those that the plan" in stderr
+    assert "the model's operators are made for other operators" in stderr
 
 
 @pytest.mark.parametrize(
@@ -105,13 +105,13 @@ def test_what_leaves_the_graph_alone_leaves_plan_and_edits_and_bundle_valid(road
     assert changed != NET
     road.write("model.py", changed)
     stderr = road.pdtool("run", "--steps", "2").stderr
-    assert "model.py has changed since it was profiled: its operators are checked, and the plan" in stderr
-    assert "what loss and optimizer cost, and HINTS, are those of the profile" in stderr
+    assert "model.py has changed since it was profiled. The plan stays valid if its operators are the same" in stderr
+    assert "The costs of loss and optimizer, and HINTS, are those of the profile" in stderr
     assert "generating it" not in stderr
     assert Path("plans/model-2/bundle.yaml").read_bytes() == before
     result = road.pdtool("check", "--fresh")
     assert marks(result) == {"profile": "✓", "source": "–", "plan": "✓", "bundle": "✓", "stage files": "✓"}
-    assert "its loss and its optimizer may cost something else" in result.stdout
+    assert "its loss and optimizer may have other costs" in result.stdout
     assert "model.py has changed" in road.pdtool("codegen").stderr
 
 
@@ -119,8 +119,8 @@ def test_what_leaves_the_graph_alone_leaves_plan_and_edits_and_bundle_valid(road
     ("old", "new", "difference"),
     [
         ("relu=nn.ReLU()", "relu=nn.GELU()", "operator relu is ReLU in the profile and GELU in the model"),
-        ("relu=nn.ReLU(), ", "", "where the profile has operator relu, the model has middle"),
-        ("last=nn.Linear(width, 2)", "last=nn.Linear(width, 2), act=nn.Tanh()", "operator act is in the model and not"),
+        ("relu=nn.ReLU(), ", "", "the model has operator middle where the profile has relu"),
+        ("last=nn.Linear(width, 2)", "last=nn.Linear(width, 2), act=nn.Tanh()", "operator act is in the model but not"),
         (
             "def model(width=8)",
             "def model(width=6)",
@@ -154,7 +154,7 @@ def test_a_setting_edited_in_the_plan_counts_as_what_it_makes_of_the_model(folde
     folder.write(PLAN, text.replace("settings: {}", "settings: {act: ReLU}"))
     folder.pdtool("run", "--steps", "2")
     folder.write(PLAN, text.replace("settings: {}", "settings: {act: Tanh}"))
-    assert "not those that the plan" in folder.pdtool("run", "--steps", "2", code=3).stderr
+    assert "made for other operators" in folder.pdtool("run", "--steps", "2", code=3).stderr
 
 
 def without_graph(artifact):
@@ -176,7 +176,7 @@ def test_artifacts_without_a_graph_go_by_the_bytes_of_the_file(road):
     without_graph(Bundle.load("plans/model-2/bundle.yaml")).save("plans/model-2/bundle.yaml")
     assert "generating it" not in road.pdtool("run", "--steps", "2").stderr
     assert (
-        "profiles/model.json records no operator graph, and model.py is as it was"
+        "profiles/model.json records no operator graph, but model.py is unchanged"
         in road.pdtool("check", "--fresh").stdout
     )
     road.write("model.py", NET + "\n# changed\n")
@@ -214,4 +214,4 @@ def test_a_plan_of_no_model_has_none_to_be_compared_with(road):
     for kind, path in ((Profile, "profiles/model.json"), (Plan, PLAN)):
         artifact = kind.load(path)
         artifact.model_copy(update={"model": None, "digests": {}}).save(path)
-    assert "– profile: there is no model behind profiles/model.json" in road.pdtool("check", "--fresh").stdout
+    assert "– profile: profiles/model.json comes without a model" in road.pdtool("check", "--fresh").stdout

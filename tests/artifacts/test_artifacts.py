@@ -233,7 +233,7 @@ def test_a_node_that_is_named_twice_in_a_stage_is_refused():
     stage = samples.plan().stages[0]
     twice = stage.model_copy(update={"nodes": (*stage.nodes, stage.nodes[0])})
     plan = samples.plan().model_copy(update={"stages": (twice, *samples.plan().stages[1:])})
-    with pytest.raises(ArtifactError, match=rf"stages\[0\]\.nodes: '{stage.nodes[0]}' is named twice; leave one out"):
+    with pytest.raises(ArtifactError, match=rf"stages\[0\]\.nodes: '{stage.nodes[0]}' appears twice; remove one"):
         Plan.parse(plan.dump())
 
 
@@ -482,7 +482,7 @@ def test_sizes_follow_the_minibatch():
         ({"weights": "flush"}, "weights: 'flush': schedule 1f1b goes with stash or vertical-sync or none"),
         ({"weights": "2bw"}, "weights: '2bw': schedule 1f1b goes with stash"),
         ({"schedule": "gpipe", "weights": "flush", "update_every": 4}, "update_every: 4: a flushing schedule updates"),
-        ({"update_every": 1}, "update_every: 1: each of 2 replicas must have one"),
+        ({"update_every": 1}, "update_every: 1: each of the 2 replicas needs one"),
         ({"chunks": 2}, "chunks: 2: interleaved and looped-bfs have 2 or more"),
         ({"schedule": "interleaved", "weights": "flush", "chunks": 3}, "chunks: 2 stages do not divide into 3"),
         ({"schedule": "interleaved", "weights": "flush"}, "chunks: 1: interleaved and looped-bfs have 2 or more"),
@@ -499,7 +499,7 @@ def test_plans_that_do_not_hold_together_are_refused(changes, match):
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("a: &x [1]\nb: *x\nformat: pdtool/plan/1\n...\n", r"an alias, .* \(line 2\)\); write it .*, or mend it"),
+        ("a: &x [1]\nb: *x\nformat: pdtool/plan/1\n...\n", r"an alias: .* \(line 2\)\); write it .*, or fix it"),
         ("format: pdtool/plan/1\nname: a\nname: b\n...\n", r"key 'name' stands twice \(lines 2 and 3\)"),
         ("format: pdtool/plan/1\nname: !!python/object/apply:os.system [ls]\n...\n", "is not valid YAML"),
         ("format: pdtool/plan/1\nname: 2020-01-01\n...\n", r"name: .*is neither text nor a number"),
@@ -507,7 +507,7 @@ def test_plans_that_do_not_hold_together_are_refused(changes, match):
         ("? [a]\n: b\n...\n", "is not valid YAML"),
         ("format: pdtool/plan/1\n<<: {name: a}\nname: b\n...\n", "keys are not merged"),
         ("#" * 5_000_001, "it has 5000001 characters, more than 5000000"),
-        ("format: pdtool/plan/1\n1: b\n...\n", "1 is a key, but no text"),
+        ("format: pdtool/plan/1\n1: b\n...\n", "1 is a key but no text"),
         ("format: pdtool/plan/1\nname: 2020-13-01\n...\n", "is not valid YAML"),
         ("format: pdtool/plan/1\nbatch_size: 0x" + "f" * 2000 + "\n...\n", "a number of 2002 characters"),
         ("format: pdtool/plan/1\nname: [\n...\n", r"is not valid YAML \((?!.*<unicode string>)"),
@@ -527,7 +527,7 @@ def test_yaml_that_no_artifact_needs_is_refused(text, match):
     [
         ("replicas: 1", "replicas: 0", r"stages\[\d\]\.replicas: it must be 1 or more \(got 0\)"),
         ("[x, a]", "[x, 2]", r"stages\[\d\]\.nodes\[\d\]: a text is needed: write it in quotes, '2' \(got 2\)"),
-        ("name: net-2x2", "name: ../net", r"name: it holds a character that cannot stand here"),
+        ("name: net-2x2", "name: ../net", r"name: it is empty, or contains a character that is not allowed"),
     ],
 )
 def test_a_value_that_cannot_be_is_told_in_the_words_of_a_plan(old, new, match):
@@ -540,7 +540,7 @@ def test_a_value_that_cannot_be_is_told_in_the_words_of_a_plan(old, new, match):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"nodes": ["x"]}, "'a' stands in no stage"),
+        ({"nodes": ["x"]}, "'a' is in no stage"),
         ({"nodes": ["x", "a", "loss"]}, "'loss' stands in stage 0 and in stage 1"),
         ({"nodes": ["x", "a", "zzz"]}, "stage 0 names 'zzz', which the profile does not have"),
     ],
@@ -586,7 +586,7 @@ def test_a_schedule_that_nobody_means_is_refused_unbuilt():
     plan = plan_of(
         chain([1.0] * 3), [["x", "a0"], ["a1"], ["a2"]], workers, make_cluster((269,), (1e9,)), in_flight=[2, 2, 2]
     ).model_copy(update={"weights": "vertical-sync"})
-    with pytest.raises(ScheduleError, match=r"^1433079 minibatches on 3 stages .*: at most 83333; give fewer"):
+    with pytest.raises(ScheduleError, match=r"^1433079 minibatches on 3 stages .*: at most 83333; use fewer"):
         plan.check_schedule()
 
 
@@ -771,7 +771,7 @@ def test_a_file_that_is_no_older_one_of_the_kind_is_not_overwritten(artifact, tm
     for text in ("import torch\n", others[0].dump()):
         path = tmp_path / "model.py"
         path.write_text(text)
-        with pytest.raises(UsageError, match=f"is another file than {kind}, and would be overwritten"):
+        with pytest.raises(UsageError, match=f"is not {kind} and would be overwritten"):
             artifact.save(path)
         assert path.read_text() == text
 
@@ -786,7 +786,7 @@ def test_a_file_that_cannot_be_read_is_not_overwritten(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", refuse)
-        with pytest.raises(UsageError, match=r"plan.yaml cannot be read \(Permission denied\), and would be overwr"):
+        with pytest.raises(UsageError, match=r"plan.yaml cannot be read \(Permission denied\) and would be overwr"):
             samples.ALL[0].save(path)
     assert path.read_text() == "somebody's own"
 

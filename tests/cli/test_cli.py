@@ -69,7 +69,8 @@ def test_help_is_an_imperative_sentence_with_two_examples(folder, name):
     command = main.commands[name]
     sentence = command.help.split("\n\n")[0]
     assert sentence.endswith(".")
-    assert sentence.split()[0] in ("Draw", "Measure", "Execute", "Compute", "Divide", "Write", "Train", "Run", "Print")
+    verbs = "Compute Convert Divide Draw Measure Print Run Simulate Start Train Write"
+    assert sentence.split()[0] in verbs.split()
     text = folder.pdtool(name, "--help").output
     assert len(re.findall(rf"^ +pdtool {name}\b", text, re.MULTILINE)) == 2
     for option in command.params:
@@ -289,7 +290,7 @@ def test_more_stages_than_operators_exit_with_4(planned):
     ],
 )
 def test_without_a_path_the_only_candidate_is_taken_or_all_are_listed(folder, command, kind, place):
-    assert f"no {kind} is named and {place} holds none" in folder.pdtool(*command, code=2).stderr
+    assert f"no {kind} is named and {place} contains none" in folder.pdtool(*command, code=2).stderr
     names = [f"{place}{name}.{'json' if kind == 'profile' else 'yaml'}" for name in ("a", "b")]
     folder.write(names[0], "damaged")
     assert f"error: {names[0]}: is not" in folder.pdtool(*command, code=3).stderr
@@ -348,7 +349,7 @@ def test_a_plan_that_does_not_say_where_its_profile_is_is_told_what_to_write(pla
     planned.write("plans/piped.yaml", plan)
     for command in ("simulate", "check", "codegen"):
         error = planned.pdtool(command, "plans/piped.yaml", code=3, stdin=text).stderr
-        assert "piped.yaml: profile: the profile was read from stdin, and the plan does not say where it is" in error
+        assert "piped.yaml: profile: the profile was read from stdin, so the plan does not say where it is" in error
         assert "put its path there, as `profile: profiles/net.json`" in error
     assert "put its path there" in planned.pdtool("show", "--graph", "plans/piped.yaml", code=3).stderr
     planned.write("plans/piped.yaml", plan.replace("profile: '-'", "profile: here.json"))
@@ -421,7 +422,7 @@ def test_show_finds_what_a_folder_holds(folder):
         r"data-parallel 3-1|data-parallel 4 .*2.25 ×", " ".join(folder.pdtool("show", "runs/b").stdout.split())
     )
     assert (
-        "holds none of report.json, run.json, emulation.json, bundle.yaml, checkpoint.json"
+        "contains none of report.json, run.json, emulation.json, bundle.yaml, checkpoint.json"
         in folder.pdtool("show", ".", code=3).stderr
     )
 
@@ -447,7 +448,7 @@ def test_a_run_is_shown_with_where_its_time_went_and_predicted_beside_measured(f
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("hello", "is no artifact of pdtool"),
+        ("hello", "is not an artifact of pdtool"),
         ("format: pdtool/pizza/1\n", "unknown kind 'pizza'"),
         ("format: pdtool/plan/9\n...\n", "has format 'pdtool/plan/9'"),
         ('{"format": "pdtool/report/1"', "not valid JSON"),
@@ -462,7 +463,7 @@ def test_show_refuses_what_is_no_artifact(folder, text, match):
 def test_an_edited_plan_without_its_profile_shows_no_figures_and_is_no_success(folder):
     folder.write("plan.yaml", samples.plan().dump().replace("in_flight: 2", "in_flight: 3"))
     result = folder.pdtool("show", "plan.yaml", code=3)
-    assert "?: the figures in the file are of another plan" in result.stdout
+    assert "?: the plan was edited, and the figures in its file" in result.stdout
     assert "times as fast as data parallelism" not in result.stdout
     assert "its profile profiles/net.json is not there" in result.stderr
 
@@ -513,7 +514,7 @@ def test_a_thread_of_the_users_module_does_not_keep_the_command_from_its_end():
 
 def test_one_worker_is_not_several(planned):
     result = planned.pdtool("partition", "--topology", "1", "--bandwidth", "1GB/s", "-o", "one.yaml")
-    assert "every plan on 1 worker was searched" in result.stderr
+    assert "the search covered every plan on 1 worker" in result.stderr
     planned.pdtool("check", "one.yaml")
 
 

@@ -44,7 +44,7 @@ def test_the_tables(planned):
     assert [(worker, stage) for worker, stage, *_ in workers] == [("0", "0"), ("1", "0"), ("2", "1")]
     assert all(99 <= sum(map(int, shares)) <= 101 for _, _, *shares in workers)
     assert re.search(r"steady state: \S+ m?s per minibatch \(\S+ samples/s\); predicted .*, simulated [+-]", text)
-    assert re.search(r"the last worker began after .* \(fill\), the first ended .* early \(drain\)", text)
+    assert re.search(r"The last worker began after .* \(fill\), the first ended .* early \(drain\)", text)
     for label in ("this plan", "data parallelism", "straight pipeline", "GPipe", "model parallelism"):
         assert re.search(rf"^{label}.* [0-9.]+ (B|kB)  ", text, re.MULTILINE)
 
@@ -74,7 +74,10 @@ def test_another_schedule_and_what_does_not_fit_it(planned):
     assert data_of(planned, "--schedule", "2bw")["schedule"] == "2bw"
     assert "predicted" not in planned.pdtool("simulate", "--schedule", "gpipe").stdout
     error = planned.pdtool("simulate", "--schedule", "zb-h1", code=2).stderr
-    assert "zb-h1 needs as many replicas of each stage, but the plan is 2-1; use a straight plan, or 1f1b-fl" in error
+    assert (
+        "zb-h1 needs the same number of replicas for each stage, but the plan is 2-1; use a straight plan, or 1f1b-fl"
+        in error
+    )
 
 
 def test_the_trace_has_a_process_per_worker_and_no_events_that_overlap_in_a_track(planned):

@@ -48,10 +48,10 @@ def test_resume_alone_trains_what_the_run_was_asked_for(trainable: Folder) -> No
     assert "taken from the earlier run: --epochs 2 --seed 3 --steps 5" in said.replace(
         "--steps 5 --seed 3", "--seed 3 --steps 5"
     )
-    assert "going on after epoch 1" in said
+    assert "continuing after epoch 1" in said
     assert losses("runs/half") == losses("runs/whole")
     shutil.rmtree("runs/half/checkpoints")
-    assert "has no checkpoint yet: its run begins again" in trainable.pdtool("run", "--resume", "runs/half").stderr
+    assert "has no checkpoint yet, so its run starts again" in trainable.pdtool("run", "--resume", "runs/half").stderr
     assert losses("runs/half") == losses("runs/whole")
 
 
@@ -63,7 +63,7 @@ def test_what_is_typed_goes_before_what_the_run_was_asked_for(trainable: Folder)
     asked = RunState.load("runs/a/run.json").asked
     assert (asked["seed"], asked["schedule"], asked["steps"], asked["model_settings"]) == (0, "1f1b", 5, ("lr=0.01",))
     assert "microbatches" not in asked
-    assert "goes on with --seed 0" in said
+    assert "continues with --seed 0" in said
 
 
 def test_a_damaged_run_json_is_refused_and_told_where_a_plan_is_given(trainable: Folder) -> None:
@@ -72,7 +72,7 @@ def test_a_damaged_run_json_is_refused_and_told_where_a_plan_is_given(trainable:
     assert "runs/a/run.json" in trainable.pdtool("run", "-o", "runs/a", "--resume", "--epochs", "2", code=3).stderr
     said = trainable.pdtool("run", "plans/model-2.yaml", "-o", "runs/a", "--resume", "--epochs", "2").stderr
     assert "warning: runs/a/run.json: " in said
-    assert "the options that the run was asked for are not known, and are not taken over" in said
+    assert "so the options of the earlier run are unknown and not used" in said
 
 
 def test_options_that_run_json_cannot_hold_are_refused_by_name(trainable: Folder) -> None:
@@ -93,10 +93,10 @@ def test_an_older_run_is_read(trainable: Folder) -> None:
 
 def test_hints_of_a_run_that_missed_its_target_can_be_pasted(trainable: Folder) -> None:
     said = trainable.pdtool("run", "plans/model-2.yaml", "-o", "runs/a b", "--target", "loss<=0.0", code=6).stderr
-    command = re.search(r"train for more: `pdtool (.*?)`", said)
+    command = re.search(r"train longer: `pdtool (.*?)`", said)
     assert command
     again = trainable.pdtool(*shlex.split(command[1]), code=6).stderr
-    assert "going on after epoch 1 of runs/a b, with 1 epoch(s)" in again
+    assert "continuing after epoch 1 of runs/a b, with 1 epoch(s)" in again
 
 
 @pytest.mark.parametrize("missing", ["loss", "optimizer", "dataset"])
@@ -153,7 +153,7 @@ def test_a_faster_plan_that_was_passed_over_is_named(road: Folder) -> None:
     faster = FasterPlan(config="1-1-1", begins=("a", "b"), simulated_s=time_s)
     plan.model_copy(update={"why": plan.why.model_copy(update={"faster": faster})}).save("plans/model-2.yaml")
     shown = road.pdtool("show", "plans/model-2.yaml").stdout
-    assert "passed over: 1-1-1, whose stages begin at a, b; it takes " in shown
+    assert "passed over: 1-1-1, whose stages begin at a, b. It takes " in shown
     assert ", 2.0% less, but has more stages" in shown
 
 

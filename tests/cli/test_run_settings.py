@@ -132,7 +132,7 @@ def test_settings_that_do_not_go_with_the_plan_are_refused(tuned):
     assert "did you mean decay?" in tuned.pdtool("run", "--set", "decai=0.9", code=2).stderr
     stderr = tuned.pdtool("run", "--set", "momentum=0.9", code=2).stderr
     assert "no function of model.py has a parameter momentum; give one a parameter, as in optimizer(..., mo" in stderr
-    assert "settings can be given to model(width), optimizer(lr)" in stderr
+    assert "you can set model(width), optimizer(lr)" in stderr
     assert "write --set layers=12" in tuned.pdtool("run", "--set", "lr", code=2).stderr
     assert not Path("runs").exists()
     dry = tuned.pdtool("run", "--set", "lr=1", "--set", "width=8", "--dry-run")

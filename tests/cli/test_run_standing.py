@@ -43,7 +43,7 @@ def shown(folder: Folder, **changes: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "it ended without a word: it was killed, or its machine went down"),
+        ({}, "it ended without a message: it was killed, or its machine went down"),
         ({"end": "stopped", "reason": "SIGTERM"}, "it was stopped by SIGTERM"),
         ({"end": "failed", "reason": "the loss is nan"}, "it failed: the loss is nan"),
     ],
@@ -54,7 +54,7 @@ def test_how_a_run_ended_and_how_to_go_on(folder: Folder, run: Path, changes: di
         says,
         "last update: 23/40, in epoch 3/4: training loss 0.2500, 1234 samples/s",
         "last checkpoint: epoch 2, validation loss 0.5000, accuracy 0.7500",
-        "go on with `pdtool run -o runs/a --resume`",
+        "continue with `pdtool run -o runs/a --resume`",
     ]
 
 
@@ -77,15 +77,15 @@ def test_a_run_that_goes_on_says_so(folder: Folder, run: Path) -> None:
         lines = shown(folder, resumed_after=1)
         holder.communicate()
     assert lines[:2] == ["net: 1-1, schedule 1f1b, 4 epoch(s) in all, resumed after epoch 1", "it is running"]
-    assert not any("go on" in line for line in lines)
-    assert "it ended without a word" in "\n".join(shown(folder))
+    assert not any("continue" in line for line in lines)
+    assert "it ended without a message" in "\n".join(shown(folder))
 
 
 def test_a_run_without_a_checkpoint_is_started_again(folder: Folder) -> None:
     STATE.model_copy(update={"end": "failed", "reason": "no"}).save("runs/b/run.json")
     lines = folder.pdtool("show", "runs/b").stdout.splitlines()
     assert lines[-2:] == [
-        "no checkpoint: the first is written after the first epoch",
+        "no checkpoint yet: the run writes the first after the first epoch",
         "start it again with `pdtool run -o runs/b --resume`",
     ]
     assert json.loads(folder.pdtool("show", "runs/b", "--json").stdout)["reason"] == "no"
@@ -95,7 +95,7 @@ def test_after_a_failed_resume_the_old_report_is_not_shown_as_new(road: Folder) 
     """It is kept under another name; a refusal leaves it where it is, and says nothing of training."""
     road.pdtool("run", "-o", "runs/a")
     refused = road.pdtool("run", "-o", "runs/a", "--resume", code=2).stderr
-    assert "has its 1 epoch(s) already" in refused
+    assert "already has its 1 epoch(s)" in refused
     assert "training on" not in refused
     assert "where the time went" in road.pdtool("show", "runs/a").stdout
     model = Path("model.py").read_text()
@@ -105,11 +105,11 @@ def test_after_a_failed_resume_the_old_report_is_not_shown_as_new(road: Folder) 
     lines = road.pdtool("show", "runs/a").stdout.splitlines()
     assert lines[0].endswith("2 epoch(s) in all, resumed after epoch 1")
     assert "the loss is inf" in lines[1]
-    assert lines[-1] == "go on with `pdtool run -o runs/a --resume`"
+    assert lines[-1] == "continue with `pdtool run -o runs/a --resume`"
     assert "1 epoch(s)" in road.pdtool("show", "runs/a/report.epoch-1.json").stdout
 
 
 def test_the_lock_is_free_when_a_run_has_ended(folder: Folder, run: Path) -> None:
     with RunDir(run).held():
         pass
-    assert "it ended without a word" in "\n".join(shown(folder))
+    assert "it ended without a message" in "\n".join(shown(folder))

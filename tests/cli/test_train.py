@@ -74,10 +74,10 @@ def test_what_the_four_commands_made_is_used_again_by_the_same_options(road, run
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--batch-size", "4"], "profiles/model.json is kept: it was made with --batch-size 8, not 4"),
+        (["--batch-size", "4"], "keeping profiles/model.json: it was made with --batch-size 8, not 4"),
         (["--set", "width=6"], "it is of model.py:model, not of model.py:model --set width=6"),
         (["--precision", "bf16"], "it was made with --precision left out, not bf16"),
-        (["--bandwidth", "2GB/s"], "plans/model-2.yaml is kept: it was made with --bandwidth 8 Gbit/s, not 16 Gbit/s"),
+        (["--bandwidth", "2GB/s"], "keeping plans/model-2.yaml: it was made with --bandwidth 8 Gbit/s, not 16 Gbit/s"),
         (["--latency", "1ms"], "it was made with --latency 0, not 1 ms"),
         (["--memory", "none"], "it was made with --memory"),
         (["--schedule", "1f1b-flush"], "it was made with --schedule 1f1b, not 1f1b-flush"),
@@ -244,7 +244,7 @@ def test_an_edited_plan_is_used_and_never_replaced(road, runs):
     assert runs[1]["plan"] != str(PLAN), "it was made with other options"
     road.write("model.py", NET.replace("nn.ReLU()", "nn.Tanh()"))
     stderr = road.pdtool(*OF_ROAD, code=3).stderr
-    assert "was edited by hand, and would be replaced" in stderr
+    assert "was edited by hand and would be replaced" in stderr
     assert PLAN.read_text() == edited
     road.write(str(PLAN), edited.replace("in_flight", "in_fligth"))
     road.pdtool(*OF_ROAD, code=3)
@@ -296,7 +296,7 @@ def test_init_writes_a_project_that_trains_as_it_is(folder):
     ours = Path("model.py").read_text()
     subprocess.run([sys.executable, "-m", "ruff", "check", "--isolated", "model.py"], check=True)
     folder.write("model.py", "mine")
-    assert "kept model.py, which was there (--force replaces it)" in folder.pdtool("init").stderr
+    assert "kept the existing model.py (--force replaces it)" in folder.pdtool("init").stderr
     assert Path("model.py").read_text() == "mine"
     folder.pdtool("init", "--force")
     assert Path("model.py").read_text() == ours

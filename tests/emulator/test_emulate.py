@@ -132,7 +132,7 @@ def test_scalings_of_ones_own_that_are_too_small_are_told(capsys):
     assert warnings(heavy) == ""
     assert warnings(plan, slowdown=100.0) == ""
     assert "beside which the workers' own 2 to 4 ms count" in warnings(plan, slowdown=1.0)
-    assert "what is sent and updated keeps the cores busy" in warnings(heavy, scale=2.0, slowdown=100.0)
+    assert "sending and updating keep the cores busy" in warnings(heavy, scale=2.0, slowdown=100.0)
 
 
 def test_chunks_of_an_all_reduce_stay_long_beside_their_headers_where_slowing_down_allows_it():
@@ -160,7 +160,7 @@ def test_a_rival_that_is_the_plan_is_not_emulated_again(capsys):
     _, plan = net_and_plan()
     rival = plan.model_copy(update={"name": "another", "schedule": "gpipe", "weights": "flush"})
     assert emulating._others(plan, {"pipeline": plan.model_copy(), "gpipe": rival}) == {"gpipe": rival}
-    assert "pipeline is this plan" in capsys.readouterr().err
+    assert "pipeline is the same as this plan" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("load", "warned"), [(0.5, False), (1.7, True)])
@@ -248,13 +248,13 @@ class TestCommand:
 
         assert "the largest message between stages has 1" in error("--scale", "400")
         assert "nan is not in the range 1<=x<=1000000" in error("--slowdown", "nan").lower()
-        assert "neither its bytes nor its times can be scaled" in error("--compute", "real", "--scale", "2")
-        assert "learn nothing; add --compute real" in error("--target", "loss<1")
+        assert "so --scale and --slowdown do not apply" in error("--compute", "real", "--scale", "2")
+        assert "do not learn; add --compute real" in error("--target", "loss<1")
         assert "--against 'gpype' is no strategy" in error("--against", "gpype")
         assert "is not in steady state with so few; give" in error("--minibatches", "3")
         assert not Path("out/this-plan").exists(), "nothing was written"
         Path("out/emulation.json").touch()
-        assert "out holds an emulation already" in error()
+        assert "out already contains an emulation" in error()
 
     def test_more_workers_than_the_memory_holds_are_refused(self, folder, monkeypatch):
         monkeypatch.setattr("pdtool.emulator.emulation._WORKER_BYTES", 10**15)

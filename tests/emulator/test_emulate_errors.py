@@ -58,7 +58,7 @@ def test_options_of_training_are_refused_where_workers_sleep(folder, option):
 def test_a_plan_that_takes_no_time_is_refused():
     net = chain([0.0, 0.0])
     plan = refresh(plan_of(net, [["x", "a0"], ["a1"]], [[0], [1]], make_cluster((2,), (1e6,))), net)
-    with pytest.raises(ArtifactError, match="1-1 takes 0 per minibatch, too little to be emulated; take a "):
+    with pytest.raises(ArtifactError, match="1-1 takes 0 per minibatch, which is too short to emulate; use a "):
         choose_scaling(plan, net)
 
 
@@ -131,7 +131,7 @@ def test_workers_that_shared_cores_have_no_error_of_prediction():
     emulation = samples.emulation().model_copy(update={"compute": "real", "cores": 1})
     lines = [str(line) for line in emulation_view(emulation)]
     workers = max(plan.workers for plan in emulation.plans)
-    assert f"{workers} workers shared 1 core(s): on devices of their own they would be faster" in lines
+    assert f"{workers} workers shared 1 core(s). With one device each they would be faster" in lines
     assert not any("shared" in str(line) for line in emulation_view(samples.emulation())), "sleeping takes no core"
 
 
@@ -139,7 +139,7 @@ def test_workers_that_shared_cores_have_no_error_of_prediction():
 def test_simulated_times_of_another_device_than_this_are_told(compute, warned, capsys):
     profile = samples.profile().model_copy(update={"device": Device(name="V100", kind="estimated")})
     emulating._warn_of_another_device(profile, compute)
-    assert ("and the model computes here" in capsys.readouterr().err) is warned
+    assert ("but the model computes here" in capsys.readouterr().err) is warned
 
 
 class TestCommand:
@@ -153,13 +153,13 @@ class TestCommand:
 
     def test_options_that_do_not_go_together_are_refused_before_anything_is_planned(self, folder, monkeypatch):
         monkeypatch.setattr("pdtool.api.emulating.rival_plans", None)
-        assert "learn nothing" in folder.pdtool("emulate", "net.yaml", "--target", "loss<1", code=2).stderr
+        assert "do not learn" in folder.pdtool("emulate", "net.yaml", "--target", "loss<1", code=2).stderr
         for options, error in (
             (("--target", "best"), "target 'best' is not METRIC=NUMBER"),
-            (("--slowdown", "2"), "neither its bytes nor its times can be scaled"),
+            (("--slowdown", "2"), "so --scale and --slowdown do not apply"),
         ):
             assert error in folder.pdtool("emulate", "net.yaml", "--compute", "real", *options, code=2).stderr
-        assert "a folder, which is not for stdout" in folder.pdtool("emulate", "net.yaml", "-o", "-", code=2).stderr
+        assert "a folder, which cannot go to stdout" in folder.pdtool("emulate", "net.yaml", "-o", "-", code=2).stderr
 
     def test_a_folder_that_another_emulation_writes_is_refused(self, folder):
         """While its process lives: nothing has to be tidied up after one that was killed."""
@@ -190,4 +190,4 @@ def test_a_model_is_trained_until_its_target_and_one_that_misses_it_ends_with_6(
     [plan] = json.loads(missed.stdout)["plans"]
     assert (plan["config"], plan["epochs"], plan["minibatches"], plan["target_reached"]) == ("1-1", 3, 3, False)
     assert plan["training_s"] > 0
-    assert "and the model computes here" not in missed.stderr, "its profile was measured here"
+    assert "but the model computes here" not in missed.stderr, "its profile was measured here"

@@ -60,7 +60,7 @@ def test_the_error_names_the_line_of_the_users_code(fault, code):
 
 def test_a_module_without_shapes_yet_is_refused():
     model = torch.nn.Sequential(torch.nn.LazyLinear(8))
-    with pytest.raises(TraceError, match="the parameters of 0, a LazyLinear, have no shape yet; give it its input"):
+    with pytest.raises(TraceError, match="the parameters of 0, a LazyLinear, have no shape yet; pass the input"):
         trace(model, lambda n: (torch.randn(n, 8),), 4, MODELS)
     model(torch.randn(4, 8))
     assert [op.op for op in trace(model, lambda n: (torch.randn(n, 8),), 4, MODELS).operators] == ["input", "Linear"]
@@ -82,7 +82,7 @@ def test_a_name_that_no_file_can_hold_is_refused():
 
 
 def test_inputs_that_ignore_the_batch_size_are_refused():
-    with pytest.raises(TraceError, match="whatever the batch size"):
+    with pytest.raises(TraceError, match="for every batch size"):
         trace(load().build(), lambda n: (torch.randn(4, 8),), 4, MODELS)
 
 
@@ -138,7 +138,7 @@ def test_operators_over_the_memory_of_one_parameter_stand_together():
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        ("unused", "row shares the memory of weight, which forward uses, and is not used itself.*clone"),
+        ("unused", "row shares the memory of weight, which forward uses, but is not used itself.*clone"),
         ("in a list", r"test_frontend.py:\d+: .* the memory of parameter weight, and that has no name.*register_buf"),
     ],
 )
@@ -276,14 +276,17 @@ def test_optimizer_and_loss_are_checked(tmp_path):
         ("{1: 2, 'a': 3}", r"HINTS: has unknown keys \[1, 'a'\]"),
         ("5", r"HINTS: 5 is no dict; write \{"),
         ("['no_split']", "is no dict"),
-        ("{'no_split': 'block'}", r'\["no_split"\]: .block. is no list of module paths; write'),
-        ("{'no_split': [1]}", r"\[1\] is no list of module paths"),
-        ("{'pin': ['head']}", r'HINTS\["pin"\]: \[.head.\] is no dict of module paths and stages'),
-        ("{'pin': {0: 'head'}}", "0 is no path of a module"),
-        ("{'pin': {'head': '0'}}", r'\["pin"\]\[.head.\]: .0. is no stage; write 0 for the first or -1 for the last'),
-        ("{'pin': {'head': True}}", "True is no stage"),
-        ("{'pin': {'head': 1.5}}", r"1\.5 is no stage"),
-        ("{'pin': {'head': -10**15}}", "-1000000000000000 is no stage"),
+        ("{'no_split': 'block'}", r'\["no_split"\]: .block. is not a list of module paths; write'),
+        ("{'no_split': [1]}", r"\[1\] is not a list of module paths"),
+        ("{'pin': ['head']}", r'HINTS\["pin"\]: \[.head.\] is not a dict of module paths and stages'),
+        ("{'pin': {0: 'head'}}", "0 is not a module path"),
+        (
+            "{'pin': {'head': '0'}}",
+            r'\["pin"\]\[.head.\]: .0. is not a stage; write 0 for the first or -1 for the last',
+        ),
+        ("{'pin': {'head': True}}", "True is not a stage"),
+        ("{'pin': {'head': 1.5}}", r"1\.5 is not a stage"),
+        ("{'pin': {'head': -10**15}}", "-1000000000000000 is not a stage"),
     ],
 )
 def test_hints_of_the_wrong_kind_are_refused(hints, match, tmp_path):
@@ -293,7 +296,7 @@ def test_hints_of_the_wrong_kind_are_refused(hints, match, tmp_path):
 
 
 def test_constants_of_training_are_checked_when_the_file_is_loaded(tmp_path):
-    with pytest.raises(ModelError, match=r"MAX_GRAD_NORM: -1\.0 is no positive finite number"):
+    with pytest.raises(ModelError, match=r"MAX_GRAD_NORM: -1\.0 is not a positive finite number"):
         write(tmp_path, "def model(): pass\nMAX_GRAD_NORM = -1.0\n")
 
 
@@ -488,7 +491,7 @@ def test_an_error_of_getitems_names_its_line_and_samples(tmp_path):
 )
 def test_a_model_without_a_validation_set_is_told_what_to_do(tmp_path, missing, what):
     file = write(tmp_path, f"import torch\ndef model(): pass\ndef dataset(split): return {missing}\n")
-    remedy = "each epoch ends with a validation: return samples for it, if need be some of the training set"
+    remedy = "each epoch ends with a validation: return samples for it, such as some of the training set"
     with pytest.raises(ModelError, match=rf"model.py:3: dataset\('valid'\) {what}; {remedy}"):
         file.dataset("valid")
 
@@ -521,7 +524,7 @@ def loss(output, target):
 SETTERS = {
     "torch.set_grad_enabled(False)": "switches gradients off|nothing that the model returns has a gradient",
     "torch.set_default_dtype(torch.float64)": r"sets the default dtype to torch.float64 .*at the top of the file",
-    "torch.set_default_device('meta')": "sets the default device to meta .*device that --device names",
+    "torch.set_default_device('meta')": "sets the default device to meta .*device of --device",
 }
 
 

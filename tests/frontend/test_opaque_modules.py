@@ -84,9 +84,9 @@ def test_a_parameter_that_is_tied_to_the_outside_is_the_models_own(stages, tmp_p
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("inner_called", "branch.linear is called from outside of branch, which is called whole"),
+        ("inner_called", "branch.linear is called from outside branch, which is called whole"),
         ("hooked", "parameter branch.linear.weight has a hook on its gradient"),
-        ("hooked_as_a_whole", "the model has a backward hook.*on modules inside of it"),
+        ("hooked_as_a_whole", "the model has a backward hook.*on modules inside the model"),
     ],
 )
 def test_what_a_stage_could_not_do_is_refused(name, message):
@@ -102,7 +102,7 @@ def test_what_a_stage_could_not_do_is_refused(name, message):
         ("remembering", "forward changes self.last of 1 and reads it again"),
         ("hooking_parameter", r"opaque.py:\d+: forward puts a hook on a parameter.*optimizer's step"),
         ("hooking_activation", r"opaque.py:\d+: forward puts a hook on a tensor that no stage has.*a module of"),
-        ("overlapping", "1.running_mean and 3.running_mean share memory that forward changes.*be one tensor"),
+        ("overlapping", "1.running_mean and 3.running_mean share memory that forward changes.*make them one tensor"),
     ],
 )
 def test_what_a_forward_does_beside_computing_is_refused(name, message, tmp_path):

@@ -57,7 +57,7 @@ def test_a_stage_that_sends_nothing_is_refused(tmp_path):
     nodes = [["input", "0"], ["1.training"], ["1.batch_norm", "2", "3", "4"]]
     stages = tuple(s.model_copy(update={"nodes": tuple(n)}) for s, n in zip(plan.stages, nodes, strict=True))
     with pytest.raises(
-        ArtifactError, match=r"by_mode\.py:8\d: no later stage takes anything from stage 1 .*partition again"
+        ArtifactError, match=r"by_mode\.py:8\d: no later stage uses an output of stage 1 .*partition again"
     ):
         generate(plan.model_copy(update={"stages": stages}), profile, model_file, tmp_path / "b")
     assert not (tmp_path / "b").exists()

@@ -215,7 +215,7 @@ def test_skip_goes_straight_to_every_later_stage(tmp_path):
 
 def test_profile_of_another_model_is_refused(tmp_path):
     profile = skeleton(small("unet"))
-    with pytest.raises(ArtifactError, match="operators are not the profile's"):
+    with pytest.raises(ArtifactError, match="operators differ from the profile's"):
         generate(plan_of(profile, 2), profile, small("tied"), tmp_path / "b")
 
 

@@ -179,7 +179,7 @@ def test_what_an_optimizer_would_miss_is_refused(part: str, tmp_path: Path) -> N
     statement, message = PARTS[part]
     forward = f"\n        if self.steps == 0:\n            {statement}\n        return self.last(self.first(x))\n"
     file = _model(tmp_path, forward)
-    with pytest.raises(TraceError, match=f"{message}.*let model\\(\\) call the model once"):
+    with pytest.raises(TraceError, match=f"{message}.*call the model once in model\\(\\)"):
         trace_file(file, file.build(), 4)
 
 

@@ -158,7 +158,7 @@ def test_an_output_that_is_no_container_is_refused():
     ("example", "message"),
     [
         (lambda n: torch.randn(n, 8 + n % 2), r"have shapes \[4, 8\] and \[5, 9\].*pad to a fixed length"),
-        (lambda n: {"x": torch.randn(n, 8), "mask": n % 2 == 0}, "not the same arguments"),
+        (lambda n: {"x": torch.randn(n, 8), "mask": n % 2 == 0}, "different arguments"),
     ],
 )
 def test_example_inputs_that_change_with_the_size(example, message):

@@ -129,7 +129,7 @@ PROVED = [
     (
         "First([{'params': [p]} for p in parameters], 0.1)",
         CLIPPING,
-        r".*that of .* alone raised an error, and .*IndexError",
+        r".*that of .* alone raised an error, but .*IndexError",
     ),
     (
         "prodigyopt.Prodigy(parameters)",

@@ -268,10 +268,10 @@ def loss(output, target):
     return _loss(output, target)
 """
 REFUSED = [
-    (SWITCHED_OFF, r"gradients are switched off in training: .*; use `with torch.no_grad\(\):`, which ends"),
+    (SWITCHED_OFF, r"gradients are switched off in training: .*; use `with torch.no_grad\(\):` instead"),
     (
         KEPT,
-        r"model.py:\d+: the parameter a.weight is kept by its memory, as p.data .*; take the parameter itself in each",
+        r"model.py:\d+: the parameter a.weight is kept by its memory, as p.data .*; use the parameter itself in each",
     ),
     (
         AFTER.format(name="b.weight", statement="p.data = p.data.double()"),
@@ -291,7 +291,7 @@ REFUSED = [
     ),
     (
         FROZEN_MODEL + AFTER.format(name="a.bias", statement="p.requires_grad_(True)"),
-        r"trains parameters that model\(\) left frozen, and the plan sends no gradient back for h, .*; let model\(\)",
+        r"trains parameters that model\(\) left frozen, but the plan sends no gradient back for h, .*; leave them",
     ),
 ]
 
@@ -313,7 +313,7 @@ def test_memory_that_stays_where_it_is_may_be_kept(tmp_path: Path) -> None:
 
 
 def test_a_hook_on_a_gradient_that_no_stage_has_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"embed.weight has a hook on its gradient, and several stages hold it"):
+    with pytest.raises(AssertionError, match=r"embed.weight has a hook on its gradient, but several stages hold it"):
         harness.run(harness.job(tmp_path, replace(TIED3, model=TIED3.model + TIED_HOOK)))
 
 
@@ -353,5 +353,5 @@ def model():
 def test_a_model_that_stands_at_the_top_of_its_file_is_warned_of(tmp_path: Path) -> None:
     spec = harness.job(tmp_path, replace(SKIP3, model=SKIP3.model + GLOBAL), steps=1)
     harness.run(spec)
-    warning = "warning: NET, at the top of model.py, holds the model: a worker has the newest weights of its own stages"
+    warning = "warning: NET, at the top of model.py, holds the model. A worker has the newest weights of its own stages"
     assert harness.errors(spec).count(warning) == 1

@@ -336,5 +336,5 @@ def test_a_limit_of_memory_leaves_a_certificate_where_free_operators_were_merged
     unlimited = make_plan(profile, "p", make_cluster((3,), (FAST,)), options)
     assert plan.predicted.bottleneck_s > unlimited.predicted.bottleneck_s, "memory is short"
     assert plan.why.certificate.bound_s == unlimited.predicted.bottleneck_s
-    assert "without the limit of memory" in plan.why.certificate.sentence()
-    assert "without the limit of memory" not in unlimited.why.certificate.sentence()
+    assert "without the memory limit" in plan.why.certificate.sentence()
+    assert "without the memory limit" not in unlimited.why.certificate.sentence()

@@ -112,7 +112,7 @@ def test_the_figures_of_a_plan():
     assert plan.predicted.compute_s == (pytest.approx(12 / 3), pytest.approx(3.8))
     assert plan.predicted.bottleneck_s == pytest.approx(4)
     assert [stage.in_flight for stage in plan.stages] == [2, 1]
-    assert plan.why.certificate.sentence().startswith("every plan with replicas 3-1 on 4 workers was searched")
+    assert plan.why.certificate.sentence().startswith("the search covered every plan with replicas 3-1 on 4 workers")
 
 
 def test_a_faster_plan_with_other_replicas_is_named():
@@ -183,7 +183,7 @@ def test_more_replicas_than_one_pipeline_can_have():
 def test_by_the_command(folder):
     chain([1.0] * 6).save("net.json")
     printed = folder.pdtool("partition", "net.json", "--topology", "2x2", "--replicas", "2-1").stderr
-    assert "every plan with replicas 2-1 on 3 workers was searched" in " ".join(printed.split())
+    assert "the search covered every plan with replicas 2-1 on 3 workers" in " ".join(printed.split())
     folder.pdtool("check", "plans/net-2x2.yaml")
     folder.pdtool("partition", "net.json", "--topology", "2x2", "--replicas", "1-1-1-1-1-1-1", code=2)
     chain([1.0]).save("one.json")

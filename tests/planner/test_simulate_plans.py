@@ -204,7 +204,9 @@ def test_what_cannot_be_interleaved_is_refused():
         even_pieces(profile_of(net.nodes, pin={"a0": 3}), 4)
     uneven = plan_of(net, [["x", "a0"], ["a1", "a2"]], [[0, 1], [2]], make_cluster((3,), (1e9,)))
     interleaved = under_schedule(Placement.of(uneven, net), net, "interleaved", chunks=2)
-    with pytest.raises(UsageError, match="interleaved needs as many replicas of each stage, but the plan is 2-1; use"):
+    with pytest.raises(
+        UsageError, match="interleaved needs the same number of replicas for each stage, but the plan is 2-1; use"
+    ):
         SimulationJob.of(interleaved, net, uneven.cluster)
     twice = make_plan(
         net, "net.json", make_cluster((2,), (1e9,)), SearchOptions(schedule="interleaved", microbatches=4)

@@ -342,8 +342,8 @@ def test_the_command_says_that_it_estimates_and_records_its_inputs(tmp_path, mon
     assert measured.exit_code == 0, measured.output
     done = run("net.py", "--batch-size", "8", "--device", "own.yaml", "--calibrate", "measured.json", "-o", "out.json")
     assert done.exit_code == 0, done.output
-    assert "estimated for mine, calibrated; nothing was run or measured" in done.stderr
-    assert "measured over estimated in measured.json: " in done.stderr
+    assert "estimated for mine, calibrated. Nothing was run or measured" in done.stderr
+    assert "ratio of measured to estimated times in measured.json: " in done.stderr
     profile = Profile.load("out.json")
     assert (profile.device.kind, profile.device.name) == ("estimated", "mine, calibrated")
     assert profile.device.memory_bytes == 1000, "of own.yaml"
@@ -355,10 +355,10 @@ def test_the_command_never_mixes_measuring_and_estimating(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     write(tmp_path, NET)
     for arguments, what in (
-        (["--precision", "fp16"], "--device auto measures what `run` computes in, not fp16; give fp32 or bf16"),
-        (["--calibrate", "x.json"], "--device auto measures; --calibrate is for estimates"),
-        (["--device", "v100", "--threads", "2"], "--device v100 estimates; --threads is for measuring"),
-        (["--device", "v100", "--compile"], "--device v100 estimates operator by operator; what torch.compile makes"),
+        (["--precision", "fp16"], "--device auto measures with the precisions of `run`, not fp16; give fp32 or bf16"),
+        (["--calibrate", "x.json"], "--device auto measures, but --calibrate is for estimates"),
+        (["--device", "v100", "--threads", "2"], "--device v100 estimates, but --threads is for measuring"),
+        (["--device", "v100", "--compile"], "--device v100 estimates operator by operator, but a compiled model"),
         (["--device", "gtx1"], "device 'gtx1' is not known"),
     ):
         done = run("net.py", *arguments)

@@ -173,7 +173,7 @@ def test_nothing_can_be_run_without_a_model_even_if_one_is_named(folder, command
     folder.pdtool("import", "graph.txt", "--name", "net")
     folder.pdtool("partition", "--topology", "2", "--bandwidth", "1GB/s")
     stderr = folder.pdtool(command, *model, code=3).stderr
-    assert "model: there is no model behind profiles/net.json; plan from a profile that `pdtool profile` wrot" in stderr
+    assert "model: profiles/net.json comes without a model; plan from a profile that `pdtool profile` wrot" in stderr
 
 
 def test_a_file_that_is_not_there_or_no_text_exits_with_3(folder):

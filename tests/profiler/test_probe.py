@@ -171,9 +171,9 @@ def test_a_machine_that_does_not_come_is_named(rank):
         (["--topology", "2", "--timeout", "1e18s"], "time '1e18s' is too large; give one from 0.001ns to 30 days"),
         (["--topology", "2", "--timeout", "5x"], "time '5x' is not a number with a unit"),
         (["--topology", "2", "--name", "my/lab"], "name 'my/lab' holds a quote, a slash"),
-        (["--topology", "3", "--nnodes", "2"], "machine 0 of 2 cannot have its share of the 3 workers"),
-        (["--topology", "2", "--nnodes", "2", "--node-rank", "2"], "machine 2 of 2 cannot have its share"),
-        (["--topology", "2", "--nnodes", "2"], "2 machines need a place to meet"),
+        (["--topology", "3", "--nnodes", "2"], "machine 0 of 2 cannot get an equal share of the 3 workers"),
+        (["--topology", "2", "--nnodes", "2", "--node-rank", "2"], "machine 2 of 2 cannot get an equal share"),
+        (["--topology", "2", "--nnodes", "2"], "2 machines need an endpoint to meet at"),
         (["--topology", "2", "--nnodes", "2", "--rdzv-endpoint", "node0"], "endpoint 'node0' is not HOST:PORT"),
     ],
 )
@@ -188,7 +188,7 @@ def test_a_port_that_is_taken():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(PdtoolError, match=r"machine 0 cannot listen on port \d+ \(another program has it\)"):
+        with pytest.raises(PdtoolError, match=r"machine 0 cannot listen on port \d+ \(another program uses it\)"):
             probe(request(2), Machines(count=2, node_rank=0, endpoint=endpoint), lambda step: None)
 
 

@@ -223,7 +223,7 @@ def test_a_model_is_compiled(folder: Folder, monkeypatch: pytest.MonkeyPatch) ->
     folder.write("model.py", NET)
     told = folder.pdtool("profile", "model.py", "--batch-size", "8", "--threads", "1", "--compile").stderr
     assert "torch.compile takes the model in 1 segment(s)" in told
-    assert "times are shares of those of 1 compiled segment(s)" in told
+    assert "times are shares of the times of 1 compiled segment(s)" in told
     profile = Profile.load("profiles/model.json")
     assert profile.segments == (("first", "relu", "middle", "last"),)
     assert profile.step_s > 0
@@ -250,8 +250,8 @@ def test_an_estimate_is_not_calibrated_with_times_of_what_was_compiled() -> None
 @pytest.mark.parametrize(
     ("profiled", "asked", "warning"),
     [
-        (False, True, "torch.compile fuses them: its predictions do not hold; profile with --compile"),
-        (True, False, "which the run does not do: its predictions do not hold; run with --compile, or profile without"),
+        (False, True, "torch.compile fuses them, so its predictions do not hold: profile with --compile"),
+        (True, False, "the run does not compile them, so its predictions do not hold: run with --compile, or profile"),
         (False, False, None),
         (True, True, None),
     ],

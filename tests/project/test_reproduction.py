@@ -75,8 +75,8 @@ def test_time_to_accuracy_says_whether_the_goal_is_held_and_how_it_went_on_the_w
         ]
         page = "\n".join(time_to_accuracy.page(runs))
         assert said in page
-        assert "One worker alone takes 1.2 times as long as the pipeline, which has two (worst 1.2)" in page
-        assert "digits to 97.5% of those" in page
+        assert "A single worker takes 1.2 times as long as the pipeline with its two (worst 1.2)" in page
+        assert "target is 97.5% of the digits" in page
         assert f"| 90% | 5.0, 1.2 | {ratio:.1f}, 1.2 |" in page  # both after their first epoch
         assert f"| 95% | 2.5, 0.6 | {ratio / 2:.1f}, 0.6 |" in page  # the pipeline after its second
     assert "Lower accuracies" not in "\n".join(time_to_accuracy.page([run | {"target": 0.5} for run in runs]))
@@ -106,7 +106,7 @@ def test_real_computing_is_compared_by_the_median_of_its_runs():
     plans = [plan | {"measured_s": [0.3, 0.11, 0.1]}, plan | {"measured_s": [0.07]}]
     figures = [{"model": "net", "settings": ["width=2"], "batch_size": 8, "cores": 2, "plans": plans}]
     page = "\n".join(real_computing.page(figures))
-    assert "median error 20.0%" in page
+    assert "median error of 20.0%" in page
     assert "worst -30.0%" in page
     assert "| net width=2 | 8 | straight | 1-1 | 100 | 110 | 100 to 300 | +10.0% | -10%, +25% |" in page
     assert "together are off by 5.6% (median)" in page

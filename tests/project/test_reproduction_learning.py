@@ -46,7 +46,7 @@ def test_the_page_of_learning_says_what_was_reached_and_what_was_not() -> None:
         "| stashing, nesterov | 6 (270) |",
         "| stashing, lr-discount | not in 12 |",
         "- *digits*: weight stashing is **not** within one epoch of one process; with nesterov it is",
-        "in 2 ways: in 1 of them each loss",
+        "in 2 ways. In 1 of them every loss",
         "| 1F1B with weight stashing | 90 | 90 | 20 | 0.7500 | 0.8750 |",
         "| 2BW | 90 | 3 | 20 | 0.7500 | 0.8750 |",
     ]

@@ -328,7 +328,7 @@ def test_the_page_of_a_plan(road):
     assert "wrote report.html; open it in a browser" in result.stderr
     page = read()
     assert re.match(r"1-1 on 2 .*(data parallelism at 8 Gbit/s; stages? \d)", sentence())
-    assert {"The model by stage", "Stages", "Timeline", "Beside other plans"} <= set(page.texts)
+    assert {"The model by stage", "Stages", "Timeline", "Compared with other plans"} <= set(page.texts)
     assert "Training" not in page.texts
     assert 'http-equiv="refresh"' not in Path("report.html").read_text()
 
@@ -362,7 +362,7 @@ def test_a_run_that_goes_on_is_loaded_again(ran):
 def test_a_run_without_its_plan_shows_what_was_measured(ran):
     Path("runs/net/plan.yaml").unlink()
     ran.pdtool("report", "runs/net")
-    assert "the plan of this run was not found: nothing is predicted here" in " ".join(read().texts)
+    assert "the plan of this run was not found, so there is no prediction here" in " ".join(read().texts)
     report = Report.load("runs/net/report.json")
     plan = Plan.load("plans/model-2.yaml")
     report.model_copy(update={"digests": {"plan": plan.plan_sha256}}).save("runs/net/report.json")
@@ -370,7 +370,7 @@ def test_a_run_without_its_plan_shows_what_was_measured(ran):
     assert "The model by stage" in read().texts
     Path("profiles/model.json").unlink()
     ran.pdtool("report", "runs/net")
-    assert "nothing is predicted here: " in " ".join(read().texts)
+    assert "there is no prediction here: " in " ".join(read().texts)
 
 
 def test_two_runs_stand_beside_each_other_and_their_plan_once(ran):
@@ -413,14 +413,14 @@ def test_a_page_goes_to_stdout_and_overwrites_nothing_else(road):
     road.pdtool("report", "-o", "page.html")
     road.pdtool("report", "-o", "page.html")
     error = road.pdtool("report", "-o", "model.py", code=2).stderr
-    assert "model.py is another file than a page of pdtool, and would be overwritten; name another file" in error
+    assert "model.py is not a page of pdtool and would be overwritten; name another file" in error
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "error"),
     [
         (["profiles/model.json"], 2, "profiles/model.json is a profile, no plan or run"),
-        (["model.py"], 2, "model.py is no artifact of pdtool; name a plan, or the folder of a run or an emulation"),
+        (["model.py"], 2, "model.py is not an artifact of pdtool; name a plan, or the folder of a run or an emulation"),
         (["profiles"], 2, "profiles holds neither report.json nor metrics.jsonl"),
         (["gone"], 3, "gone: cannot be read (No such file or directory)"),
         (["a", "b", "c", "d", "e"], 2, "5 plans and runs on one page; name at most 4"),
@@ -489,13 +489,13 @@ def test_a_slow_link_is_named_as_the_cause_where_no_stage_computes_all_the_time(
     assert [part.what for part in differences(slow)] == ["waiting for other stages", "computing"]
     said = list(slowness_lines(slow))
     assert said[1].startswith("  94 ms (85%) waiting for other stages: no stage computes all the time, so messages")
-    assert "1.5 MB a minibatch each way between stages 0 and 1 went at 94.5 Mbit/s" in said[1]
+    assert "1.5 MB per minibatch each way between stages 0 and 1 went at 94.5 Mbit/s" in said[1]
     assert "`pdtool probe`" in said[1]
     assert said[2].startswith("  17.1 ms (15%) computing: stage 0 computes 33 ms for 15.9 ms profiled")
     small = tuple(stage.model_copy(update={"sent_bytes": 8000}) for stage in slow.stages)
     [_, said, _] = slowness_lines(slow.model_copy(update={"stages": small}))
     assert "`pdtool probe`" not in said, "a link's bandwidth is not the cause"
-    assert "those between stages 0 and 1 have 8 kB a minibatch; `pdtool profile` with a larger --batch-size" in said
+    assert "those between stages 0 and 1 have 8 kB per minibatch. Run `pdtool profile`" in said
 
 
 def test_the_pauses_of_a_flush_are_not_taken_for_a_slow_link():

@@ -84,9 +84,9 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
     """The section of the page."""
     yield "## Gain against bandwidth\n"
     yield (
-        "Each point is planned anew for its bandwidth between servers. The gain is over data parallelism on all 16 "
-        "workers, and 1 where that is the plan. A plan may leave workers out: where links are very slow, one server "
-        "trains alone (4 workers on 4x4, 8 on 2x8), and the gain is that of not using the network. "
+        "Each point has its own plan for its bandwidth between servers. The gain is over data parallelism on all 16 "
+        "workers. It is 1 if that is the plan. A plan may leave workers idle. If links are very slow, one server "
+        "trains alone (4 workers on 4x4, 8 on 2x8), and the gain comes from not using the network. "
         "Inside servers: PCI Express (12 GB/s) on 4x4, NVLink (20 GB/s) on 2x8. In brackets: emulated.\n"
     )
     rates = [point["rate"] for point in figures[0]["points"]]

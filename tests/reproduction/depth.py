@@ -100,18 +100,18 @@ def page(figures: Figures) -> Iterator[str]:
     models = figures["in_flight"]["points"]
     yield "## Depth: stages, and minibatches in flight\n"
     yield (
-        f"Straight pipelines of {' and '.join(models)} on V100 with {_BANDWIDTH} between them, no limit of memory: "
-        "simulated throughput with the minibatches in flight that the planner takes, and the memory of the fullest "
-        f"worker. Epochs: the median over the seeds until {TASK} ({TASKS[TASK].target}) is learned with weight "
-        "stashing, as many stages, and as many minibatches in flight as stages: fewer than those of the throughput, so "
-        "that the two do not make a time to accuracy together.\n"
+        f"Straight pipelines of {' and '.join(models)} on V100 with {_BANDWIDTH} between them and no memory limit: "
+        "simulated throughput with the planner's minibatches in flight, and the memory of the fullest worker. Epochs: "
+        f"the median over the seeds until {TASK} ({TASKS[TASK].target}) is learned with weight stashing and the same "
+        "number of stages. These runs have as many minibatches in flight as stages, which is fewer than for the "
+        "throughput. So you cannot combine the two into a time to accuracy.\n"
     )
     yield from _table("stages", figures["stages"])
     planned = " and ".join(f"{points[0]['in_flight']} for {model}" for model, points in models.items())
     yield (
-        f"With {WORKERS} stages, by minibatches in flight at the first stage, evenly fewer at later ones and one at "
-        f"the last. PipeDream's number is {WORKERS}; the planner takes {planned}, to hide messages. With one, stages "
-        "take turns.\n"
+        f"With {WORKERS} stages, by minibatches in flight at the first stage. Later stages have evenly fewer, and the "
+        f"last one has one. PipeDream's number is {WORKERS}. The planner takes {planned}, to hide messages. With one, "
+        "stages take turns.\n"
     )
     yield from _table("in flight", figures["in_flight"])
 

@@ -142,10 +142,10 @@ def page(figures: Figures) -> Iterator[str]:
     tasks, methods, seeds = (list(dict.fromkeys(each[key] for each in usual)) for key in ("task", "method", "seed"))
     yield "## Learning: epochs to a target\n"
     yield (
-        f"Epochs, and in brackets updates, until a validation reaches the target: the median of {len(seeds)} seed(s), "
-        f"and the range. {WORKERS} workers; pipelines have {WORKERS} stages. An update has as many samples "
-        "for every method: data parallelism, flush and 2BW take a quarter of them in each minibatch. A training that "
-        "did not reach the target was ended after the epochs named.\n"
+        "Epochs (and updates) until a validation reaches the target: the median of "
+        f"{len(seeds)} seed(s), and the range. There are {WORKERS} workers, and pipelines have {WORKERS} stages. An "
+        "update averages the same number of samples for every method: data parallelism, flush and 2BW take a quarter "
+        "of them in each minibatch. A training that did not reach the target ended after the given epochs.\n"
     )
     for name in tasks:
         task = TASKS[name]
@@ -162,13 +162,14 @@ def page(figures: Figures) -> Iterator[str]:
         yield f"| one process, {factor:g} × the learning rate (first seed) | {' | '.join(cells)} |"
     yield ""
     yield (
-        "The learning rate of a task was chosen once, with one process alone, before the other methods were trained; "
-        "the last rows show how others do there. All other hyper-parameters are the same for all methods, too.\n"
+        "We chose the learning rate of a task once, with one process alone, before we trained the other methods. The "
+        "last rows show one process with other learning rates. All other hyper-parameters are also the same for all "
+        "methods.\n"
     )
     yield (
-        "Methods that compute the same weights, but for rounding, share one training. Asynchronous data parallelism is "
-        f"vertical sync: both apply each gradient {WORKERS - 1} updates late. In the tasks without batch norm, data "
-        "parallelism and 1F1B with a flush are one process, and 2BW was trained in undivided minibatches, one update "
+        "Methods that compute the same weights, except for rounding, share one training. Asynchronous data parallelism "
+        f"is vertical sync: both apply each gradient {WORKERS - 1} updates late. In the tasks without batch norm, data "
+        "parallelism and 1F1B with a flush equal one process, and 2BW was trained in undivided minibatches, one update "
         "late.\n"
     )
     yield from (_verdict(task, usual) for task in tasks if "stash" in methods)

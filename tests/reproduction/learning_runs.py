@@ -58,10 +58,10 @@ def comparison_lines(compared: list[dict[str, Any]]) -> Iterator[str]:
     task = TASKS[compared[0]["task"]]
     equal = [each for each in compared if each["equal"] == each["updates"]]
     yield (
-        f"All figures above are of replays in one process. The first seed of {compared[0]['task']} was also trained by "
-        f"`pdtool run` on real workers, in {len(compared)} ways: in {len(equal)} of them each loss, one for each "
-        "update, is that of the replay to the last bit. In the others sums are rounded in another order, and training "
-        "amplifies what differs.\n"
+        "All figures above come from replays in one process. We also trained the first seed of "
+        f"{compared[0]['task']} with `pdtool run` on real workers, in {len(compared)} ways. In {len(equal)} of them "
+        "every loss, one per update, equals the replay's to the last bit. In the others, sums are rounded in another "
+        "order, and training amplifies the difference.\n"
     )
     yield f"| method | losses | the same | within {CLOSE:.0e} until update | {task.metric} at the end, run | replay |"
     yield "|---|---|---|---|---|---|"

@@ -79,7 +79,7 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
     yield "## Prediction: simulated beside emulated time\n"
     plans = "1 plan" if len(figures) == 1 else f"{len(figures)} plans"
     yield (
-        f"{plans}, each the best of its strategy. Emulated time over simulated time: median error "
+        f"{plans}, each the best of its strategy. The ratio of emulated to simulated time has a median error of "
         f"{median(sizes):.1%} (wanted at most {WANTED_MEDIAN:.0%}), worst {sizes[-1]:.1%} "
         f"(wanted at most {WANTED_WORST:.0%}).\n"
     )

@@ -129,14 +129,14 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
     cores = figures[0]["cores"]
     yield "## Prediction: simulated beside real computing\n"
     yield (
-        f"Models of the zoo, profiled on this machine with one thread, planned for {WORKERS} workers with the "
+        f"Models of the zoo were profiled on this machine with one thread, planned for {WORKERS} workers with the "
         f"bandwidth that `pdtool probe` measures between them, and trained by `pdtool run` on {cores} cores. "
-        f"Measured over simulated time of {len(rows)} plans, of each the median of {len(rows[0][1]['measured_s'])} "
-        f"run(s): median error {median(map(abs, errors)):.1%} (wanted at most {WANTED_MEDIAN:.0%}), worst "
-        f"{max(errors, key=abs):+.1%}.\n"
+        f"The ratio of measured to simulated time of {len(rows)} plans, each the median of "
+        f"{len(rows[0][1]['measured_s'])} run(s), has a median error of {median(map(abs, errors)):.1%} "
+        f"(wanted at most {WANTED_MEDIAN:.0%}), worst {max(errors, key=abs):+.1%}.\n"
     )
     if cores < WORKERS:
-        yield f"{WORKERS} workers shared {cores} core(s): on devices of their own they would be faster.\n"
+        yield f"{WORKERS} workers shared {cores} core(s). With one device each they would be faster.\n"
     yield "| model | minibatch | strategy | plan | simulated, ms | measured, ms | of the runs | error | computing |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for (each, plan, measured_s), error in zip(rows, errors, strict=True):
@@ -150,10 +150,10 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
     totals = [sum(plan["measured_stages_s"]) / sum(plan["predicted_stages_s"]) - 1 for _, plan, _ in rows]
     yield (
         "Computing: each stage's own time without waits, measured over predicted. All stages of a plan together are "
-        f"off by {median(map(abs, totals)):.1%} (median). A single stage may be off further, and the slowest decides: "
-        "the profile times operators one by one, which is not how a stage runs them. What remains with data "
-        "parallelism are waits for averages: here they take time of the cores that compute, in the simulation of links "
-        "only.\n"
+        f"off by {median(map(abs, totals)):.1%} (median). A single stage may be off further, and the slowest decides. "
+        "The profile times operators one by one, but a stage does not run them like that. With data parallelism, the "
+        "rest are waits for averages. Here averages use time of the cores that compute. In the simulation they use "
+        "only links.\n"
     )
 
 

@@ -85,10 +85,10 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
     """The section of the page."""
     yield "## Against the others, on four workers\n"
     yield (
-        "Four servers of one device. The plan is what `pdtool partition` chooses, the others are the best of their "
-        "strategies. An update of GPipe takes as many samples as one of data parallelism; those of the others take no "
-        "more. Bytes: sent by all workers, counted where the plan was emulated. Memory: of the worker that needs most, "
-        "simulated.\n"
+        "Four servers with one device each. `pdtool partition` chooses the plan. The others are the best plans of "
+        "their strategies. An update of GPipe averages as many samples as one of data parallelism. The others average "
+        "no more than that. Bytes: sent by all workers, counted where the plan was emulated. Memory: of the worker "
+        "that needs most, simulated.\n"
     )
     yield "| model | strategy | plan | samples/update | samples/s simulated | emulated | MB/sample | memory, GB |"
     yield "|---|---|---|---|---|---|---|---|"
@@ -101,7 +101,7 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
             asked = f"{model} | {label} | {plan['config']} | {plan['samples_per_update']}"
             yield f"| {asked} | {' | '.join(speeds)} | {sizes} |"
     yield ""
-    yield "What the paper claims, and the plan's figures over those of the others (times: emulated):\n"
+    yield "The paper's claims, and the plan's figures divided by those of the others (times: emulated):\n"
     yield "| the paper | " + " | ".join(each["model"] for each in figures) + " |"
     yield "|---|" + "---|" * len(figures)
     for claim, cell in _CLAIMS.items():

@@ -53,8 +53,8 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
     """The section of the page."""
     yield "## VGG-16 over slow and fast links\n"
     yield (
-        "The plan that `pdtool partition` chooses, beside data parallelism; where it chooses that itself, beside the "
-        "best pipeline. Both are emulated; milliseconds per minibatch of 64 on V100.\n"
+        "The plan that `pdtool partition` chooses, compared with data parallelism. If the plan is data parallelism, it "
+        "is compared with the best pipeline. Both are emulated. Times are milliseconds per minibatch of 64 on V100.\n"
     )
     yield "| cluster | links | chosen plan | ms | rival | ms | throughput over the rival's | wanted |"
     yield "|---|---|---|---|---|---|---|---|"

@@ -66,11 +66,11 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
     rows = QUICK if len(figures) == len(QUICK) else TABLE_1
     yield "## Table 1: gain over data parallelism\n"
     yield (
-        "At the clusters' nominal bandwidths. A: servers of 4 V100, 10 Gbit/s between them; B: of 8 V100 with NVLink, "
-        "25 Gbit/s; C: of one Titan X, 40 Gbit/s. *Same gain at*: the bandwidth between servers at which the paper's "
-        "configuration would have the paper's gain; none: at no bandwidth between 0.01 and 100 Gbit/s. "
-        "[table1-differences.md](table1-differences.md) says why GNMT-8 and AlexNet differ on the paper's own "
-        "profiles.\n"
+        "All figures are for the clusters' nominal bandwidths. A: servers of 4 V100, 10 Gbit/s between them. B: "
+        "servers of 8 V100 with NVLink, 25 Gbit/s. C: servers of one Titan X, 40 Gbit/s. *Same gain at*: the bandwidth "
+        "between servers at which the paper's configuration would have the paper's gain, or none if there is no such "
+        "bandwidth between 0.01 and 100 Gbit/s. [table1-differences.md](table1-differences.md) explains why GNMT-8 "
+        "and AlexNet differ on the paper's own profiles.\n"
     )
     yield "| model | servers | paper | gain | simulated | emulated | same gain at | pdtool | simulated | emulated |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
@@ -80,7 +80,7 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
         same = _bandwidth_of_gain(each["sweep"], row.gain)
         yield f"| {name} | {paper[1]} | {paper[2]} | {same} | {_short(ours[0])} | {ours[1]} | {ours[2]} |"
     yield ""
-    yield "Both plans term by term, in milliseconds per minibatch by the formulas, and what they take besides:\n"
+    yield "Both plans term by term, in milliseconds per minibatch by the formulas, and their other figures:\n"
     yield "| model | servers | plan | compute | averages | border | simulated | emulated | memory, GB | MB per sample |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for row, each in zip(rows, figures, strict=True):
@@ -101,7 +101,7 @@ def _differences(rows: Sequence[Row], figures: Sequence[dict[str, Any]]) -> Iter
         pair for pair in zip(rows, figures, strict=True) if pair[1]["ours"]["config"] != pair[1]["paper"]["config"]
     ]
     if differing:
-        yield "Where pdtool plans otherwise: what holds up each plan, in milliseconds per minibatch by the formulas.\n"
+        yield "Where pdtool's plan differs: the bottleneck of each plan, in milliseconds by the formulas.\n"
     for row, each in differing:
         paper, ours = (_held_up(each[who]) for who in ("paper", "ours"))
         name = f"{row.model} on {row.servers}x{row.devices}"

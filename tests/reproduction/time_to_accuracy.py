@@ -117,14 +117,14 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
     kept = "held" if min(sooner) >= WANTED else "not held"
     yield "## Time to accuracy\n"
     yield (
-        f"A small VGG with a large classifier (`pdtool/zoo/mnist.py`) learns MNIST's digits to "
-        f"{first['target'] * 100:g}% of those that it was not trained on, on {WORKERS} workers of one thread with "
-        f"links of {BANDWIDTH}. Pipeline: what `pdtool partition` plans ({first['config']}), trained by "
+        f"A small VGG with a large classifier (`pdtool/zoo/mnist.py`) learns MNIST's digits on {WORKERS} workers of "
+        f"one thread with links of {BANDWIDTH}. The target is {first['target'] * 100:g}% of the digits that it was not "
+        f"trained on. Pipeline: the plan of `pdtool partition` ({first['config']}), trained by "
         "`pdtool emulate --compute real`. DDP: an ordinary loop with torch's DistributedDataParallel "
-        f"(`tests/reproduction/ddp.py`) on the same pretend cluster. One worker: that loop on one worker, which needs "
-        f"no network. All take {BATCH_SIZE} samples an update in the same order, from the same initial weights. "
-        "Seconds count from the first update, validations included; pdtool saves a checkpoint after each epoch "
-        "besides.\n"
+        "(`tests/reproduction/ddp.py`) on the same emulated cluster. One worker: that loop on one worker, which needs "
+        f"no network. Each method averages {BATCH_SIZE} samples per update in the same order, from the same initial "
+        "weights. Seconds count from the first update and include validations. pdtool also saves a checkpoint after "
+        "each epoch.\n"
     )
     yield (
         "| seed | pipeline: epochs | seconds | ms/update | DDP: epochs | seconds | ms/update | times as long "
@@ -141,15 +141,15 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
     yield ""
     yield (
         f"DDP takes {median(sooner):.1f} times as long as the pipeline (median of {len(figures)} seed(s); worst "
-        f"{min(sooner):.1f}): the goal of {WANTED:g} is {kept}. One worker alone takes {median(alone):.1f} times as "
-        f"long as the pipeline, which has two (worst {min(alone):.1f}). An update takes, simulated, "
+        f"{min(sooner):.1f}): the goal of {WANTED:g} is {kept}. A single worker takes {median(alone):.1f} times as "
+        f"long as the pipeline with its two (worst {min(alone):.1f}). In the simulation, an update takes "
         f"{first['simulated_s'] * 1e3:.4g} ms in the pipeline and {first['ddp_simulated_s'] * 1e3:.4g} ms with data "
-        f"parallelism; one worker alone takes {first['one_worker_s'] * 1e3:.4g} ms.\n"
+        f"parallelism. A single worker takes {first['one_worker_s'] * 1e3:.4g} ms.\n"
     )
     if on_the_way := [accuracy for accuracy in ON_THE_WAY if accuracy < first["target"]]:
         yield (
-            "Lower accuracies on the way there; the pipeline's gradients are stale, which costs it most in the first "
-            "epochs, where weights change most:\n"
+            "Lower accuracies on the way there. The pipeline's gradients are stale. This costs it most in the first "
+            "epochs, when weights change most:\n"
         )
         seeds = " | ".join(f"seed {each['seed']}" for each in figures)
         yield f"| times as long: DDP, one worker | {seeds} |"

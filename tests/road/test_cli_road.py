@@ -49,25 +49,25 @@ def test_profile_to_export(road):
     assert "error: target accuracy=1.5 was not reached in 2 epoch(s)" in result.stderr
     assert "epoch 2/2: " in result.stderr
     assert "epoch 1/" not in result.stderr
-    assert result.stderr.count("going on after epoch 1 of runs/model-2, with 1 epoch(s) to train\n") == 1
+    assert result.stderr.count("continuing after epoch 1 of runs/model-2, with 1 epoch(s) to train\n") == 1
     assert not (road.path / "runs/model-2.2").exists(), "a resumed run goes on in its own folder"
     shutil.rmtree(road.path / "runs/model-2/checkpoints/epoch-2")
     told = road.pdtool("run", "--resume", "runs/model-2", code=6).stderr
     assert "taken from the earlier run: --epochs 2 --target accuracy=1.5" in told
-    assert "going on after epoch 1 of runs/model-2, with 1 epoch(s) to train" in told, "what it was asked for"
+    assert "continuing after epoch 1 of runs/model-2, with 1 epoch(s) to train" in told, "what it was asked for"
     errors = road.pdtool("run", "--resume", "runs/model-2", code=2).stderr
-    assert "has its 2 epoch(s) already; give more --epochs" in errors
+    assert "already has its 2 epoch(s); give a larger --epochs" in errors
 
 
 def test_another_seed_and_other_steps_on_resuming_are_told(road):
     """And reports count the minibatches of all epochs."""
     road.pdtool("run", "--steps", "2", "--seed", "3", "-o", "runs/x")
     resumed = ["run", "--steps", "2", "--resume", "-o", "runs/x"]
-    assert "goes on with --seed" not in road.pdtool(*resumed, "--seed", "3", "--epochs", "2").stderr
+    assert "continues with --seed" not in road.pdtool(*resumed, "--seed", "3", "--epochs", "2").stderr
     result = road.pdtool(*resumed, "--epochs", "3", "--steps", "3", "--seed", "0")
-    assert "was trained with --seed 3, and goes on with --seed 0" in result.stderr
+    assert "was trained with --seed 3 and continues with --seed 0" in result.stderr
     assert "2 epoch(s) of 2, 1 epoch(s) of 3 minibatches of 8" in result.stderr
-    assert "resumed after epoch 2: what was measured is of the epochs since" in road.pdtool("show", "runs/x").stdout
+    assert "resumed after epoch 2: only the epochs since then are measured" in road.pdtool("show", "runs/x").stdout
     assert "epoch 3, seed 0: validation loss" in road.pdtool("show", "runs/x/checkpoints/epoch-3").stdout
     assert "stage-1.safetensors" in road.pdtool("show", "runs/x/checkpoints/epoch-3").stdout
     road.pdtool("report", "runs/x")
@@ -76,24 +76,26 @@ def test_another_seed_and_other_steps_on_resuming_are_told(road):
 
 def test_other_samples_per_update_on_resuming_are_told_and_the_remedy_gives_the_old_ones(road):
     road.pdtool("run", "--steps", "6", "-o", "runs/x")
-    assert "an update averages" not in road.pdtool("run", "--steps", "6", "--resume", "runs/x", "--epochs", "2").stderr
+    assert (
+        "an update now averages" not in road.pdtool("run", "--steps", "6", "--resume", "runs/x", "--epochs", "2").stderr
+    )
     road.pdtool("partition", "profiles/model.json", "--topology", "2", "--strategy", "data-parallel", "-o", "dp.yaml")
     resumed = ["run", "dp.yaml", "--steps", "6", "--resume", "runs/x", "-o", "runs/y", "--epochs", "3"]
     told = road.pdtool(*resumed).stderr
-    assert "warning: an update averages 16 samples, and averaged 8 until now, while the learning rate stays; " in told
-    assert "for 8 as before, partition with --samples-per-update 8" in told
+    assert "warning: an update now averages 16 samples instead of 8, with the same learning rate. " in told
+    assert "To average 8 as before, partition with --samples-per-update 8" in told
     road.pdtool("run", "plans/model-2.yaml", "--steps", "6", "--update-every", "2", "-o", "runs/z")
     resumed = ["run", "plans/model-2.yaml", "--steps", "6", "--resume", "runs/z", "--epochs", "2"]
-    assert "averages 8 samples, and averaged 16 until now" in (
+    assert "averages 8 samples instead of 16" in (
         told := road.pdtool(*resumed, "--update-every", "1", "-o", "runs/w").stderr
     )
-    assert "for 16 as before, give --update-every 2" in told
+    assert "To average 16 as before, give --update-every 2" in told
     told = road.pdtool(*resumed, "--update-every", "2").stderr
-    assert "an update averages" not in told
+    assert "an update now averages" not in told
 
 
 def test_a_run_that_computes_otherwise_than_was_profiled_is_told(road):
-    warning = "warning: the plan is for {}, the run computes in {}: its predictions do not hold; profile with"
+    warning = "warning: the plan is for {}, the run computes in {}, so its predictions do not hold: profile with"
     run = ["run", "--steps", "1"]
     assert "predictions do not hold" not in road.pdtool(*run).stderr
     assert warning.format("fp32", "bf16") in road.pdtool(*run, "--precision", "bf16").stderr
@@ -106,9 +108,9 @@ def test_a_run_that_computes_otherwise_than_was_profiled_is_told(road):
     road.pdtool("profile", "model.py", "--device", "a100-80gb", "--precision", "bf16")
     road.pdtool("partition", "--topology", "2", "--straight", "--bandwidth", "1GB/s")
     told = road.pdtool(*run, "--precision", "bf16").stderr
-    assert "it needs more memory" in told
+    assert "needs more memory" in told
     assert "A100" in told
-    assert "the run computes on cpu: its predictions do not hold; profile with --device cpu" in told
+    assert "the run computes on cpu, so its predictions do not hold: profile with --device cpu" in told
 
 
 def test_without_a_device_profile_measures_where_run_trains(road, monkeypatch):
@@ -127,7 +129,7 @@ def test_without_a_device_profile_measures_where_run_trains(road, monkeypatch):
 def test_a_plan_for_cpus_that_is_run_on_gpus_is_told(road, monkeypatch):
     monkeypatch.setattr("pdtool.frontend.compute_mode.default_device", lambda: "cuda")
     told = road.pdtool("run", "--steps", "1").stderr  # the workers see that there is none
-    assert "the run computes on cuda: its predictions do not hold; profile with --device cuda" in told
+    assert "the run computes on cuda, so its predictions do not hold: profile with --device cuda" in told
 
 
 def test_a_plan_for_gpus_leaves_room_for_what_no_tensor_gets(road):
@@ -137,9 +139,9 @@ def test_a_plan_for_gpus_leaves_room_for_what_no_tensor_gets(road):
     road.pdtool("profile", "model.py", "--device", "v100")
     result = road.pdtool(*partition, "2GB")
     assert Plan.load(PLAN).cluster.memory_bytes == 2 * 10**9 - 2**30
-    assert "of 2 GB of memory 1.07 GB are left for CUDA's context" in result.stderr
+    assert "leaving 1.07 GB of 2 GB of memory for CUDA's context" in result.stderr
     result = road.pdtool(*partition, "1GB", code=2)
-    assert "1 GB of memory, of which 1.07 GB are for CUDA's context" in result.stderr
+    assert "1 GB of memory, but 1.07 GB are for CUDA's context" in result.stderr
 
 
 def test_profile_on_stdout(folder):
@@ -156,7 +158,7 @@ def test_a_model_outside_of_the_folder_is_told_when_it_is_profiled(folder, tmp_p
     path = tmp_path_factory.mktemp("elsewhere") / "model.py"
     path.write_text(NET)
     errors = folder.pdtool("profile", str(path), "--batch-size", "4", "-o", "net.json").stderr
-    assert f"is outside of this folder: name it to codegen and run, too, with --model {path}" in errors
+    assert f"is outside this folder: pass it to codegen and run too, with --model {path}" in errors
     folder.pdtool("partition", "net.json", "--topology", "2", "-o", "net.yaml")
     for command in (("codegen", "net.yaml"), ("run", "net.yaml", "--dry-run")):
         assert "outside the current folder; check that file" in folder.pdtool(*command, code=2).stderr
@@ -166,7 +168,7 @@ def test_a_model_outside_of_the_folder_is_told_when_it_is_profiled(folder, tmp_p
 
 
 def test_run_generates_a_missing_or_stale_bundle(road):
-    assert "is missing, or was made from something else" in road.pdtool("run", "--steps", "2").stderr
+    assert "is missing or does not belong to this plan" in road.pdtool("run", "--steps", "2").stderr
     assert "is missing" not in road.pdtool("run", "--steps", "2").stderr
     assert (road.path / "runs/model-2.2/report.json").is_file(), "a second run has a folder of its own"
 
@@ -178,15 +180,18 @@ def test_an_edited_stage_file_is_run_with_trust_only_and_never_overwritten_unask
     stage, edited = folder / "stage_1.py", "import pathlib\npathlib.Path('executed').touch()\n"
     stage.write_text(stage.read_text() + edited)
     errors = road.pdtool("run", "--steps", "2", code=3).stderr
-    assert "stage_1.py: was changed since codegen wrote it; run with --trust to train it as it is, or" in errors
+    assert "stage_1.py: was changed since codegen wrote it; use --trust to train it as it is, or" in errors
     text = stage.read_text()
     told = road.pdtool("codegen").stderr
-    assert "plans/model-2/stage_1.py was edited since codegen wrote it: the edited file is kept as plans/model" in told
+    assert "plans/model-2/stage_1.py was edited since codegen wrote it. Your edited file is now plans/model" in told
     assert (folder / "stage_1.py~").read_text() == text
     stage.write_text(text)
     Bundle.load(folder / "bundle.yaml").trusting(folder).save(folder / "bundle.yaml")
     errors = road.pdtool("run", "--steps", "2", code=3).stderr
-    assert "stage_1.py: is not what codegen writes here for this plan and model; run `pdtool codegen` again" in errors
+    assert (
+        "stage_1.py: differs from what codegen writes here for this plan and model; run `pdtool codegen` again"
+        in errors
+    )
     assert not (road.path / "executed").exists()
     assert stage.read_text().endswith(edited)
     road.pdtool("run", "--steps", "2", "--trust")
@@ -204,7 +209,7 @@ def test_a_trusted_file_that_does_not_fit_is_named(road):
     assert "plans/model-2/stage_0.py: cannot be used (SyntaxError: " in errors
     stage.write_text(text.replace("    return ", "    return None, "))
     errors = road.pdtool("run", "--trust", "--steps", "2", code=1).stderr
-    assert "stage_0.py returns 2 tensors, bundle.yaml says 1; mend it" in errors
+    assert "stage_0.py returns 2 tensors, bundle.yaml says 1; fix it" in errors
     stage.write_text(text.replace("    return ", "    return None  # "))
     errors = road.pdtool("run", "--trust", "--steps", "2", code=1).stderr
     assert "stage_0.py returns an output 'middle' that is NoneType, bundle.yaml says a tensor of shape [8, " in errors
@@ -244,7 +249,7 @@ def test_tensors_of_a_resealed_bundle_are_compared_too(road):
     tensors = [tensor.model_copy(update={"gradient": False}) for tensor in bundle.tensors]
     bundle.model_copy(update={"tensors": tuple(tensors)}).save(path)
     errors = road.pdtool("run", "--steps", "2", code=3).stderr
-    assert "bundle.yaml: is not what codegen writes here for this plan and model" in errors
+    assert "bundle.yaml: differs from what codegen writes here for this plan and model" in errors
 
 
 def test_another_schedule_for_the_same_stages(road):
@@ -299,7 +304,7 @@ def test_an_edited_plan_is_checked_predicted_again_and_runs(road):
     twice = edited(road, ("input", "target", "first", "relu"), ("relu", "middle", "last", "loss"), code=3)
     assert "'relu' stands in stage 0 and in stage 1" in twice.stderr
     missing = edited(road, ("input", "target", "first"), ("middle", "last", "loss"), code=3)
-    assert "'relu' stands in no stage" in missing.stderr
+    assert "'relu' is in no stage" in missing.stderr
     backwards = edited(road, ("input", "target", "relu"), ("first", "middle", "last", "loss"), code=3)
     assert "'relu' in stage 0 takes 'first' from the later stage 1" in backwards.stderr
     for first in (("input", "target", "first"), ("input", "target", "first", "relu", "middle")):
@@ -321,7 +326,7 @@ def test_workers_started_one_by_one_need_a_bundle_and_a_folder(road, monkeypatch
     monkeypatch.setenv("RANK", "0")
     assert "run `pdtool codegen` before torchrun" in road.pdtool("run", "-o", "runs/x", code=3).stderr
     road.pdtool("codegen")
-    assert "need one folder for the run; name it with -o" in road.pdtool("run", code=2).stderr
+    assert "need a common folder for the run; name it with -o" in road.pdtool("run", code=2).stderr
 
 
 @pytest.mark.parametrize("options", [["--timeout", "5x"], ["--target", "accuracy"], ["--nnodes", "2", "-o", "x"]])
@@ -368,7 +373,7 @@ def test_a_folder_that_holds_a_run_is_left_alone(road):
     road.pdtool("run", "-o", "runs/a", "--epochs", "2")
     before = (road.path / "runs/a/metrics.jsonl").read_text()
     assert "holds a run already" in road.pdtool("run", "-o", "runs/a", code=2).stderr
-    assert "has its 2 epoch(s) already" in road.pdtool("run", "--resume", "runs/a", "--epochs", "2", code=2).stderr
+    assert "already has its 2 epoch(s)" in road.pdtool("run", "--resume", "runs/a", "--epochs", "2", code=2).stderr
     assert (road.path / "runs/a/metrics.jsonl").read_text() == before
 
 

@@ -18,7 +18,7 @@ PLAN = "plans/model-2.yaml"
     ("toml", "code", "says"),
     [
         (b"[run]\nepochs = " + b"9" * 5000, 3, "is not TOML (Exceeds the limit"),
-        (b"[run]\nlog-every = 1\nlog_every = 2\n", 3, "run.log_every: says the same option twice; remove one of both"),
+        (b"[run]\nlog-every = 1\nlog_every = 2\n", 3, "run.log_every: sets the same option twice; remove one of them"),
         (b"\xef\xbb\xbf[devices]\njson = true\n", 0, ""),
         (b"[profile]\nset = {}\n", 0, ""),
         (b"[run]\nset = []\n", 0, ""),
@@ -55,8 +55,8 @@ def test_what_init_says_can_be_typed(folder):
         (lambda: pdtool.simulate(PLAN, schedule="1f1"), "schedule='1f1': "),
         (lambda: pdtool.simulate(PLAN, against=["gpip"]), "did you mean gpipe?"),
         (lambda: pdtool.simulate(PLAN, bandwidths=[float("nan")]), "bandwidth nan is no rate"),
-        (lambda: pdtool.run(PLAN, settings={"width": None}), "setting width=None is no text, number or truth"),
-        (lambda: pdtool.run(PLAN, settings=["width=8"]), "are no names with values"),
+        (lambda: pdtool.run(PLAN, settings={"width": None}), "setting width=None is not a text, number or truth"),
+        (lambda: pdtool.run(PLAN, settings=["width=8"]), "is not a dict of names and values"),
         (lambda: pdtool.run(PLAN, precision=["bf16"]), "precision=['bf16']: ['bf16'] is not one of"),
         (lambda: pdtool.run(PLAN, trust="yes"), "trust='yes' is not True or False"),
         (lambda: pdtool.run(PLAN, timeout=b"60s"), "timeout=b'60s' is not a text"),
@@ -78,10 +78,10 @@ def test_a_wrong_value_in_python_is_named(call, says, road):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: pdtool.check(None), "a plan or its path is needed, and this is a NoneType"),
+        (lambda: pdtool.check(None), "a plan or its path is needed, not a NoneType"),
         (lambda: pdtool.run(PLAN, dry_run=True), "has no option 'dry_run'"),
-        (lambda: pdtool.run(PLAN, output=["runs/a"]), "a path is needed, and this is a list"),
-        (lambda: pdtool.export(None), "a path is needed, and this is a NoneType"),
+        (lambda: pdtool.run(PLAN, output=["runs/a"]), "a path is needed, not a list"),
+        (lambda: pdtool.export(None), "a path is needed, not a NoneType"),
     ],
 )
 def test_what_is_no_plan_or_no_option_in_python_is_a_type_error(call, says, road):

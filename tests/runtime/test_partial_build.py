@@ -274,7 +274,7 @@ def test_a_construction_that_reads_values_is_refused(read: Callable[[nn.Linear, 
 
 def test_a_construction_that_changes_is_refused() -> None:
     sizes = iter(((6, 5), (5, 5)))
-    with pytest.raises(MissingValuesError, match="other parameters when it is called again"):
+    with pytest.raises(MissingValuesError, match="different parameters when it is called again"):
         build_partially(lambda: Layers(a=nn.Linear(*next(sizes))), nn.Module.parameters)
 
 
@@ -337,7 +337,7 @@ def test_a_worker_with_all_stages_builds_the_whole_model(tmp_path: Path) -> None
 
 def test_a_model_that_is_kept_between_calls_is_refused(tmp_path: Path) -> None:
     toy = replace(CONV3, model=CONV3.model + "\nimport functools\nmodel = functools.cache(model)\n")
-    with pytest.raises(ModelError, match=r"returns parameters that it made .* make a new model each time"):
+    with pytest.raises(ModelError, match=r"returns parameters that it made .* make a new model in each call"):
         worker_model(tmp_path, toy, [0])
 
 

@@ -130,7 +130,7 @@ def test_a_missing_compiler_is_named_without_a_traceback_of_torch() -> None:
     assert is_compiler_error(error)
     assert not is_compiler_error(RuntimeError(text))
     said = "torch.compile failed: InvalidCxxCompiler: No working C++ compiler found: (None, 'g++'); install a C++ "
-    assert str(compiler_error(error)) == f"{said}compiler, g++ or what $CXX names, or leave --compile out"
+    assert str(compiler_error(error)) == f"{said}compiler (g++, or set $CXX), or leave --compile out"
 
 
 def test_a_loss_without_a_gradient_ends_the_run_at_the_first_minibatch(tmp_path: Path) -> None:
@@ -289,12 +289,12 @@ def test_where_all_wait_for_each_other_the_first_to_give_up_is_believed(left: Le
     left.failure(0, "backward 'a' did not get here (Timed out waiting 5 s)", peer=1, at_s=2.0)
     said = str(left.diagnosis({0: 5}))
     assert said.startswith("rank 2 (stage 1, replica 1) sent nothing that arrived within 5 s, but waited for messages")
-    assert "see whether the links are too slow for what is sent" in said, "no worker is to blame for a slow link"
+    assert "check whether the links are too slow for these messages" in said, "no worker is to blame for a slow link"
 
 
 def test_a_worker_whose_end_only_its_neighbour_saw(left: Left) -> None:
     left.failure(0, "numbers were not averaged (Connection closed by peer)", peer=ANY_PEER, gone=[2])
-    assert str(left.diagnosis({0: 5})).startswith("rank 2 (stage 1, replica 1) died; it left no word here")
+    assert str(left.diagnosis({0: 5})).startswith("rank 2 (stage 1, replica 1) died; it left no record here")
 
 
 @pytest.mark.parametrize(("code", "how"), [(-11, "was killed by SIGSEGV"), (-50, "was killed by signal 50")])
@@ -352,7 +352,7 @@ def test_one_that_aborts_while_it_computes_is_named_itself(left: Left) -> None:
         left.status(rank, "1F4")
     error = str(diagnose(config, left.ranks, {1: -6}))
     assert error.startswith("rank 1 (stage 1, replica 0) was killed by SIGABRT; it was last at 1F4")
-    assert "NCCL's watchdog ends a worker so when it has lost another, on another machine perhaps" in error
+    assert "NCCL's watchdog ends a worker like this when it loses another one, perhaps on another machine" in error
 
 
 def test_the_first_error_is_the_cause(left: Left) -> None:
@@ -369,7 +369,7 @@ ERRORS: list[PdtoolError] = [
     TraceError("no graph", "rewrite it", location="model.py:3", module="encoder"),
     PartialWriteError("writes", location="model.py:4"),
     ArtifactError(Path("metrics.jsonl"), "is damaged", "remove it", field="line 2"),
-    StaleError("stage_0.py", "is not what codegen writes", "run codegen"),
+    StaleError("stage_0.py", "differs from what codegen writes", "run codegen"),
     NoPlanError("none fits"),
     ScheduleError("a cycle\nworker 0 | 0F0", "mend it"),
     WorkerDiedError("the loader died"),
@@ -416,7 +416,7 @@ def test_a_fork_server_that_was_killed_is_named(left: Left, monkeypatch: pytest.
         while process_state(server.pid) != "Z":
             time.sleep(0.001)
         error = left.diagnosis({0: 255})
-    assert str(error).startswith("the fork server, the process that all workers come from, was killed by SIGKILL;")
+    assert str(error).startswith("the fork server, which starts all workers, was killed by SIGKILL;")
     assert error.exit_code == WorkerDiedError.exit_code
 
 
@@ -443,7 +443,7 @@ def test_a_fork_server_that_is_killed_while_it_starts_a_process_is_named(
     monkeypatch.setattr(forkserver, "connect_to_new_process", connect)
     error = failure_of(harness.job(tmp_path, CONV2))
     assert isinstance(error, WorkerDiedError)
-    assert re.search(r"^the fork server, the process that all workers come from, .* while it started them", str(error))
+    assert re.search(r"^the fork server, which starts all workers, .* while it started them", str(error))
     assert len(started) == process
 
 
@@ -456,7 +456,7 @@ def test_a_fork_server_that_has_ended_is_named_whatever_the_error(monkeypatch: p
 
 def test_a_reaper_that_dies_as_it_starts_is_named(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     monkeypatch.setattr(reaper, "_lead_group", max)  # of a pipe and a text: it fails at once
-    with pytest.raises(WorkerDiedError, match=r"the process that ends the workers died as it started; .*__main__"):
+    with pytest.raises(WorkerDiedError, match=r"the process that ends the workers died at its start; .*__main__"):
         reaper.Reaper()
 
 
@@ -473,7 +473,7 @@ def test_every_workers_story_is_in_a_file(left: Left) -> None:
     assert "waiting for rank 1 for the last" in story
     assert "it said: backward 'a' did not get here" in story
     assert "  Traceback of rank 0\n  line\\udc81 two\n" in story
-    assert "rank 3 (stage 2, replica 0): last at the start, it has not begun" in story
+    assert "rank 3 (stage 2, replica 0): last at the start, it has not started" in story
     prepare_folder(left.config.out, range(4), keep_metrics=False)
     assert not (RunDir(left.config.out).failure_file).exists()
 
@@ -571,9 +571,7 @@ def test_the_prediction_stands_beside_what_there_is(left: Left, monkeypatch: pyt
     )
 
 
-@pytest.mark.parametrize(
-    ("kills", "says"), [(8, "killed 1 process(es) for that"), (7, None), (None, "kernel kills so")]
-)
+@pytest.mark.parametrize(("kills", "says"), [(8, "killed 1 process(es) since"), (7, None), (None, "kernel does this")])
 def test_a_kill_is_explained_by_the_kernels_count(
     left: Left, monkeypatch: pytest.MonkeyPatch, kills: int | None, says: str | None
 ) -> None:
@@ -588,7 +586,9 @@ def test_a_kill_is_explained_by_the_kernels_count(
     assert "memory" not in str(left.diagnosis({1: -signal.SIGTERM}))
     assert "memory" not in str(left.diagnosis({1: -signal.SIGABRT}))
     monkeypatch.setattr(host, "memory_limits", lambda: [MemoryLimit("ulimit -v", 3, 1)])
-    assert "native code may end so when ulimit -v leaves it no memory" in str(left.diagnosis({1: -signal.SIGABRT}))
+    assert "native code can end like this when ulimit -v leaves it no memory" in str(
+        left.diagnosis({1: -signal.SIGABRT})
+    )
 
 
 def test_the_limits_of_this_process_as_linux_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

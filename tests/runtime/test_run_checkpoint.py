@@ -187,7 +187,7 @@ def test_only_a_complete_checkpoint_is_found(tmp_path: Path) -> None:
             (tmp_path / "checkpoints" / name / "checkpoint.json").write_text("{}")
     assert RunDir(tmp_path).latest_checkpoint().path == tmp_path / "checkpoints" / "epoch-10"
     assert RunDir(tmp_path / "checkpoints" / "epoch-9").latest_checkpoint().path.name == "epoch-9"
-    with pytest.raises(UsageError, match="holds no complete checkpoint"):
+    with pytest.raises(UsageError, match="contains no complete checkpoint"):
         RunDir(tmp_path / "checkpoints" / "epoch-12").latest_checkpoint()
 
 
@@ -291,7 +291,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_named(tmp_path: P
         damage(last / name, how)
     what = "is missing" if how == "missing" else "is damaged .*"
     message = (
-        rf"epoch-2/stage-0.safetensors: {what}; go on from the one before it, in another folder: with --resume {first}"
+        rf"epoch-2/stage-0.safetensors: {what}; continue from the one before it in another folder: --resume {first}"
     )
     with pytest.raises(ArtifactError, match=message):
         checkpoint.export(spec.out, tmp_path / "model.pt")
@@ -301,7 +301,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_named(tmp_path: P
     launch(replace(spec, epochs=2, resume=first, out=tmp_path / "again"))
     assert RunDir(tmp_path / "again").latest_checkpoint().path.name == "epoch-2"
     shutil.rmtree(first)
-    with pytest.raises(ArtifactError, match="there is none before it in this run"):
+    with pytest.raises(ArtifactError, match="this run has none before it"):
         checkpoint.export(spec.out, tmp_path / "model.pt")
 
 
@@ -322,9 +322,7 @@ def test_a_folder_of_another_epoch_is_refused(tmp_path: Path) -> None:
     harness.run(spec)
     folder = RunDir(spec.out).latest_checkpoint().path
     folder.rename(folder.with_name("epoch-9"))
-    message = (
-        r"epoch-9/checkpoint.json: is of epoch 1, and stands in a folder of another epoch; name the folder epoch-1"
-    )
+    message = r"epoch-9/checkpoint.json: is of epoch 1, but its folder is of another epoch; name the folder epoch-1"
     with pytest.raises(ArtifactError, match=message):
         checkpoint.export(spec.out, tmp_path / "model.pt")
     with pytest.raises(ArtifactError, match=message):
@@ -353,14 +351,16 @@ def test_a_file_of_a_checkpoint_that_is_no_file_is_refused(tmp_path: Path) -> No
     )
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    with pytest.raises(ArtifactError, match=rf"{name}: is damaged \(it is no regular file\); there is none before it"):
+    with pytest.raises(
+        ArtifactError, match=rf"{name}: is damaged \(it is not a regular file\); this run has none before it"
+    ):
         checkpoint.export(spec.out, tmp_path / "model.pt")
 
 
 def test_a_checkpoint_of_an_older_pdtool_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "epoch-1").mkdir(parents=True)
     (tmp_path / "checkpoints" / "epoch-1" / "epoch.json").write_text("{}")
-    with pytest.raises(UsageError, match="of an older pdtool, whose files could hold code; export them with"):
+    with pytest.raises(UsageError, match="from an older pdtool, whose files could contain code; export them with"):
         RunDir(tmp_path).latest_checkpoint()
 
 

@@ -99,7 +99,7 @@ class Launcher:
     def tells_how_to_go_on(self, name: str) -> None:
         """State what a signal of this name has let it say."""
         epoch = max(RunDir(self.spec.out).checkpoints(), default=0)
-        how = f"; go on from the last checkpoint (epoch {epoch}) with `pdtool run -o {self.spec.out} --resume`"
+        how = f"; continue from the last checkpoint (epoch {epoch}) with `pdtool run -o {self.spec.out} --resume`"
         assert f"stopped by {name}{how if epoch else ' before the first checkpoint'}" in self.errors.read_text()
 
     def end(self) -> int:

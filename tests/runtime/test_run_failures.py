@@ -176,9 +176,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) 
     launch(spec)
     old = {path.name: path.read_bytes() for path in RunDir(spec.out).latest_checkpoint().path.iterdir()}
     (spec.out / "checkpoints" / ".epoch-2.partial").write_text("in the way")
-    message = (
-        r"at the checkpoint of epoch 2: the checkpoint could not be written .*; see that the folder can be written"
-    )
+    message = r"at the checkpoint of epoch 2: the checkpoint could not be written .*; make sure that the folder"
     with pytest.raises(PdtoolError, match=message):
         launch(replace(spec, epochs=2, resume=spec.out))
     kept = RunDir(spec.out).latest_checkpoint().path
@@ -193,7 +191,7 @@ def test_a_run_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 
 def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no complete checkpoint"):
+    with pytest.raises(UsageError, match="contains no complete checkpoint"):
         launch(harness.job(tmp_path, CONV3, resume=tmp_path))
 
 
@@ -228,7 +226,7 @@ def test_a_correction_of_what_is_not_late_is_refused(tmp_path: Path) -> None:
 def test_a_bundle_of_another_plan_or_edited_by_hand_is_stale(tmp_path: Path) -> None:
     spec = harness.job(tmp_path, CONV3)
     other = harness.job(tmp_path / "other", harness.CONV2)
-    with pytest.raises(StaleError, match="it has 2 stages, the plan 3"):
+    with pytest.raises(StaleError, match="it has 2 stages, but the plan has 3"):
         launch(replace(spec, bundle=other.bundle, bundle_dir=other.bundle_dir))
     with (spec.bundle_dir / "stage_1.py").open("a") as file:
         file.write("# mine\n")
@@ -270,7 +268,7 @@ def test_a_process_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(worker_main.dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(worker_main, "check_agreement", lambda *_: None)
-    with pytest.raises(UsageError, match="4 processes were started, the plan needs 3"):
+    with pytest.raises(UsageError, match="4 processes were started, but the plan needs 3"):
         launch(harness.job(tmp_path, CONV3))
 
 
@@ -304,9 +302,9 @@ def test_workers_are_shared_among_machines_in_order(tmp_path: Path) -> None:
     spec = harness.job(tmp_path, harness.CONV2, (2, 2))
     halves = [local_assignments(replace(spec, machines=Machines(2, k, "h:1"))) for k in (0, 1)]
     assert [[(p.rank, p.stage) for p in half] for half in halves] == [[(0, 0), (1, 0)], [(2, 1), (3, 1)]]
-    with pytest.raises(UsageError, match="machine 0 of 3 cannot have its share of the 4 workers"):
+    with pytest.raises(UsageError, match="machine 0 of 3 cannot get an equal share of the 4 workers"):
         local_assignments(replace(spec, machines=Machines(3)))
-    with pytest.raises(UsageError, match="need a place to meet"):
+    with pytest.raises(UsageError, match="need an endpoint to meet at"):
         local_assignments(replace(spec, machines=Machines(2)))
 
 

@@ -118,7 +118,7 @@ def test_machines_that_run_different_things_are_refused(tmp_path: Path, what: st
     for code, _, errors in end(machines(tmp_path, spec, change(spec, tmp_path))):
         assert code == 2, errors
         assert re.search(message, errors), errors
-        assert "start all with the same command, on the same files" in errors
+        assert "start all with the same command and files" in errors
     assert not RunDir(spec.out).checkpoints()
 
 
@@ -127,8 +127,8 @@ def test_a_folder_that_machines_do_not_share_is_refused(tmp_path: Path, timeout_
     spec = harness.job(tmp_path, CONV2, (1, 1), timeout_s=timeout_s)
     for code, _, errors in end(machines(tmp_path, *(replace(spec, out=tmp_path / f"run-{k}") for k in (0, 1)))):
         assert code == 2, errors
-        assert "is not one folder for all workers: what rank 0 on" in errors
-        assert "is not seen by rank 1 on" in errors
+        assert "is not one folder for all workers: files that rank 0 on" in errors
+        assert "are not seen by rank 1 on" in errors
 
 
 @pytest.mark.parametrize("what", ["", "metrics.jsonl"])
@@ -182,7 +182,7 @@ def test_a_run_writes_through_no_link_of_its_folder(tmp_path: Path, name: str, k
 def test_a_second_name_of_a_file_is_no_lock(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / ".lock").hardlink_to(tmp_path / "mine")
-    refused = pytest.raises(ArtifactError, match=r"\.lock: is a second name of another file; remove it")
+    refused = pytest.raises(ArtifactError, match=r"\.lock: is a hard link to another file; remove it")
     with refused, RunDir(tmp_path).held():
         pass
     assert (tmp_path / "mine").read_text() == "mine"

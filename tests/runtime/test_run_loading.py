@@ -270,9 +270,7 @@ def test_what_else_ends_a_loader(tmp_path: Path, workers: int) -> None:
 def test_a_dataset_that_uses_cuda_is_told_to_load_in_the_training_process(tmp_path: Path) -> None:
     """What torch raises in a forked process, which it has been since 1.0."""
     text = "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use 'spawn'"
-    message = (
-        r"sample 0, raised RuntimeError: Cannot re-initialize CUDA in forked subprocess; let samples be tensors of"
-    )
+    message = r"sample 0, raised RuntimeError: Cannot re-initialize CUDA in forked subprocess; make samples on"
     with source(tmp_path, 1, f'raise RuntimeError("{text}")') as minibatches, pytest.raises(ModelError, match=message):
         loaded(minibatches, one_pass(), range(1))
 
@@ -280,7 +278,7 @@ def test_a_dataset_that_uses_cuda_is_told_to_load_in_the_training_process(tmp_pa
 def test_a_dataset_that_starts_processes_is_told_to_load_in_the_training_process(tmp_path: Path) -> None:
     """multiprocessing lets a loader worker, which is daemonic, have none."""
     statement = "import multiprocessing; multiprocessing.Process(target=print).start()"
-    message = r"sample 0, raised AssertionError: .*; let samples be made without other processes, or give --loader-work"
+    message = r"sample 0, raised AssertionError: .*; make samples without other processes, or use --loader-work"
     with source(tmp_path, 1, statement) as minibatches, pytest.raises(ModelError, match=message):
         loaded(minibatches, one_pass(), range(1))
 
@@ -335,7 +333,7 @@ def test_a_loader_worker_that_has_ended_while_nobody_waited_is_named_too(tmp_pat
 
 
 def test_a_dataset_that_hangs_is_given_up(tmp_path: Path) -> None:
-    message = r"^minibatch 1 of dataset\('train'\) was not loaded within 500 ms; see what dataset\(\) waits for"
+    message = r"^minibatch 1 of dataset\('train'\) was not loaded within 500 ms; find out what dataset\(\) waits for"
     sleeping = source(tmp_path, 1, "time.sleep(1000 * (i == 3))", timeout_s=0.5)
     with sleeping as minibatches, pytest.raises(WorkerDiedError, match=message):
         loaded(minibatches, one_pass(), range(6))
@@ -424,7 +422,7 @@ def test_a_sample_that_cannot_be_read_is_told_by_a_profile(folder: Folder) -> No
     )
     done = folder.pdtool("profile", "model.py", "--batch-size", "4")
     assert re.search(
-        r"what loading costs was not measured: model.py:\d+: dataset\('train'\), sample \d+, ra", done.output
+        r"the loading time was not measured: model.py:\d+: dataset\('train'\), sample \d+, ra", done.output
     )
     assert Profile.load("profiles/model.json").loading_s is None
 

@@ -117,7 +117,7 @@ def test_a_machine_that_fails_while_the_other_waits_for_it(tmp_path: Path) -> No
         spec, bundle=harness.job(tmp_path / "b", CONV3).bundle, machines=replace(spec.machines, node_rank=1)
     )
     (_, _, waited), (code, _, errors) = end([Launch(spec, tmp_path), Launch(stale, tmp_path)])
-    assert (code, "it has 3 stages, the plan 2" in errors) == (3, True)
+    assert (code, "it has 3 stages, but the plan has 2" in errors) == (3, True)
     assert "machine 1 of 2 did not come" in waited
 
 
@@ -129,7 +129,7 @@ def test_a_machine_that_is_gone_after_it_has_come(tmp_path: Path) -> None:
     code, _, errors = first.end()
     assert (code, time.monotonic() - begin < 60) == (5, True)
     assert (
-        "rank 1 (stage 1, replica 0) did not answer; it left no word here of what it did; others waited 3 s" in errors
+        "rank 1 (stage 1, replica 0) did not answer; it left no record here of what it did; others waited 3 s" in errors
     )
 
 

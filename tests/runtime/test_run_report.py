@@ -233,7 +233,7 @@ def test_of_workers_that_shared_cores_no_error_of_the_prediction_is_given() -> N
     report = samples.report().model_copy(update={"cores": 2, "local_workers": 3})
     lines = [line for line in report_view(report) if isinstance(line, str)]
     assert any(re.fullmatch(r"per minibatch: \w+ \S+ ms, measured 4 ms", line) for line in lines)
-    assert "3 workers shared 2 core(s): on devices of their own they would be faster" in lines
+    assert "3 workers shared 2 core(s). With one device each they would be faster" in lines
     for others in ({"local_workers": 2}, {"cores": None}):
         assert not any("shared" in str(line) for line in report_view(report.model_copy(update=others)))
 
@@ -268,7 +268,7 @@ def test_a_report_counts_the_cores_that_its_workers_may_use(tmp_path: Path) -> N
 def test_a_report_of_one_epoch_says_that_compiling_is_part_of_its_time() -> None:
     lines = [str(line) for line in report_view(samples.report().model_copy(update={"includes_compilation": True}))]
     assert "per minibatch: predicted 3 ms, measured 4 ms" in lines
-    assert any(line.startswith("one epoch: the time that torch.compile took is part of these") for line in lines)
+    assert any(line.startswith("one epoch: these figures include the time of torch.compile") for line in lines)
 
 
 def test_a_report_of_epochs_that_are_too_short_says_so_instead_of_how_wrong_the_prediction_was() -> None:
@@ -292,11 +292,12 @@ def test_a_report_says_when_loading_slows_the_run() -> None:
     ]
     assert said[:2] == [[], []]
     assert all(
-        "loading: prediction leaves loading out; no loader worker loaded ahead" in lines[0] for lines in said[2:]
+        "loading: the prediction leaves out loading, and no loader worker loaded ahead" in lines[0]
+        for lines in said[2:]
     )
     unpredicted = report.model_copy(update={"stages": (slow,), "predicted": None})
     assert next(slowness_lines(unpredicted)).startswith(
-        "loading slows this run: stage 0 spends 50% of its time on data; "
+        "loading slows this run: stage 0 spends 50% of its time on data, and "
     )
 
 
@@ -305,7 +306,7 @@ def test_a_report_says_when_loading_slows_the_run() -> None:
     [
         (0, 4, "no loader worker loaded ahead: give --loader-workers 1"),
         (1, 4, "1 loader worker(s) loaded for each replica: give --loader-workers 2"),
-        (2, 4, "2 loader worker(s) loaded for each replica, and the 4 core(s) are taken: make samples cheaper to load"),
+        (2, 4, "2 loader worker(s) loaded for each replica, and all 4 core(s) are in use: make samples cheaper"),
         (3, None, "3 loader worker(s) loaded for each replica: give --loader-workers 4"),
     ],
 )

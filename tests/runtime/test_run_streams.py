@@ -260,7 +260,7 @@ def test_a_validation_set_without_a_length_is_counted(tmp_path: Path) -> None:
 
 def test_an_endless_validation_set_needs_a_length(tmp_path: Path) -> None:
     endless = TEXT.replace("range(first, 26, step)", "itertools.count()")
-    message = r"^user.py: dataset\('valid'\) has no length, and has not ended within 50 ms, after \d+ samples; let it"
+    message = r"^user.py: dataset\('valid'\) has no length and did not end within 50 ms, after \d+ samples; let it"
     with pytest.raises(ModelError, match=message):
         loader(tmp_path, endless, "valid").describe(0.05)
     sized = endless.replace("    def __iter__", "    def __len__(self): return 9\n    def __iter__")
@@ -268,7 +268,7 @@ def test_an_endless_validation_set_needs_a_length(tmp_path: Path) -> None:
 
 
 def test_a_stream_that_ends_before_its_length_is_refused(tmp_path: Path) -> None:
-    message = r"^user.py: dataset\('train'\) ends after 23 samples, where its length promises more; let each pass have"
+    message = r"^user.py: dataset\('train'\) ends after 23 samples, but its length promises more; give each pass"
     with pytest.raises(ModelError, match=message):
         loader(tmp_path).load(range(20, 24), 0, stream_pass=1)
 
@@ -296,7 +296,7 @@ def test_a_stream_that_can_be_read_once_is_refused(tmp_path: Path) -> None:
         TEXT.replace("itertools.count()", "").replace("range(first, 26, step)", "NUMBERS")
         + "NUMBERS = iter(range(26))\n"
     )
-    with pytest.raises(ModelError, match=r"gives no samples in pass 2 over it; let __iter__ begin anew each time"):
+    with pytest.raises(ModelError, match=r"gives no samples in pass 2 over it; start again each time __iter__"):
         loader(tmp_path, once)._stream.read(None, range(30))
 
 

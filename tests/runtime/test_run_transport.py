@@ -426,7 +426,7 @@ def apart(rank: int, why: str, transport: str) -> None:
         shared_memory_setup.HANDSHAKE_TIMEOUT_S = 0.2
         shared_memory_setup.receive_memory = lambda *_: None  # type: ignore[assignment]
     if transport == "shared":
-        with pytest.raises(UsageError, match=r"rank 0 and rank 1 cannot share memory; leave --transport out"):
+        with pytest.raises(UsageError, match=r"rank 0 and rank 1 cannot share memory; leave out --transport"):
             everything_arrives(rank, transport, "fp32")
     else:
         everything_arrives(rank, transport, "fp32")

@@ -75,7 +75,7 @@ def test_the_example_of_a_profile_says_the_same(tmp_path):
 
 def test_a_sample_that_is_not_a_pair_is_named(tmp_path):
     with pytest.raises(
-        ModelError, match=r"^user.py: dataset\('train'\), sample 2, is not a pair .*; make it one, or define collate"
+        ModelError, match=r"^user.py: dataset\('train'\), sample 2, is not a pair .*; return one, or define collate"
     ):
         MinibatchLoader(load(tmp_path, "return [1]"), "train", INPUTS).load([2], 1)
 
@@ -124,7 +124,7 @@ def test_a_minibatch_may_have_no_target(tmp_path):
 def test_lengths_that_differ_between_minibatches_are_refused(tmp_path):
     loader = collated(tmp_path, length="max(len(s['words']) for s in samples)")
     assert loader.load([0, 1], 1)[0][0].shape == (2, 2)
-    message = r"gives inputs float32\[2, 3\]; the stages take float32\[2, 2\]; let collate\(\) pad to a fixed length"
+    message = r"gives inputs float32\[2, 3\], but the stages take float32\[2, 2\]; pad to a fixed length in collate\(\)"
     with pytest.raises(ModelError, match=message):
         loader.load([1, 2], 1)
 
@@ -133,11 +133,11 @@ def test_targets_that_differ_between_minibatches_are_refused(tmp_path):
     loader = collated(tmp_path, target="torch.ones(len(samples), max(len(s['words']) for s in samples))")
     loader.describe()
     message = (
-        r"targets float32\[2, 2\], where the first sample alone makes them float32\[2, 1\]; .* pad to a fixed length"
+        r"targets float32\[2, 2\], but the first sample alone makes them float32\[2, 1\]; .* pad to a fixed length"
     )
     with pytest.raises(ModelError, match=message):
         loader.load([0, 1], 1)
-    with pytest.raises(ModelError, match="let targets have one row for each sample"):
+    with pytest.raises(ModelError, match="give targets one row per sample"):
         collated(tmp_path, target="torch.tensor(len(samples))").describe()
 
 
@@ -163,8 +163,8 @@ def test_the_seed_fixes_numpys_random_numbers_too(tmp_path):
 @pytest.mark.parametrize(
     ("returned", "match"),
     [
-        ("3", r"sampler\(\) returned 3, which does not give numbers of samples \(.*\); return a list of them"),
-        ("[[0, 1]]", r"sampler\(\) returned \[\[0, 1\]\], which does not give numbers"),
+        ("3", r"sampler\(\) returned 3, which does not contain numbers of samples \(.*\); return a list of them"),
+        ("[[0, 1]]", r"sampler\(\) returned \[\[0, 1\]\], which does not contain numbers"),
         ("[0, 4]", r"sampler\(\) gives sample 4, of 4 samples, in epoch 2; return numbers from 0"),
         ("[]", r"sampler\(\) gives no samples, in epoch 2"),
         ("[1 / 0]", r"sampler\(\) raised ZeroDivisionError"),
@@ -311,7 +311,7 @@ def test_a_parameter_that_is_not_the_models_is_refused(tmp_path):
     """Such as one of another model: it would be stepped, or nothing would, without a word."""
     more = "def optimizer(named): return torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), 0.1)\n"
     with pytest.raises(
-        ModelError, match=r"takes a parameter of shape \[2, 3\] that is not one of the model's; take only"
+        ModelError, match=r"takes a parameter of shape \[2, 3\] that is not one of the model's; use only"
     ):
         optimizer_of(load(tmp_path, more=more))
 
@@ -331,12 +331,12 @@ def test_sparse_gradients_become_dense_ones(tmp_path, kind):
 @pytest.mark.parametrize(
     ("line", "match"),
     [
-        ("MAX_GRAD_NORM = 0", "MAX_GRAD_NORM: 0 is no positive finite number; write 1.0"),
+        ("MAX_GRAD_NORM = 0", "MAX_GRAD_NORM: 0 is not a positive finite number; write 1.0"),
         ("MAX_GRAD_NORM = 10**400", "MAX_GRAD_NORM: 1000"),
-        ("MAX_GRAD_NORM = float('nan')", "MAX_GRAD_NORM: nan is no positive"),
-        ("MAX_GRAD_NORM = float('inf')", "MAX_GRAD_NORM: inf is no positive"),
-        ("MAX_GRAD_NORM = True", "MAX_GRAD_NORM: True is no positive"),
-        ("MAX_GRAD_NORM = '1'", "MAX_GRAD_NORM: '1' is no positive"),
+        ("MAX_GRAD_NORM = float('nan')", "MAX_GRAD_NORM: nan is not a positive"),
+        ("MAX_GRAD_NORM = float('inf')", "MAX_GRAD_NORM: inf is not a positive"),
+        ("MAX_GRAD_NORM = True", "MAX_GRAD_NORM: True is not a positive"),
+        ("MAX_GRAD_NORM = '1'", "MAX_GRAD_NORM: '1' is not a positive"),
         ("SCHEDULER_STEP = 'minibatch'", 'SCHEDULER_STEP: \'minibatch\' is unknown; write "update" or "epoch"'),
         ("DROP_LAST = 1", "DROP_LAST: 1 is neither True nor False; write True"),
     ],

@@ -164,7 +164,7 @@ def test_a_schedule_that_is_resumed_as_one_of_another_length_is_told(
 
 def test_epochs_that_go_on_with_another_number_of_minibatches_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     """Once more for a schedule that is stepped by updates; an older checkpoint does not say how many there were."""
-    told = "warning: epochs had 45 minibatches, and go on with 20: other --steps, "
+    told = "warning: epochs had 45 minibatches and now have 20: other --steps, "
     said = warnings_of_length(capsys, epochs=4, minibatches=(45,))
     assert said.startswith(told)
     assert "schedule was one of 4 epochs, of 45 minibatches each, and goes on as one of 4, 1 of them over" in said
@@ -231,7 +231,7 @@ def test_outputs_that_are_not_those_of_the_bundle_are_refused(
     """A stage file edited by hand; [3, 2] has as many bytes as [2, 3], and would arrive as that."""
     first, _ = two_stages()
     returned = PipelineStage(Returns(tuple(outputs)), None, autocast=autocast).forward(0, [])
-    with pytest.raises(PdtoolError, match=re.escape(f"stage_0.py returns {said}; mend it, or let `pdtool codegen`")):
+    with pytest.raises(PdtoolError, match=re.escape(f"stage_0.py returns {said}; fix it, or write it again")):
         first.send_outputs(0, returned)
 
 

@@ -422,7 +422,9 @@ def test_broken_lists_are_refused_and_the_fault_is_marked() -> None:
 
 
 def test_a_schedule_that_does_not_go_with_the_shape() -> None:
-    with pytest.raises(UsageError, match="schedule zb-h1 needs as many replicas of each stage, but the plan is 2-1"):
+    with pytest.raises(
+        UsageError, match="schedule zb-h1 needs the same number of replicas for each stage, but the plan is 2-1"
+    ):
         SCHEDULES["zb-h1"].build(shape_of("1f1b", (2, 1)), 4)
 
 

@@ -112,7 +112,7 @@ def test_a_host_name_that_nobody_knows(endpoint: str) -> None:
 def test_an_endpoint_on_another_machine_than_machine_0() -> None:
     [errors] = refusals(machine(2, 0, "192.0.2.77:29500", timeout_s=1))
     assert "machine 1 of 2 did not come" in errors
-    assert "(192.0.2.77 is not this machine, and only the one there is to have --node-rank 0)" in errors
+    assert "(192.0.2.77 is not this machine, but only the machine with that name may have --node-rank 0)" in errors
 
 
 def test_two_machines_with_one_rank(endpoint: str) -> None:
@@ -145,7 +145,7 @@ def test_a_port_that_is_taken(endpoint: str) -> None:
     with listening(endpoint):
         first, second = refusals(machine(2, 0, endpoint), machine(2, 1, endpoint, timeout_s=1))
     assert "machine 0 cannot listen on port" in first
-    assert "(another program has it); give --rdzv-endpoint with another port, the same on all machines" in first
+    assert "(another program uses it); give --rdzv-endpoint with another port, the same on all machines" in first
     assert f"machine 0 of 2 did not come to {endpoint} within 1 s" in second
 
 
@@ -218,7 +218,7 @@ def test_a_stranger_is_reported(endpoint: str) -> None:
     connected(endpoint).close()
     [errors] = refusals(first)
     assert "machine 1 of 2 did not come to" in errors
-    assert "within 2 s (127.0.0.1 connected, and is no machine of a launch); start what is missing" in errors
+    assert "within 2 s (127.0.0.1 connected, but is no machine of this launch); start what is missing" in errors
 
 
 def test_the_connections_of_strangers_are_few_and_end(endpoint: str) -> None:
@@ -270,8 +270,8 @@ def test_machines_that_share_a_token(endpoint: str) -> None:
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [
-        (("secret", ""), r"machine 0 \(.*\) has a PDTOOL_TOKEN, and machine 1 \(.*\) has none; set PDTOOL_TOKEN to"),
-        (("", "secret"), r"machine 1 \(.*\) has a PDTOOL_TOKEN, and machine 0 \(.*\) has none; set PDTOOL_TOKEN to"),
+        (("secret", ""), r"machine 0 \(.*\) has a PDTOOL_TOKEN, but machine 1 \(.*\) has none; set PDTOOL_TOKEN to"),
+        (("", "secret"), r"machine 1 \(.*\) has a PDTOOL_TOKEN, but machine 0 \(.*\) has none; set PDTOOL_TOKEN to"),
         (("one", "other"), r"machine 1 \(.*\) has another PDTOOL_TOKEN than machine 0 \(.*\); set PDTOOL_TOKEN to the"),
     ],
 )

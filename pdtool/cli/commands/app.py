@@ -181,14 +181,14 @@ def _misspelt(error: click.UsageError) -> tuple[str, Iterable[str]]:
     "--config",
     metavar="FILE",
     show_default="pdtool.toml, or [tool.pdtool] in pyproject.toml",
-    help="Defaults for the options of commands: a table for each, as [partition] with topology = '4x4'.",
+    help="Read default options from FILE, with one table per command, as [partition] with topology = '4x4'.",
 )
 @click.pass_context
 def main(ctx: click.Context, config: str | None) -> None:
     """Turn an ordinary PyTorch model into a pipeline-parallel training job.
 
-    The four steps: profile, partition, codegen, run. Each reads and writes a file that you can open; train takes all of
-    them, and leaves out what was done before.
+    The four steps are profile, partition, codegen and run. Each reads and writes files that you can open. train runs
+    all four, and skips steps that are up to date.
     """
     defaults = ProjectDefaults.load(config, main.commands)
     if defaults.path and Verbosity.is_verbose:

@@ -29,22 +29,21 @@ _MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "")}
 
 @command(epilog="\b\nExamples:\n  pdtool check plans/mnist-2.yaml\n  pdtool check plans/mnist-2.yaml --update")
 @click.argument("plan", required=False)
-@click.option("--fresh", is_flag=True, help="Say instead which of profile, plan, bundle and stage files are stale.")
+@click.option("--fresh", is_flag=True, help="Instead, say which of profile, plan, bundle and stage files are stale.")
 @click.option(
     "--update",
     is_flag=True,
-    help="Write the figures of a plan that was edited by hand, or whose profile was made again, into its file; "
-    "comments and order stay.",
+    help="Write the new figures into the file of a plan, if you edited it or profiled again. Comments and order stay.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON on stdout.")
 def check(plan: str | None, fresh: bool, update: bool, as_json: bool) -> None:
     """Compute PLAN's figures and certificate again.
 
-    One line for each claim: the stages, the schedule, the memory, each figure, and that another search finds no plan
-    that is faster than the lower bound. Of a plan that was edited by hand, the figures that it has now.
+    Prints one line for each claim: the stages, the schedule, the memory, each figure, and that another search finds no
+    plan faster than the lower bound. For an edited plan, it computes the figures of the edited version.
 
-    With --fresh, trace the model as it is now and compare it with what was profiled, planned and generated. Exit with 3
-    when something is stale.
+    With --fresh, trace the current model and compare it with the profile, the plan and the stage files. Exit with 3 if
+    one is stale.
     """
     from pdtool.api.inputs import candidate
 
@@ -59,7 +58,7 @@ def check(plan: str | None, fresh: bool, update: bool, as_json: bool) -> None:
     if update:
         _update(path, plan_there, profile)
     elif plan_there.model or profile.model:
-        note(f"the model was not looked at; `pdtool check {shlex.quote(path)} --fresh` compares it with the plan")
+        note(f"the model was not checked: `pdtool check {shlex.quote(path)} --fresh` compares it with the plan")
 
 
 def _read(path: str, is_to_be_updated: bool) -> tuple[Plan, Profile]:
@@ -80,7 +79,7 @@ def _check_claims(path: str, plan: Plan, profile: Profile, as_json: bool) -> Non
     false = _print(plan, list(check_plan(plan, profile)), as_json)
     if not false:
         return
-    remedy = "mend it by hand or" if plan.edited else "do not rely on it;"
+    remedy = "fix it by hand or" if plan.edited else "do not rely on it:"
     remedy += " plan again with `pdtool partition`"
     raise ArtifactError(path, f"{false[0].words}{_and_more(false)}", remedy, field=false[0].field or false[0].claim)
 
@@ -97,9 +96,9 @@ def _update(path: str, plan: Plan, profile: Profile) -> None:
 
     text = "" if path == "-" else read_text(path)
     if not text or text.startswith("{"):
-        raise UsageError(f"--update writes into a YAML file, and {path} is none", "name the plan's file")
+        raise UsageError(f"--update writes into a YAML file, but {path} is not one", "name the plan's file")
     if not plan.edited:
-        note(f"{path} has its own figures: there is nothing to update")
+        note(f"{path} already has its own figures: nothing to update")
         return
     mark = "" if has_comments(text) else _EDITED
     write_atomically(Path(path), refresh(plan, profile).updated_text(mark + text))

@@ -20,8 +20,8 @@ from pdtool.options.values import Count, Text, timeout
 def devices(names: tuple[str, ...], as_json: bool) -> None:
     """Print the devices that `profile --device` estimates for.
 
-    Each with its memory, its rates and the data sheet that they come from. NAME is one of the table, or a YAML file of
-    your own.
+    Prints the memory and rates of each, and the data sheet that they come from. NAME is a device of the table, or your
+    own YAML file.
     """
     from pdtool.artifacts.device import TABLE, Devices, find_device
     from pdtool.cli.artifact_views import devices_view
@@ -51,14 +51,14 @@ def _key(name: str) -> str:
     ProfileOptions,
     "batch_size",
     value=Count(unset="what the sizes in GRAPH tell, or else 128"),
-    help="Samples in the minibatch it was measured at.",
+    help="Samples in the minibatch that it was measured with.",
 )
 @click.option("--name", metavar="NAME", show_default="that of the file or its folder", help="Name of the profile.")
 @options.as_json
 def import_(graph: str, output: str | None, batch_size: int | None, name: str | None, as_json: bool) -> None:
-    """Write PipeDream's published profile GRAPH as one of pdtool's.
+    """Convert PipeDream's published GRAPH into a profile.
 
-    GRAPH is a graph.txt; - is stdin. There is no model behind it: it can be planned for, but not run.
+    GRAPH is a graph.txt; - is stdin. It comes without a model: you can plan with it, but not run the plan.
     """
     from pdtool.api.inputs import file_name
     from pdtool.cli.artifact_views import profile_table
@@ -90,9 +90,7 @@ def _name(path: str) -> str:
 @options.option_of(PartitionOptions, "topology", required=True)
 @options.output("File to write; - is stdout, the default.")
 @options.option("--name", metavar="NAME", show_default="the topology", help="Name of the cluster.")
-@options.option_of(
-    RunOptions, "device", help="Where the tensors are; auto is cuda where every worker has a CUDA device."
-)
+@options.option_of(RunOptions, "device", help="Device of the tensors. auto is cuda if every worker has a CUDA device.")
 @options.option_of(RunOptions, "timeout_s", value=Text(timeout, default="60s"))
 @options.options_of(LaunchOptions)
 @options.as_json
@@ -107,8 +105,9 @@ def probe(
 ) -> None:
     """Measure the network between the workers of a launch.
 
-    Starts one process per worker of this machine; on several machines, start it on each. Per level: what a member's
-    link carries with all its workers sending and receiving at once, one pair alone, a small message, an all-reduce.
+    Starts one process per worker of this machine. On several machines, start it on each. At each level it measures the
+    bandwidth of a member's link while all its workers send and receive, of one pair alone, a small message and an
+    all-reduce.
     """
     from pdtool.artifacts.artifact import title
     from pdtool.artifacts.cluster import parse_topology

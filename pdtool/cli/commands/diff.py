@@ -60,17 +60,17 @@ _ROUNDING = 1e-9  # sums taken in another order differ in the last digits
 )
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
-@click.option("--exit-code", is_flag=True, help="Exit with 1 where they differ, and with 0 only where they do not.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if they differ, and with 0 if they do not.")
 @click.option("--json", "as_json", is_flag=True, help="Print the differences as JSON on stdout.")
 @click.pass_context
 def diff(ctx: click.Context, first: str, second: str, exit_code: bool, as_json: bool) -> None:
-    """Print what differs between A and B, two artifacts of one kind.
+    """Print the differences between A and B, two artifacts of one kind.
 
-    Of plans: cluster, schedule, stages and what they hold, predicted times and memory; a plan that was edited by hand
-    is compared as it is now. Of profiles: the operators. Of runs: what was measured. Times are per minibatch. Names,
-    digests and reasons are left out.
+    Compares the cluster, schedule, stages and their operators, predicted times and memory of plans, the operators of
+    profiles, and the measurements of runs. For an edited plan, it compares the edited version. Times are per minibatch.
+    Names, digests and reasons are left out.
 
-    The exit code is 0 whether they differ or not, but for --exit-code; 3 where one of them cannot be used.
+    Without --exit-code, the exit code is 0 even if they differ. It is 3 if one of them cannot be used.
     """
     if first == second == "-":
         raise UsageError("A and B would both come from stdin", "name a file for one of them")

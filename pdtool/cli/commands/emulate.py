@@ -20,9 +20,9 @@ from pdtool.options.simulate_options import EmulateOptions
 @options.options_of(EmulateOptions)
 @options.as_json
 def emulate(plan: str | None, output: str | None, asked: EmulateOptions, as_json: bool) -> None:
-    """Run PLAN's workers on a pretend cluster of this machine.
+    """Run PLAN's workers on a cluster that this machine emulates.
 
-    Each worker is a process in a network namespace, behind links of the plan's bandwidths. It sleeps in place of
+    Each worker is a process in its own network namespace, behind links with the plan's bandwidths. It sleeps instead of
     computing, and sends real tensors. This needs Linux, iproute2, and root or user namespaces.
     """
     from pdtool.api.emulating import check_emulation, emulated

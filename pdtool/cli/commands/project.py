@@ -44,7 +44,7 @@ def completion(ctx: click.Context, shell: str) -> None:
 @click.argument("name", required=False, metavar="[COMMAND]")
 @click.pass_context
 def help_(ctx: click.Context, name: str | None) -> None:
-    """Print how COMMAND is used, or list all commands."""
+    """Print the help of COMMAND, or list all commands."""
     root = ctx.find_root()
     group = root.command
     assert isinstance(group, click.Group)
@@ -60,19 +60,19 @@ def help_(ctx: click.Context, name: str | None) -> None:
 
 @command(epilog="\b\nExamples:\n  pdtool init\n  pdtool init myproject")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=".", required=False)
-@option("--force", in_file=False, is_flag=True, help="Replace files that are there.")
+@option("--force", in_file=False, is_flag=True, help="Replace existing files.")
 def init(folder: Path, force: bool) -> None:
-    """Write a model.py that trains as it is, and files around it.
+    """Start a project with a model.py that trains as it is.
 
-    Into FOLDER, by default the current one: model.py with every function explained, pdtool.toml with defaults of the
-    commands, a Makefile, a .gitignore, and a job for GitHub Actions. Files that are there are kept.
+    Writes into FOLDER, by default the current one: a model.py that explains every function, a pdtool.toml with defaults
+    for the commands, a Makefile, a .gitignore, and a job for GitHub Actions. Keeps existing files.
     """
     from pdtool.files import write_atomically
 
     for name, starter in _FILES.items():
         path = folder / name
         if path.exists() and not force:
-            note(f"kept {path}, which was there (--force replaces it)")
+            note(f"kept the existing {path} (--force replaces it)")
             continue
         write_atomically(path, (STARTER / starter).read_text(encoding="utf-8"))
         note(f"wrote {path}")
@@ -86,10 +86,10 @@ def init(folder: Path, force: bool) -> None:
     "  make -f $(pdtool makefile) plans/mymodel-2.yaml\n  include $(shell pdtool makefile)"
 )
 def makefile() -> None:
-    """Print the path of make's rules for any model.py.
+    """Print the path of pdtool's rules for make.
 
-    They make profiles/NAME.json, plans/NAME-TOPOLOGY.yaml, its stage files and its run from NAME.py, where that has
-    changed. Their variables stand at the top of the file.
+    They make profiles/NAME.json, plans/NAME-TOPOLOGY.yaml, its stage files and its run from any NAME.py, and remake
+    them if NAME.py has changed. Comments at the top of the file explain their variables.
     """
     write_stdout(f"{RULES}\n")
 

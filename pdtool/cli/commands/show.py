@@ -47,11 +47,11 @@ def export(run_dir: Path, output: Path) -> None:
 )
 @click.argument("what", nargs=-1, metavar="[PLAN|RUN]...")
 @options.output("The page to write, report.html if not given; - is stdout.")
-@click.option("--watch", is_flag=True, help="Write the page again as a run goes on, until it ends.")
+@click.option("--watch", is_flag=True, help="Update the page during a run, until the run ends.")
 def report(what: tuple[str, ...], output: str | None, watch: bool) -> None:
     """Draw plans, runs and emulations as one HTML page.
 
-    It needs no server; several plans and runs stand beside each other on it.
+    The page needs no server. It shows several plans and runs side by side.
     """
     from pdtool.api.inputs import candidate
     from pdtool.api.reporting import check_page
@@ -107,14 +107,13 @@ def _watch(names: tuple[str, ...], path: Path, subjects: list[Subject]) -> None:
     epilog="\b\nExamples:\n  pdtool show runs/mnist-2 --json\n  pdtool show plans/mnist-2.yaml --graph -o graph.svg"
 )
 @click.argument("file")
-@click.option("--graph", is_flag=True, help="Draw a plan's operators and stages instead.")
-@options.output("With --graph, FILE.svg: a drawing of the modules; any other: all operators in DOT, for Graphviz.")
+@click.option("--graph", is_flag=True, help="Draw the operators and stages of a plan instead.")
+@options.output("With --graph: FILE.svg draws the modules. Any other file gets all operators in DOT, for Graphviz.")
 @options.as_json
 def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
     """Print FILE, any artifact or its folder, for people.
 
-    The figures of a plan that was edited by hand are computed for what it says now. One that cannot be executed is not
-    shown, and the exit code is 3.
+    For an edited plan, it computes the figures of the edited version. If that cannot be executed, the exit code is 3.
     """
     if output and not graph:
         raise UsageError(f"-o {output} without --graph", "redirect the output, or add --graph")

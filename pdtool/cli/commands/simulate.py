@@ -25,24 +25,22 @@ _file = partial(options.option, in_file=False, type=click.Path(path_type=Path), 
 )
 @click.argument("plan", required=False)
 @options.options_of(SimulateOptions)
-@_file("--trace", help="Write what happened when, for Perfetto or chrome://tracing; - is stdout.")
-@_file(
-    "--svg",
-    help="Draw the timeline (filling, then two rounds), or with --sweep the gain against bandwidth; - is stdout.",
-)
+@_file("--trace", help="Write a trace for Perfetto or chrome://tracing; - is stdout.")
+@_file("--svg", help="Draw the timeline (fill, then two rounds), or with --sweep the gain over bandwidth; - is stdout.")
 @options.option(
     "--sweep",
     metavar="bandwidth=LOW..HIGH",
-    help="Give the outermost level other bandwidths, as bandwidth=0.1..25Gbit/s, and compare with data parallelism.",
+    help="Vary the bandwidth of the outermost level, as bandwidth=0.1..25Gbit/s, and compare with data parallelism.",
 )
 @options.flag("--json", "as_json", help="Print all figures as JSON on stdout.")
 def simulate(
     plan: str | None, asked: SimulateOptions, trace: Path | None, svg: Path | None, sweep: str | None, as_json: bool
 ) -> None:
-    """Execute PLAN on a clock, beside data parallelism and others.
+    """Simulate PLAN, data parallelism and other strategies.
 
-    Where all stages of the plan average as many samples in an update, the others do, too, but hybrid parallelism.
-    Otherwise an update of data parallelism takes a minibatch of every worker, and one of GPipe as many samples.
+    If all stages of the plan average the same number of samples per update, the other strategies average that number
+    too, except hybrid parallelism. Otherwise data parallelism averages one minibatch of every worker, and GPipe as many
+    samples.
     """
     import json
 

@@ -23,12 +23,12 @@ from pdtool.options.run_options import RunOptions
 @options.option_of(RunOptions, "model")
 @options.as_json
 def codegen(plan: str | None, output: str | None, model: str | None, as_json: bool) -> None:
-    """Write one PyTorch file per stage of PLAN, and prove them right."""
+    """Write and prove one PyTorch file per stage of PLAN."""
     from pdtool.api.inputs import Inputs, candidate
     from pdtool.api.training import generated
 
     if output == "-":
-        raise UsageError("-o -: codegen writes a folder, which is not for stdout", "name a folder")
+        raise UsageError("-o -: codegen writes a folder, which cannot go to stdout", "name a folder")
     inputs = Inputs.load(candidate("plan", plan), model)
     bundle = generated(inputs, Path(output) if output else inputs.folder)
     if as_json:
@@ -62,14 +62,12 @@ def partition(profile: str | None, asked: PartitionOptions, output: str | None, 
 @click.argument("model")
 @options.output("File to write; - is stdout.  [default: profiles/NAME.json]")
 @options.options_of(ProfileOptions)
-@options.flag(
-    "--if-stale", help="Leave the file as it is where it is a profile of the same operators, with the same options."
-)
+@options.flag("--if-stale", help="Keep the file if it is a profile of the same operators with the same options.")
 @options.as_json
 def profile(model: str, output: str | None, asked: ProfileOptions, as_json: bool, if_stale: bool) -> None:
     """Measure what each operator of MODEL costs, or estimate it.
 
-    On this machine it is measured; for another device, which need not be here, it is estimated.
+    pdtool measures on this machine, and estimates for devices that you do not have.
 
     MODEL is model.py, model.py:FUNCTION, package.module or package.module:FUNCTION.
     """
@@ -91,7 +89,7 @@ def profile(model: str, output: str | None, asked: ProfileOptions, as_json: bool
 )
 @click.argument("plan", required=False)
 @options.options_of(RunOptions)
-@options.flag("--dry-run", help="Print which worker does what on which host, and stop.")
+@options.flag("--dry-run", help="Print which worker does what on which host, then stop.")
 @options.as_json
 def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> None:
     """Train PLAN's stages, each on its workers."""
@@ -102,7 +100,7 @@ def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> No
     inputs, chosen, asked = to_train(plan, asked, options.typed(click.get_current_context()))
     if asked.compiled and chosen.kind.splits_backward:
         name = chosen.schedule
-        note(f"a compiled stage computes all its gradients at once: {name} has nothing to put off, take 1f1b-flush")
+        note(f"a compiled stage computes all its gradients at once, so {name} cannot delay any: use 1f1b-flush")
     if dry_run:
         show(worker_table(chosen, asked.nnodes), err=False)
         return
@@ -113,10 +111,10 @@ def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> No
         show(*report_view(report))
         note(f"wrote {config.out}/ (report.json, metrics.jsonl, trace.json, checkpoints/)")
         folder = shlex.quote(str(config.out))
-        note(f"look at it: pdtool report {folder}; take its weights: pdtool export {folder}")
+        note(f"see the run: pdtool report {folder}; export its weights: pdtool export {folder}")
     if report.target_reached is False:
         from pdtool.artifacts.run_dir import RunDir
 
         what = f"target {report.target} was not reached in {report.epochs} epoch(s)"
         command = f"{RunDir(config.out).resume_command()} --epochs {2 * config.epochs}"
-        raise TargetMissedError(what, f"train for more: `{command}`")
+        raise TargetMissedError(what, f"train longer: `{command}`")

@@ -59,11 +59,11 @@ def _shared_options() -> Iterable[click.Parameter]:
 def train(ctx: click.Context, /, model: str, **_: Any) -> None:
     """Train MODEL: profile, partition, codegen and run, as needed.
 
-    Writes the files of these commands, profiles/NAME.json, plans/NAME-TOPOLOGY.yaml, plans/NAME-TOPOLOGY/ and a new
-    folder in runs/. What is there is used again where it was made of the model as it is, with the same options; what
-    was made with others is kept, and the new file gets another name.
+    Writes the same files as these commands: profiles/NAME.json, plans/NAME-TOPOLOGY.yaml, plans/NAME-TOPOLOGY/ and a
+    new folder in runs/. A file is reused if it was made from the current model with the same options. A file made with
+    other options is kept, and the new file gets another name.
 
-    Each command also takes the options that pdtool.toml has for it.
+    Each command also uses the defaults that pdtool.toml has for it.
     """
     from pdtool.api.inputs import file_name
     from pdtool.api.resuming import as_asked
@@ -167,7 +167,7 @@ def _profile(context: click.Context, ref: ModelRef, path: str, workers: int) -> 
     if why:
         note(f"profile: making {path}: {why_other or why}")
         if fills_threads:
-            note(f"taking --threads {params['threads']}: {workers} worker(s) share the cores of this machine")
+            note(f"using --threads {params['threads']}: {workers} worker(s) share the cores of this machine")
         params["output"] = path
         _invoke(context)
     return path
@@ -201,8 +201,8 @@ def _partition(context: click.Context, profile_path: str, path: str) -> str:
             note(f"partition: reusing {path} ({plan.config}, schedule {plan.schedule}{edited})")
             return path
         if edited:
-            remedy = "partition to another file with -o, and move your edits there; or remove this one"
-            raise StaleError(path, f"was edited by hand, and would be replaced, for {why}", remedy)
+            remedy = "partition to another file with -o and repeat your edits there, or remove this one"
+            raise StaleError(path, f"was edited by hand and would be replaced, because {why}", remedy)
     note(f"partition: making {path}: {why_other or why}")
     context.params |= {"profile": profile_path, "output": path}
     _invoke(context)

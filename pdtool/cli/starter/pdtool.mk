@@ -1,31 +1,31 @@
-# Rules of make that take any NAME.py through pdtool's four steps; only what is stale is made again: after a change of
-# NAME.py, or of the options. A change of NAME.py that leaves its operators as they are, such as another learning rate,
-# leaves profile, plan and stage files, and trains again; the earlier run is kept, under a name with the time.
+# Rules of make that take any NAME.py through pdtool's four steps. They remake a file only if NAME.py or the options have
+# changed. If a change of NAME.py leaves its operators as they are, such as another learning rate, they keep profile, plan
+# and stage files, and only train again. They keep the earlier run under a name that contains the time.
 #
 #   make -f $(pdtool makefile) plans/mymodel-4x4.yaml              profile mymodel.py, and plan it for 4x4 workers
 #   make -f $(pdtool makefile) plans/mymodel-4x4/bundle.yaml       and write its stage files
 #   make -f $(pdtool makefile) runs/mymodel-4x4/report.json        and train
 #
-# Or, in a Makefile of your own, with the variables that you want to change before it:
+# Or include them in your own Makefile, and set variables before that:
 #
 #   PROFILE = --threads 1 --batch-size 64
 #   plans/mymodel-4x4.yaml: PARTITION = --bandwidth 10Gbit/s,12GB/s
 #   include $(shell pdtool makefile)
 #
-# What a project's pdtool.toml says holds here, too.
+# The defaults in your project's pdtool.toml apply here too.
 
 PDTOOL ?= pdtool
-MODELS ?= . models# the folders in which NAME.py is looked for
+MODELS ?= . models# folders to search for NAME.py
 PROFILE ?=# options of pdtool profile, partition and run
 PARTITION ?=
 RUN ?=
-PDTOOL_NEEDS ?=# what must be there before pdtool is called, such as a virtual environment
+PDTOOL_NEEDS ?=# targets to make before pdtool runs, such as a virtual environment
 
-# plans/NAME-TOPOLOGY.yaml: the name may have dashes itself, the topology is what follows the last one
+# plans/NAME-TOPOLOGY.yaml: the topology follows the last dash, so NAME may contain dashes
 pdtool_topology = $(lastword $(subst -, ,$1))
 pdtool_name = $(patsubst %-$(call pdtool_topology,$1),%,$1)
 
-# What a rule is asked for, in a file that changes only when that does: with other options all is made again.
+# Write a rule's options into a file that changes only when they change. Other options then remake everything.
 define pdtool_asked
 @mkdir -p $(@D); printf '%s\n' '$(subst ','\'',$1)' | cmp -s - $@ || printf '%s\n' '$(subst ','\'',$1)' > $@
 endef
@@ -45,7 +45,7 @@ plans/.%.options: .pdtool_always
 runs/.%.options: .pdtool_always
 	$(call pdtool_asked,$(RUN))
 
-# A profile that holds is left as it is, and so is what was made from it; that it was looked at is noted beside it.
+# Keep a profile that is not stale, and everything made from it. A file beside it records that it was checked.
 profiles/.%.checked: %.py profiles/.%.options | $(PDTOOL_NEEDS)
 	$(PDTOOL) profile $< $(PROFILE) --if-stale -o profiles/$*.json
 	@touch $@

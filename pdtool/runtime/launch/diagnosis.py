@@ -85,7 +85,7 @@ class WorkersLeft:
     def lost_fork_server(self) -> PdtoolError | None:
         """Return the error of a fork server that has ended, for which no worker is to blame."""
         end = fork_server_end() if _LOST_FORK_SERVER in self._exit_codes.values() else ""
-        return WorkerDiedError(f"the fork server, the process that all workers come from, {end}") if end else None
+        return WorkerDiedError(f"the fork server, which starts all workers, {end}") if end else None
 
     def silent_death(self) -> PdtoolError | None:
         """Return the error of a worker that ended and left no failure."""
@@ -101,7 +101,7 @@ class WorkersLeft:
         if guess:
             return killed_for_memory_error(f"{what}; {guess}", self._config.plan, place)
         if self._uses_cuda and self._is_aborted(rank):
-            what += "; NCCL's watchdog ends a worker so when it has lost another, on another machine perhaps"
+            what += "; NCCL's watchdog ends a worker like this when it loses another one, perhaps on another machine"
         return WorkerDiedError(what)
 
     def no_answer(self) -> PdtoolError:
@@ -114,13 +114,13 @@ class WorkersLeft:
         if not is_stopped and all(status.is_waiting for status in self._statuses.values()):
             what = f"{place} sent nothing that arrived within {format_seconds(self._config.timeout_s)}, but waited for "
             return WorkerDiedError(
-                f"{what}messages itself, as all workers did: one is on its way still, or lost; {last_seen}",
-                "see whether the links are too slow for what is sent, or give more --timeout",
+                f"{what}messages itself, as all workers did: one is still on its way, or lost; {last_seen}",
+                "check whether the links are too slow for these messages, or give a longer --timeout",
             )
         how = "is stopped (SIGSTOP)" if is_stopped else "did not answer"
         return WorkerDiedError(
             f"{place} {how}; {last_seen}; others waited {format_seconds(self._config.timeout_s)} for it",
-            "see what it does there, or give more --timeout if it is only slow",
+            "find out what it does there, or give a longer --timeout if it is only slow",
         )
 
     def write_story(self, error: PdtoolError) -> bool:
@@ -176,7 +176,7 @@ class WorkersLeft:
     def _last_seen(self, rank: int) -> str:
         status = self._statuses[rank]
         if not status.pid:
-            return "it left no word here of what it did"
+            return "it left no record here of what it did"
         waiting = f", where it waited for {_peer(status.waits_for)}" if status.is_waiting else ""
         return f"it was last at {status.text}{waiting}"
 
@@ -187,13 +187,13 @@ class WorkersLeft:
             code: its exit code; None: unknown.
         """
         if code in _ABORTED and any(limit.name == host.ULIMIT for limit in host.memory_limits()):
-            return f"native code may end so when {host.ULIMIT} leaves it no memory"
+            return f"native code can end like this when {host.ULIMIT} leaves it no memory"
         kills, before = host.oom_kills(), self._statuses[rank].oom_kills
         if code not in (None, -signal.SIGKILL) or (kills is not None and kills <= before):
             return ""
         if kills is None:
-            return "the kernel kills so when memory runs out" if code else ""
-        return f"most likely memory ran out: the kernel has killed {kills - before} process(es) for that since it began"
+            return "the kernel does this when memory runs out" if code else ""
+        return f"most likely memory ran out: the kernel has killed {kills - before} process(es) since the run began"
 
     def _story(self, rank: int) -> str:
         status, failure = self._statuses[rank], self._failures.get(rank)
@@ -209,13 +209,13 @@ class WorkersLeft:
 def _how_to_go_on(config: RunConfig, *, is_needed: bool) -> list[str]:
     """The remedy of a run whose worker has died; [] where it would only say to start again and `is_needed` is not."""
     if RunDir(config.out).checkpoints():
-        return [f"go on from the last checkpoint with `{RunDir(config.out).resume_command()}`"]
+        return [f"continue from the last checkpoint with `{RunDir(config.out).resume_command()}`"]
     return ["start it again"] if is_needed else []
 
 
 def _state(status: LastStatus) -> str:
     if not status.pid:
-        return ", it has not begun"
+        return ", it has not started"
     doing = f"waiting for {_peer(status.waits_for)}" if status.is_waiting else "computing"
     return f", process {status.pid}, {doing} for the last {format_seconds(max(0.0, time.time() - status.since_s))}"
 

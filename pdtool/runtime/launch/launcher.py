@@ -63,7 +63,7 @@ def launch(
     check_config(config)
     epochs_done = RunDir(config.resume).latest_checkpoint().manifest().epoch if config.resume else 0
     if config.resume and epochs_done >= config.epochs:
-        raise UsageError(f"{config.resume} has its {epochs_done} epoch(s) already", "give more --epochs than that")
+        raise UsageError(f"{config.resume} already has its {epochs_done} epoch(s)", "give a larger --epochs")
     environment = worker_environment(os.environ, config.machines.endpoint)
     if environment:
         if is_started_by_torchrun(os.environ):
@@ -170,7 +170,7 @@ def _launch_workers(
         raise KeyboardInterrupt
     if len(reports) < len(local):
         if not run_dir.workers.is_dir():
-            remedy = "start it again, and leave the folder"
+            remedy = "start the run again, and do not remove the folder"
             raise PdtoolError(f"the run's folder {config.out} was removed during the run", remedy)
         raise diagnose(config, local, exit_codes)
     shutil.rmtree(run_dir.workers, ignore_errors=True)
@@ -209,13 +209,13 @@ def check_config(config: RunConfig) -> None:
     if len(plan.stages) != len(bundle.stages):
         raise StaleError(
             config.bundle_dir / Bundle.FILE,
-            f"it has {len(bundle.stages)} stages, the plan {len(plan.stages)}",
+            f"it has {len(bundle.stages)} stages, but the plan has {len(plan.stages)}",
             "run `pdtool codegen` again",
         )
     if config.delay_compensation and plan.kind.flushes:
         raise UsageError(
             f"correction {config.delay_compensation} with schedule {plan.schedule}",
-            "leave it out: with a flush no gradient comes late",
+            "leave it out: with a flush, no gradient is late",
         )
     cores = len(usable_cores())
     if config.threads_given and (config.threads or 0) > cores:  # than a worker can have at the same time
@@ -224,7 +224,7 @@ def check_config(config: RunConfig) -> None:
     for tied in bundle.tied:
         if len({s % plan.pipeline_depth for s in tied.stages}) < len(tied.stages):
             raise UsageError(
-                f"stages {', '.join(map(str, tied.stages))} share {tied.names[0]}, and two of them are on one worker",
+                f"stages {', '.join(map(str, tied.stages))} share {tied.names[0]}, but two of them are on one worker",
                 "partition with another number of --chunks or --workers",
             )
     bundle.check_files(config.bundle_dir)
@@ -270,7 +270,7 @@ def _start_errors_explained() -> Iterator[None]:
     except (OSError, EOFError) as error:
         end = fork_server_end() or ("ended" if str(error) == _NO_FORK_SERVER else "")
         if end:
-            what = f"the fork server, the process that all workers come from, {end} while it started them"
+            what = f"the fork server, which starts all workers, {end} while it started them"
             raise WorkerDiedError(what, "start it again") from error
         if isinstance(error, EOFError):
             raise

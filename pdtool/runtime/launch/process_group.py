@@ -56,8 +56,8 @@ class Reaper:
         try:
             self.pid: int = self._pipe.recv()
         except EOFError as error:
-            what = "the process that ends the workers died as it started"
-            remedy = 'start it again; a script of your own has to call pdtool.run under `if __name__ == "__main__":`'
+            what = "the process that ends the workers died at its start"
+            remedy = 'start it again; your own script must call pdtool.run under `if __name__ == "__main__":`'
             raise WorkerDiedError(what, remedy) from error
 
     def send(self, number: signal.Signals) -> None:
@@ -150,7 +150,7 @@ def stop_message(number: signal.Signals, out: Path) -> str:
     done, command = run_dir.checkpoints(), f"`{run_dir.resume_command()}`"
     if not done:
         return f"stopped by {stop_name(number)} before the first checkpoint; start it again with {command}"
-    return f"stopped by {stop_name(number)}; go on from the last checkpoint (epoch {max(done)}) with {command}"
+    return f"stopped by {stop_name(number)}; continue from the last checkpoint (epoch {max(done)}) with {command}"
 
 
 def end_by_signal(number: signal.Signals) -> None:

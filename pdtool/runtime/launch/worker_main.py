@@ -91,7 +91,7 @@ def run_worker(config: RunConfig, meeting_folder: str = "") -> Report:
         check_agreement(config, dist.group.WORLD)
         if world_size != len(assignments):
             remedy = "start one per worker"
-            raise UsageError(f"{world_size} processes were started, the plan needs {len(assignments)}", remedy)
+            raise UsageError(f"{world_size} processes were started, but the plan needs {len(assignments)}", remedy)
         if local_workers < world_size:
             check_shared(config.out, dist.group.WORLD, config.timeout_s)
         report = start_worker(config, rank, device, local_workers).run()
@@ -130,7 +130,7 @@ def _device(config: RunConfig, local_rank: int) -> torch.device:
         return torch.device("cpu")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: streams of routes share no queue
     if not torch.cuda.is_available():
-        raise UsageError("device cuda: torch finds no CUDA device here", "leave --device out to train on the CPU")
+        raise UsageError("device cuda: torch finds no CUDA device here", "leave out --device to train on the CPU")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

@@ -125,7 +125,7 @@ class MinibatchLoader:
         loaded = shapes_of(inputs)
         expected = [(tensor.sizes(samples), dtype_of(tensor)) for tensor in self.inputs]
         if loaded != expected:
-            what = f"{self.where} gives inputs {_shapes(loaded)}; the stages take {_shapes(expected)}"
+            what = f"{self.where} gives inputs {_shapes(loaded)}, but the stages take {_shapes(expected)}"
             raise self.file.error(what, self._remedy(loaded, expected))
 
     def _remedy(self, loaded: Sequence[Shape], expected: Sequence[Shape]) -> str:
@@ -137,8 +137,8 @@ class MinibatchLoader:
             )
             return "let " + ", and ".join(wrong)
         if self.file.has("collate"):
-            return "let collate() pad to a fixed length, for stages have fixed shapes apart from the minibatch's size"
-        return "generate the stages from inputs of the shape of the dataset's"
+            return "pad to a fixed length in collate(): between stages only the minibatch size may vary"
+        return "run codegen with inputs that have the dataset's shape"
 
     def _check_target(self, target: Any, samples: int) -> list[Any]:
         """Return the tensors of a minibatch's target, [samples, ...] each as those of one sample are [1, ...]."""
@@ -149,9 +149,9 @@ class MinibatchLoader:
         loaded = shapes_of(leaves)
         if loaded != expected:
             raise self.file.error(
-                f"{self.where} gives targets {_shapes(loaded)}, where the first sample alone makes them "
+                f"{self.where} gives targets {_shapes(loaded)}, but the first sample alone makes them "
                 f"{_shapes(expected)}",
-                "let targets have one row for each sample, and pad to a fixed length",
+                "give targets one row per sample, and pad to a fixed length",
             )
         return leaves
 
@@ -228,9 +228,9 @@ class SampleStream:
             for _ in self._pass_of(pass_number):
                 if time.monotonic() > end_s:
                     raise self._file.error(
-                        f"{self._name} has no length, and has not ended within {format_seconds(within_s)}, after "
+                        f"{self._name} has no length and did not end within {format_seconds(within_s)}, after "
                         f"{self._read_of_pass} samples",
-                        "let it have a length (__len__), of which a validation takes no more, or give more --timeout",
+                        "define __len__, which limits the validation, or give a longer --timeout",
                     )
         return self._read_of_pass
 
@@ -280,10 +280,10 @@ class SampleStream:
             return self._file.error(f"{self._name} is empty: its __iter__ gives no samples")
         if not self._read_of_pass:
             what = f"{self._name} gives no samples in pass {self._pass} over it"
-            return self._file.error(what, "let __iter__ begin anew each time that it is called")
+            return self._file.error(what, "start again each time __iter__ is called")
         return self._file.error(
-            f"{self._name} ends after {self._read_of_pass} samples, where its length promises more",
-            "let each pass have as many samples as __len__ says, or leave that out and give --steps",
+            f"{self._name} ends after {self._read_of_pass} samples, but its length promises more",
+            "give each pass as many samples as __len__ says, or remove __len__ and give --steps",
         )
 
     @contextmanager

@@ -46,13 +46,13 @@ _FETCH_S = 1e-3  # about what taking a minibatch from a loader worker costs
 _MARGIN = 1.2  # for minibatches that take longer than the median, and for handing them over
 _NO_CHILDREN = "daemonic processes are not allowed to have children"  # of multiprocessing
 _NO_CUDA = "Cannot re-initialize CUDA in forked subprocess"  # torch goes on with advice for its own DataLoader
-_REMEDY_FOR_CUDA = "let samples be tensors of the CPU, or load in the training process: --loader-workers 0"
+_REMEDY_FOR_CUDA = "make samples on the CPU, or load in the training process: --loader-workers 0"
 _REMEDIES = {
     -signal.SIGBUS: "give /dev/shm more room (docker run --shm-size), or load in the training process: "
     "--loader-workers 0",
     -signal.SIGKILL: "if memory ran out, give fewer --loader-workers",
 }
-_REMEDY_FOR_ENDS = "with --loader-workers 0 the training process loads, and names the sample"
+_REMEDY_FOR_ENDS = "use --loader-workers 0: the training process then loads and names the sample"
 
 
 class MinibatchSource:
@@ -166,11 +166,11 @@ class MinibatchSource:
         for process in self._processes:
             if process.sentinel in ended:
                 process.join()
-                what = f"loader worker {process.pid} {describe_end(process.exitcode)} while {task} was awaited"
+                what = f"loader worker {process.pid} {describe_end(process.exitcode)} while the run waited for {task}"
                 return WorkerDiedError(what, _REMEDIES.get(process.exitcode or 0, _REMEDY_FOR_ENDS))
         if "timed out" in str(error):
             what = f"{task} was not loaded within {format_seconds(self._timeout_s)}"
-            return WorkerDiedError(what, "see what dataset() waits for, or give more --timeout if it is only slow")
+            return WorkerDiedError(what, "find out what dataset() waits for, or give a longer --timeout")
         return None
 
 
@@ -285,7 +285,7 @@ def _portable(error: PdtoolError) -> BaseException:
     if _NO_CUDA in error.what:
         error = ModelError(error.what.partition(_NO_CUDA)[0] + _NO_CUDA, _REMEDY_FOR_CUDA)
     if _NO_CHILDREN in error.what:
-        error = ModelError(error.what, "let samples be made without other processes, or give --loader-workers 0")
+        error = ModelError(error.what, "make samples without other processes, or use --loader-workers 0")
     error.add_note(text)
     return error
 
@@ -324,9 +324,7 @@ class LoadingCost:
         need = f"{self.workers} {workers_suffice}" if self.workers else "none is needed"
         used = "" if workers == self.workers else f"; {workers} {'is' if workers == 1 else 'are'} used"
         if 0 < workers < self.workers:
-            used += (
-                f", of {len(usable_cores())} cores here: more --loader-workers help where loading waits for a network"
-            )
+            used += f", of {len(usable_cores())} cores here: more --loader-workers help if loading waits for a network"
         return (
             f"by the profile, loading takes {format_seconds(self.loading_s)} a minibatch, and each replica of the "
             f"first stage takes one every {format_seconds(self.period_s)}: {need}{used}"

@@ -17,7 +17,7 @@ from pdtool.frontend.model_io import Structure, register_containers
 from pdtool.frontend.random_numbers import derive_seed
 from pdtool.runtime.config import RunConfig
 
-NO_LENGTH = "dataset('train') is an IterableDataset without a length, so that an epoch has no number of minibatches"
+NO_LENGTH = "dataset('train') is an IterableDataset without a length, so the length of an epoch is unknown"
 VALIDATION_PASS = 0  # over a stream: each validation reads the same pass
 Shape = tuple[tuple[int, ...], torch.dtype]
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -163,8 +163,8 @@ class TrainingData:
         else:
             order = sample_order(self._seed, epoch, self._chosen) if self._loads else range(self._chosen)
         if len(order) != self._chosen:
-            what = f"sampler() gives {len(order)} samples in epoch {epoch}, and {self._chosen} in epoch 1"
-            raise self.file.error(what, "return as many in each, which the schedule of the run rests on")
+            what = f"sampler() gives {len(order)} samples in epoch {epoch}, but {self._chosen} in epoch 1"
+            raise self.file.error(what, "return the same number in each epoch, as the run's schedule needs it")
         return order[: self.epoch_samples] if self._loads else range(self.epoch_samples)
 
     def data_pass(self, split: str, epoch: int, minibatches: Minibatches) -> DataPass:
@@ -188,11 +188,11 @@ def samples_in_epoch(samples: int | None, config: RunConfig, *, drop_last: bool)
     limit = config.steps * size if config.steps else None
     count = min((number for number in (samples, limit) if number is not None), default=None)
     if count is None:
-        raise UsageError(NO_LENGTH, "give it with --steps: each epoch then goes on where the one before has ended")
+        raise UsageError(NO_LENGTH, "give it with --steps: each epoch then continues where the one before ended")
     count -= count % size if drop_last else 0
     if not count:
         what = f"with DROP_LAST the training set of {samples} samples has no minibatch of {size}"
-        raise ModelError(what, "leave DROP_LAST out of model.py, or plan for a smaller minibatch")
+        raise ModelError(what, "remove DROP_LAST from model.py, or plan for a smaller minibatch")
     return count
 
 

@@ -72,7 +72,7 @@ def open_channels(
     if by_gloo and config.transport == "shared":
         raise UsageError(
             f"rank {by_gloo[0].sender} and rank {by_gloo[0].receiver} cannot share memory",
-            "leave --transport out: workers on one Linux machine share it, others use the network",
+            "leave out --transport: workers on one Linux machine share memory, others use the network",
         )
     opener = _ChannelOpener(
         layouts,

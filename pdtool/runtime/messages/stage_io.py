@@ -174,7 +174,7 @@ class StageIO:
 
     def _does_not_fit(self, returned: str, expected: str) -> PdtoolError:
         what = f"{self._module.file} returns {returned}, bundle.yaml says {expected}"
-        return PdtoolError(what, "mend it, or let `pdtool codegen` write it again")
+        return PdtoolError(what, "fix it, or write it again with `pdtool codegen`")
 
     def _load(self, source: MinibatchSource, minibatch: int) -> None:
         """Load a minibatch, the next one, and start to copy to a GPU what this stage takes of it."""

@@ -203,7 +203,7 @@ class NamedOptimizer:
                     self._has_warned = True
                     sys.stderr.write(
                         f"warning: {type(self.optimizer).__name__} keeps {key!r}, {error}: checkpoints hold tensors, "
-                        "numbers, texts and containers of them, so a resumed run begins without it\n"
+                        "numbers, texts and containers of them, so a resumed run starts without it\n"
                     )
         return packable
 
@@ -227,8 +227,8 @@ class NamedOptimizer:
         if not self.optimizer or not saved:
             return
         if saved["groups"] != self._groups:
-            what = f"optimizer() makes {self._groups} parameter groups, and the run to resume had {saved['groups']}"
-            remedy = "let optimizer() make them all, and freeze what is trained later; or begin a run of its own"
+            what = f"optimizer() makes {self._groups} parameter groups, but the run to resume had {saved['groups']}"
+            remedy = "make all groups in optimizer() and freeze those that train later, or start a new run"
             raise self._file.error_in("optimizer", what, remedy)
         self.optimizer.state.update(saved["state"])
         vars(self.optimizer).update(saved["attributes"])
@@ -284,13 +284,13 @@ def _user_optimizer(
             if not missing.is_read:
                 raise
     if missing.is_read:  # whether or not it has caught the error
-        what = "optimizer() reads the values of parameters, of which a worker has those of its own stages only"
-        raise file.error(what, "let it use names, shapes and types of parameters only")
+        what = "optimizer() reads the values of parameters, but a worker has only those of its own stages"
+        raise file.error(what, "use only names, shapes and types of parameters")
     known = {id(p) for p in model_parameters.values()}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if id(parameter) not in known:
             what = f"optimizer() takes a parameter of shape {list(parameter.shape)} that is not one of the model's"
-            raise file.error(what, "take only those that it is called with")
+            raise file.error(what, "use only the parameters that it is called with")
     keep_parameters(optimizer, {id(p) for p in kept.values()})
     return optimizer if any(group["params"] for group in optimizer.param_groups) else None
 

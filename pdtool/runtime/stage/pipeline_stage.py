@@ -201,9 +201,9 @@ class PipelineStage:
         for i, name in self._without_gradient.items():
             if i < len(outputs) and isinstance(outputs[i], Tensor) and outputs[i].requires_grad:
                 raise ModelError(
-                    "optimizer() or after_update() trains parameters that model() left frozen, and the plan sends no "
+                    "optimizer() or after_update() trains parameters that model() left frozen, but the plan sends no "
                     f"gradient back for {name}, which depends on them",
-                    "let model() leave them to be trained and freeze them in optimizer(); then profile and plan again",
+                    "leave them trainable in model() and freeze them in optimizer(), then profile and plan again",
                 )
 
     def _region(self) -> AbstractContextManager[Any]:
@@ -219,7 +219,7 @@ class PipelineStage:
         loss = self.loss(output, target)
         if not torch.is_grad_enabled():
             what = "gradients are switched off in training: model.py has called torch.set_grad_enabled(False)"
-            raise ModelError(what, "use `with torch.no_grad():`, which ends")
+            raise ModelError(what, "use `with torch.no_grad():` instead")
         check_gradient(loss, output)
         if loss.requires_grad and not self._is_loss_checked:  # once: its graph is the same in each minibatch
             self._is_loss_checked = True
@@ -228,7 +228,7 @@ class PipelineStage:
             if own:
                 raise ModelError(
                     f"loss() depends on a parameter of its own, of shape {list(own[0].shape)}, which no stage trains",
-                    "make it a parameter of the model, which returns it for the loss; or let it not require a gradient",
+                    "make it a parameter of the model and return it for the loss, or let it not require a gradient",
                 )
         return loss
 

@@ -244,14 +244,14 @@ class StageReplica:
         tied = {id(tied.parameter) for tied in self.tied}
         for name, parameter in self.stage.weights.parameters.items():
             if parameter._backward_hooks and id(parameter) in tied:
-                what = "has a hook on its gradient, and several stages hold it, each with a part of the gradient"
+                what = "has a hook on its gradient, but several stages hold it, each with a part of the gradient"
                 raise FieldError(name, f"{what}; keep them in one stage with HINTS no_split")
             if parameter._backward_hooks and name not in self._hooked:
-                what = "gets a hook on its gradient during training, which a resumed run would not have"
+                what = "gets a hook on its gradient during training, but a resumed run would not have it"
                 raise FieldError(name, f"{what}; register it in optimizer()")
             if parameter.requires_grad and name in self.frozen_in_stages:
-                what = "is frozen in model() and held by several stages, so that nothing sums its gradient"
-                raise FieldError(name, f"{what}; let model() leave it to be trained, and freeze it in optimizer()")
+                what = "is frozen in model() and held by several stages, so nothing sums its gradient"
+                raise FieldError(name, f"{what}; leave it trainable in model() and freeze it in optimizer()")
 
 
 class ClippedUpdates:

@@ -164,8 +164,8 @@ class WeightVersions:
             if self.kept_memory:
                 raise FieldError(
                     self.kept_memory,
-                    "is kept by its memory, as p.data or a view of it, and that moves while minibatches are in flight; "
-                    "take the parameter itself in each step, or plan with --schedule 1f1b-flush",
+                    "is kept by its memory, as p.data or a view of it, but that moves while minibatches are in flight; "
+                    "use the parameter itself in each step, or plan with --schedule 1f1b-flush",
                 )
             memory = self._take_memory()
             _copy_all(memory, [*(parameter.data for parameter in self.parameters.values()), *self._current.views])

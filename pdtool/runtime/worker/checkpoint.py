@@ -82,7 +82,7 @@ def load(checkpoint: Path, components: Sequence[Component]) -> None:
         try:
             part.load_state_dict({name: entries[f"{part.key}.{name}"] for name in part.names})
         except FieldError as fault:
-            what = f"the model has {fault.field}, the checkpoint {checkpoint} {fault}"
+            what = f"the model has {fault.field}, but the checkpoint {checkpoint} {fault}"
             raise UsageError(what, "resume from a run of the same model") from fault
 
 
@@ -144,7 +144,7 @@ def export(run_dir: Path, out: Path) -> Path:
         with replacing(out) as file:
             torch.save(state, file)
     except RuntimeError as error:  # of torch, when the disk is full
-        raise PdtoolError(f"{out} could not be written ({error})", "free some space or name another place") from error
+        raise PdtoolError(f"{out} could not be written ({error})", "free some space or use another folder") from error
     return checkpoint.path
 
 
@@ -182,7 +182,7 @@ def _on_all_workers(group: Any, step: Callable[[], _Written]) -> list[_Written]:
     if failures:
         raise PdtoolError(
             f"the checkpoint could not be written ({failures[0]})",
-            "see that the folder can be written; the checkpoints before it, if any, are whole",
+            "make sure that the folder can be written. Earlier checkpoints are complete",
         )
     return [result for _, result in outcomes]
 
@@ -244,13 +244,13 @@ def _read(path: Path, stored: StoredFile, wanted: Callable[[str], bool]) -> dict
     """The wanted tensors of one file; raises OSError, ValueError, RuntimeError or SafetensorError."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):  # a FIFO would be waited for
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     if status.st_size != stored.bytes:
-        raise ValueError(f"it has {status.st_size} bytes, and was written with {stored.bytes}")
+        raise ValueError(f"it has {status.st_size} bytes but was written with {stored.bytes}")
     with safe_open(path, framework="pt") as file:
         keys = [key for key in file.keys() if wanted(key)]  # noqa: SIM118
         if keys and _describe(path) != stored:
-            raise ValueError("its content is not what was written")
+            raise ValueError("its content has changed since it was written")
         kinds = file.metadata() or {}
         tensors = {key: file.get_tensor(key) for key in keys}
     return {key: torch.view_as_complex(t) if kinds.get(key) == _COMPLEX else t for key, t in tensors.items()}

@@ -88,9 +88,9 @@ def build_partially(
     second = _PartialBuild(keeps=first.numbers(wanted(outline)), draws=True)
     model = second.run(build)
     if first.registered != second.registered:
-        raise MissingValuesError("model() makes other parameters when it is called again")
+        raise MissingValuesError("model() makes different parameters when it is called again")
     if any(tensor.is_meta for tensor in wanted(model)):
-        raise MissingValuesError("model() makes the values of a parameter in a way that cannot be followed")
+        raise MissingValuesError("model() makes the values of a parameter in a way that pdtool cannot follow")
     return outline, model
 
 

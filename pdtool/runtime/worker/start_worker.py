@@ -122,15 +122,15 @@ def _warn_of_model(built: WorkerModel, config: RunConfig, reasons: Sequence[str]
     if different:
         names = ", ".join(different[:5]) + " and others" * (len(different) > 5)
         sys.stderr.write(
-            f"warning: model() gave {names} other values on some workers, which now have those of the first: draw "
+            f"warning: model() gave {names} different values on some workers, which now use those of the first. Draw "
             "initial weights from the generators of torch, numpy or random, which pdtool seeds\n"
         )
     own = {id(parameter) for parameter in built.model.parameters()}
     for name, module in built.file.modules.items() if len(config.plan.stages) > 1 else ():
         if any(id(parameter) in own for parameter in module.parameters()):
             sys.stderr.write(
-                f"warning: {name}, at the top of {built.file.path.name}, holds the model: a worker has the newest "
-                "weights of its own stages only, so let loss() and metrics() use what the model returns\n"
+                f"warning: {name}, at the top of {built.file.path.name}, holds the model. A worker has the newest "
+                "weights of its own stages only, so use only the model's output in loss() and metrics()\n"
             )
 
 
@@ -328,7 +328,7 @@ def warn_of_length(config: RunConfig, data: TrainingData, manifest: CheckpointMa
     before = next(reversed(manifest.minibatches), 0) or now
     if before != now:
         sys.stderr.write(
-            f"warning: epochs had {before} minibatches, and go on with {now}: other --steps, another training set, "
+            f"warning: epochs had {before} minibatches and now have {now}: other --steps, another training set, "
             "or minibatches of another size\n"
         )
     by_epoch = data.file.training.scheduler_step == "epoch"
@@ -360,7 +360,7 @@ def check_last_minibatch(modules: Mapping[int, nn.Module], bundle: Bundle, sampl
     if (samples - 1) % size:
         return
     what = f"the last of an epoch's minibatches has one sample ({samples} samples in minibatches of {size})"
-    remedy = "set DROP_LAST = True in model.py to leave a short last minibatch out"
+    remedy = "set DROP_LAST = True in model.py to skip a short last minibatch"
     for s, module in modules.items():
         spec = bundle.stages[s]
         inputs, expected = ([bundle.by_name[name] for name in names] for names in (spec.inputs, spec.outputs))
@@ -368,7 +368,7 @@ def check_last_minibatch(modules: Mapping[int, nn.Module], bundle: Bundle, sampl
             shapes = _shapes_of_single_sample(module, inputs, device)
         except ValueError as error:
             if _REFUSED in str(error):
-                why = "in which a batch norm finds a single value per channel, which it cannot be trained with"
+                why = "so a batch norm has a single value per channel and cannot train with it"
                 remedy = remedy if size > 1 else "profile and plan with a larger --batch-size"
                 raise ModelError(f"{what}, {why}", remedy) from error
             continue

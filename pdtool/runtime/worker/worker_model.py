@@ -78,7 +78,7 @@ class WorkerModel:
         model = file.build(seed)
         if why_whole and any(parameter.is_meta for parameter in model.parameters()):
             what = f"{file.ref.function}() returns parameters that it made when it was called before"
-            raise file.error(what, "let it make a new model each time it is called")
+            raise file.error(what, "make a new model in each call")
         return cls(file, seed, model, why_whole=why_whole)
 
     def check(self, check: Callable[[nn.Module], None]) -> None:
@@ -182,7 +182,7 @@ def load_stage_module(
             module: nn.Module = kind(model) if described.opaque else kind()
     except Exception as error:
         what = f"cannot be used ({describe_error(error)})"
-        raise ArtifactError(path, what, "mend it, or let `pdtool codegen` write it again") from error
+        raise ArtifactError(path, what, "fix it, or write it again with `pdtool codegen`") from error
     for kind in ("_parameters", "_buffers"):
         _take_over(module, model, kind, path)
     return module.train()
