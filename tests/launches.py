@@ -9,7 +9,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
@@ -69,31 +70,35 @@ def _use_fork_server(address: str) -> None:
 class Command:
     """A process that runs a command of pdtool in a folder, at once with others."""
 
-    def __init__(self, folder: Path, output: str, arguments: Sequence[str]) -> None:
+    def __init__(self, folder: Path, arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
         start_server()
-        self._output = folder / output
-        given = (folder, self._output, arguments, _SERVER._forkserver_address)
+        descriptor, path = tempfile.mkstemp()
+        os.close(descriptor)
+        self._output = Path(path)
+        given = (folder, self._output, arguments, dict(environment), _SERVER._forkserver_address)
         self._process = multiprocessing.get_context("forkserver").Process(target=_command, args=given)
         self._process.start()
 
-    def end(self) -> int | None:
-        """Wait for its end; return its exit code."""
+    def end(self) -> tuple[int | None, str]:
+        """Wait for its end; return its exit code, and what it printed."""
         self._process.join(_LIMIT_S)
         self._process.terminate()
         self._process.join(_GRACE_S)
-        return self._process.exitcode
-
-    def output(self) -> str:
-        """Return what it printed."""
-        return self._output.read_text()
+        output = self._output.read_text()
+        self._output.unlink()
+        return self._process.exitcode, output
 
 
-def _command(folder: Path, output: Path, arguments: Sequence[str], fork_server: str) -> None:
+def _command(
+    folder: Path, output: Path, arguments: Sequence[str], environment: Mapping[str, str], fork_server: str
+) -> None:
     _use_fork_server(fork_server)
+    os.environ.update(environment)
     os.chdir(folder)
     measure._BUDGET_S = 0.0  # as the fixture `folder` has it
     result = CliRunner().invoke(main, arguments, prog_name="pdtool")
-    output.write_text(f"{result.output}\n{result.exception!r}")
+    error = result.exception
+    output.write_text(result.output + ("" if error is None or isinstance(error, SystemExit) else repr(error)))
     sys.exit(result.exit_code)
 
 

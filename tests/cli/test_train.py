@@ -201,9 +201,10 @@ def test_a_sweep_side_by_side_trains_what_it_trains_in_a_row(folder, tmp_path_fa
 
     folder.write("model.py", NET)
     widths = range(3, 11)
-    commands = [Command(folder.path, f"{width}.txt", asked(width)) for width in widths]
+    commands = [Command(folder.path, asked(width)) for width in widths]
     for width, command in zip(widths, commands, strict=True):
-        assert command.end() == 0, command.output()
+        code, output = command.end()
+        assert code == 0, output
         assert Plan.load(f"runs/{width}/plan.yaml").model.settings == {"width": width}
     with chdir(tmp_path_factory.mktemp("in a row")):
         Path("model.py").write_text(NET)
