@@ -19,6 +19,7 @@ from pdtool.cli.commands.app import main
 
 # Before anything imports torch, and for the processes that tests start: others hold the cores, and more threads spin.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of processes for each worker that compiles
 
 terminal._TICK_S = 3600.0  # a busy machine is no reason to print other lines
 
