@@ -163,8 +163,10 @@ def test_compiled_code_is_kept_where_no_other_user_can_put_any(
 
 
 def compiled_with_versions(tmp_path: Path) -> None:
-    """As the replay. With three versions; which of them a policy takes is no matter of the compiler. All minibatches are of one size:
-    those of the other law are not, and each size is compiled."""
+    """As the replay. With three versions; which of them a policy takes is no matter of the compiler.
+
+    All minibatches are of one size: those of the other law are not, and each size is compiled.
+    """
     spec = harness.job(tmp_path, CONV3, (1, 1, 1), optimizer="sgd", batch_size=2, compiled=True, timeout_s=110.0)
     outcomes = harness.run(spec)
     assert max(o.peak_versions for o in outcomes) == 3
