@@ -29,7 +29,7 @@ DEMO_NETWORK := profiles/demo-vgg16.json plans/demo-vgg16-4.yaml runs/demo-vgg16
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help venv test test-models check check-lowest fuzz demo demo-network bench-road bench-planner bench-choice bench-runtime bench-startup bench-transport bench-memory bench-long-run reproduce reproduce-quick soak chaos gpu-check browser-check examples docs pictures clean
+.PHONY: help venv test test-all test-models check check-lowest fuzz demo demo-network bench-road bench-planner bench-choice bench-runtime bench-startup bench-transport bench-memory bench-long-run reproduce reproduce-quick soak chaos gpu-check browser-check examples docs pictures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ $(STAMP): $(DEMO_STAMP)
 
 test: $(STAMP) ## run all tests (about a quarter of an hour on two cores)
 	$(PYTEST)
+
+test-all: $(STAMP) ## run all tests, with all rows of tables of which `make test` takes those of the day
+	PDTOOL_ALL_ROWS=1 PDTOOL_MUTATIONS_S=60 $(PYTEST)
 
 test-models: $(STAMP) ## take all models of tests/models, and of the libraries installed, through the commands (half an hour)
 	$(BIN)/python tests/models_table.py

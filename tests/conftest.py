@@ -6,7 +6,9 @@ import os
 import shutil
 import signal
 import sys
+from collections import Counter
 from contextlib import chdir
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from pdtool.cli.commands.app import main
 
 # Before anything imports torch, and for the processes that tests start: others hold the cores, and more threads spin.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of processes for each worker that compiles
 
 terminal._TICK_S = 3600.0  # a busy machine is no reason to print other lines
 
@@ -24,6 +27,9 @@ terminal._TICK_S = 3600.0  # a busy machine is no reason to print other lines
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Processes that xdist starts before and after midnight take the same rows.
+DAY = int(os.environ.setdefault("PDTOOL_DAY", str(date.today().toordinal())))
 
 NET = """
 from collections import OrderedDict
@@ -64,9 +70,27 @@ LONG_FILES = [
 ]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long come first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files that take long come first; of tables that are marked so, the rows of the day are taken."""
     items.sort(key=lambda item: item.path.name not in LONG_FILES)
+    if takes_whole_tables(config):
+        return
+    rows: Counter[str] = Counter()
+    left_out = []
+    for item in items:
+        if mark := item.get_closest_marker("rows_of_the_day"):
+            table = item.nodeid.partition("[")[0]
+            rows[table] += 1
+            if (rows[table] + DAY) % mark.kwargs["days"]:
+                left_out.append(item)
+    config.hook.pytest_deselected(items=left_out)
+    not_today = set(left_out)
+    items[:] = [item for item in items if item not in not_today]
+
+
+def takes_whole_tables(config: pytest.Config) -> bool:
+    """Whether all rows are asked for: `make test-all`, or a test that is named by its id or by -k."""
+    return "PDTOOL_ALL_ROWS" in os.environ or bool(config.option.keyword) or any("::" in a for a in config.args)
 
 
 def pytest_collection_finish() -> None:

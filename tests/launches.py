@@ -7,17 +7,23 @@ once more.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
 from socket import socket
 from typing import Any
 
+from click.testing import CliRunner
 from harness import start_server
 
+from pdtool.cli.commands.app import main
 from pdtool.errors import PdtoolError
 from pdtool.machines import Machines
+from pdtool.profiler import measure
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.launch.launcher import launch
 
@@ -59,6 +65,41 @@ def _use_fork_server(address: str) -> None:
     """Let workers come from the server that this process came from; multiprocessing would start another one."""
     _SERVER._forkserver_address = address
     _SERVER.ensure_running = forkserver.ensure_running = lambda: None
+
+
+class Command:
+    """A process that runs a command of pdtool in a folder, at once with others."""
+
+    def __init__(self, folder: Path, arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
+        start_server()
+        descriptor, path = tempfile.mkstemp()
+        os.close(descriptor)
+        self._output = Path(path)
+        given = (folder, self._output, arguments, dict(environment), _SERVER._forkserver_address)
+        self._process = multiprocessing.get_context("forkserver").Process(target=_command, args=given)
+        self._process.start()
+
+    def end(self) -> tuple[int | None, str]:
+        """Wait for its end; return its exit code, and what it printed."""
+        self._process.join(_LIMIT_S)
+        self._process.terminate()
+        self._process.join(_GRACE_S)
+        output = self._output.read_text()
+        self._output.unlink()
+        return self._process.exitcode, output
+
+
+def _command(
+    folder: Path, output: Path, arguments: Sequence[str], environment: Mapping[str, str], fork_server: str
+) -> None:
+    _use_fork_server(fork_server)
+    os.environ.update(environment)
+    os.chdir(folder)
+    measure._BUDGET_S = 0.0  # as the fixture `folder` has it
+    result = CliRunner().invoke(main, arguments, prog_name="pdtool")
+    error = result.exception
+    output.write_text(result.output + ("" if error is None or isinstance(error, SystemExit) else repr(error)))
+    sys.exit(result.exit_code)
 
 
 def machines(folder: Path, *specs: RunConfig) -> list[Launch]:

@@ -25,6 +25,5 @@ def _can_emulate() -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-namespaces = pytest.mark.skipif(
-    resident_bytes() is None or not _can_emulate(), reason="needs root or user namespaces, iproute2 and sch_tbf"
-)
+CAN_EMULATE = resident_bytes() is not None and _can_emulate()
+namespaces = pytest.mark.skipif(not CAN_EMULATE, reason="needs root or user namespaces, iproute2 and sch_tbf")

@@ -137,12 +137,11 @@ def test_the_digest_is_the_same_in_every_process_and_version(original, tmp_path)
     )
     here = Path(__file__).parent
     paths = os.pathsep.join([str(here.parents[1]), str(here.parent), str(here)])
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": seed}
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-        )
-        assert done.stdout.strip() == original
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "1"}  # that of this process is random
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == original
     assert original == PINNED, "a new way to compute the digest makes every artifact stale that was written before"
 
 

@@ -160,18 +160,19 @@ def test_compiled_code_is_kept_where_no_other_user_can_put_any(
             assert stat.S_IMODE(folder.stat().st_mode) == mode
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
-def test_compiled_stages_equal_their_replay(tmp_path: Path) -> None:
-    """With three versions; which of them a policy takes is no matter of the compiler."""
-    spec = harness.job(tmp_path, CONV3, (1, 1, 1), optimizer="sgd", epochs=2, compiled=True)
+def compiled_with_versions(tmp_path: Path) -> None:
+    """As the replay. With three versions; which of them a policy takes is no matter of the compiler.
+
+    All minibatches are of one size: those of the other law are not, and each size is compiled.
+    """
+    spec = harness.job(tmp_path, CONV3, (1, 1, 1), optimizer="sgd", batch_size=2, compiled=True, timeout_s=110.0)
     outcomes = harness.run(spec)
     assert max(o.peak_versions for o in outcomes) == 3
     assert_same(weights(outcomes), trained(spec, (1, 1, 1)), **COMPILED)
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
-def test_compiled_stages_with_a_flush_equal_the_unsplit_model(tmp_path: Path) -> None:
-    """Tied weights, in both precisions at once."""
+def compiled_with_a_flush(tmp_path: Path) -> None:
+    """As the unsplit model. Tied weights, in both precisions at once."""
     spec = harness.job(
         tmp_path,
         TIED3,
@@ -182,9 +183,17 @@ def test_compiled_stages_with_a_flush_equal_the_unsplit_model(tmp_path: Path) ->
         microbatches=2,
         compiled=True,
         precision="bf16",
+        timeout_s=110.0,
     )
     found = weights(harness.run(spec))
     file = ModelFile.load(spec.model, trusted=True)
     model = file.build(spec.seed)
     expected = replay.synchronous(model, batches(spec), file.loss, file.optimizer, 2)
     assert_same(found, {n: v for n, v in expected.items() if n in found}, **NEAR_FP32)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+@pytest.mark.rows_of_the_day(days=2)
+@pytest.mark.parametrize("law", [compiled_with_versions, compiled_with_a_flush])
+def test_compiled_stages_train_by_the_definitions(tmp_path: Path, law: Callable[[Path], None]) -> None:
+    law(tmp_path)

@@ -367,6 +367,7 @@ def test_the_command_never_mixes_measuring_and_estimating(tmp_path, monkeypatch)
 
 
 @pytest.mark.skipif(not bench_estimate.DATA.is_dir(), reason=f"{bench_estimate.DATA} is not here")
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("name", bench_estimate.MODELS)
 def test_estimates_are_of_the_order_that_pipedream_measured(name):
     comparison = bench_estimate.compare(name)

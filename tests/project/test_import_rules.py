@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import networkx as nx
@@ -101,6 +102,7 @@ def statements(node: ast.AST, at_the_top: bool) -> Iterator[ast.AST]:
         yield from statements(child, at_the_top)
 
 
+@cache
 def imports(path: Path, *, at_the_top: bool = False) -> set[str]:
     """Dotted names of the modules that a file imports: wherever, or at its top."""
     modules = set()

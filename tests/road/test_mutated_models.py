@@ -23,7 +23,7 @@ from collection import FAMILIES, tasks, write_model
 from pdtool.cli.commands.app import main
 
 SEED = int(os.environ.get("PDTOOL_SEED", date.today().toordinal()))
-BUDGET_S = float(os.environ.get("PDTOOL_MUTATIONS_S", "20"))  # of the processor
+BUDGET_S = float(os.environ.get("PDTOOL_MUTATIONS_S", "10"))  # of the processor
 MAX_S, RUNS = 30, 2  # for one model; and how many go through `run`, too
 STATEMENTS = """
 self.kept = x

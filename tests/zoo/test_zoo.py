@@ -128,6 +128,7 @@ def test_loss_is_a_mean_and_metrics_are_sums(file):
         assert count == first[name][1] + second[name][1] > 0
 
 
+@pytest.mark.rows_of_the_day(days=3)
 # torch.export says so of every nn.LSTM
 @pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
 def test_it_exports_with_any_batch_size(file):
@@ -286,6 +287,7 @@ def test_digits_are_learned_by_one_process():
     epochs_to(load("digits"), 0.98, 12)
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("name", [*IMAGES, "hf_resnet"])
 def test_small_image_models_learn(name):
     """At five seeds all had passed 0.85 by then; chance is 0.1."""
