@@ -161,7 +161,7 @@ def test_more_in_flight_than_the_schedule_wants_makes_a_plan_a_tenth_faster_and_
                 own_s, time_s = simulated_s(search, own), plan.predicted.simulated_s
                 assert own_s is None or own_s > time_s * (1 + IN_FLIGHT_MARGIN), f"seed {seed}: {own_s} s, {time_s} s"
                 assert max(plan.predicted.memory_bytes) <= (search.cluster.memory_bytes or math.inf)
-    assert seen >= len(SEEDS) / 4
+    assert seen > len(SEEDS) / 4
 
 
 def test_a_plan_that_is_too_large_for_the_shortlist_is_simulated_before_it_is_chosen(monkeypatch):
