@@ -49,7 +49,7 @@ $(STAMP): $(DEMO_STAMP)
 	$(INSTALL) --editable '.[$(EXTRAS)]'
 	@touch $@
 
-test: $(STAMP) ## run all tests (about a quarter of an hour on two cores)
+test: $(STAMP) ## run all tests, of large tables the rows of the day (about ten minutes on two cores)
 	$(PYTEST)
 
 test-all: $(STAMP) ## run all tests, with all rows of tables of which `make test` takes those of the day

@@ -56,23 +56,37 @@ def metrics(output, target):
 """
 
 
-# They take half a minute or more, some with few tests: xdist would leave those for the end, and a core without work.
+# They take twenty seconds or more, the longest first: xdist would leave some for the end, and a core without work.
 LONG_FILES = [
     "test_docs.py",
+    "test_run_endings.py",
+    "test_train.py",
+    "test_chaos.py",
+    "test_cli_road.py",
+    "test_emulate.py",
+    "test_models.py",
+    "test_laws_plain_loop.py",
+    "test_process_state.py",
+    "test_run_nodes.py",
+    "test_laws_precision.py",
+    "test_laws_training.py",
+    "test_frontend.py",
+    "test_probe.py",
+    "test_run_causes.py",
+    "test_run_failures.py",
     "test_road.py",
     "test_models_road.py",
-    "test_chaos.py",
-    "test_models.py",
-    "test_run_endings.py",
-    "test_emulate.py",
-    "test_run_nodes.py",
-    "test_mutated_models.py",
+    "test_selection.py",
+    "test_reproduction.py",
+    "test_laws_random_numbers.py",
+    "test_safe_path.py",
 ]
+PLACES = {name: place for place, name in enumerate(LONG_FILES)}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files that take long come first; of tables that are marked so, the rows of the day are taken."""
-    items.sort(key=lambda item: item.path.name not in LONG_FILES)
+    items.sort(key=lambda item: PLACES.get(item.path.name, len(PLACES)))
     if takes_whole_tables(config):
         return
     rows: Counter[str] = Counter()

@@ -40,10 +40,11 @@ def test_each_function_is_of_the_package_and_documented(name):
     assert inspect.isfunction(function)
     assert function.__module__.startswith("pdtool.api.")
     assert name in dir(pdtool)
-    assert "Args:" in function.__doc__
-    assert "Raises:" in function.__doc__
+    documented = inspect.getdoc(function)
+    assert "Args:" in documented
+    assert "Raises:" in documented
     for parameter in inspect.signature(function).parameters:
-        assert f"        {parameter}: " in function.__doc__, f"{name}() does not say what {parameter} is"
+        assert f"    {parameter}: " in documented, f"{name}() does not say what {parameter} is"
 
 
 def test_the_package_lists_its_functions_and_the_artifacts_and_is_no_function_itself():

@@ -109,6 +109,7 @@ def recomputed(reference):
     }
 
 
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize("chunk", range(6))
 def test_the_reference_implementation_agrees_on_random_plans(chunk):
     """More than 200 plans in all: every figure, that the plan fits, and that `check` finds nothing."""
@@ -123,6 +124,7 @@ def test_the_reference_implementation_agrees_on_random_plans(chunk):
         assert faults(plan, profile) == {}, f"seed {seed}"
 
 
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize("chunk", range(3))
 def test_no_neighbour_of_a_plan_beats_its_lower_bound(chunk):
     """Operators and replicas moved over borders as long as that helps: an oracle of the search on larger graphs than

@@ -27,6 +27,7 @@ from pdtool.units import parse_bytes
 FAST = 1e12
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("block", range(10))
 def test_search_equals_brute_force(block):
     """40 random graphs x clusters x memory limits x schedules x cost models in each block; a third has no plan."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from dataclasses import replace
 from functools import cache
 
 import pytest
 from bench_choice import MAX_LOSS, compared
+from conftest import DAY
 from graphs import chain, random_profile, with_nodes
 
 from pdtool.artifacts.cluster import make_cluster
@@ -24,7 +26,8 @@ from pdtool.planner.simulator import engine as steady_state
 from pdtool.planner.simulator.engine import steady_state_s
 from pdtool.schedule import ExecutionConfig
 
-MARGIN, SEEDS = SearchOptions().simplest, 40
+MARGIN = SearchOptions().simplest
+SEEDS = range(40) if "PDTOOL_ALL_ROWS" in os.environ else (range(20), range(20, 40))[DAY % 2]
 WINDOW = 1.01  # a simulation sees some 32 minibatches of its steady state; the first and the last may be early or late
 
 
@@ -80,7 +83,7 @@ def asked(search):
 def test_nothing_that_everyone_asks_about_is_simulated_faster():
     """Not at all where it has no more stages, not by more than the margin where it has; each is simulated anew here."""
     seen, beaten = 0, []
-    for seed in range(SEEDS):
+    for seed in SEEDS:
         search, plan = planned(seed, SearchOptions())
         for label, rival in asked(search) if plan else ():
             pace = simulated_s(search, rival)
@@ -89,13 +92,13 @@ def test_nothing_that_everyone_asks_about_is_simulated_faster():
             if pace is not None and plan.predicted.simulated_s > pace * allowed * WINDOW:
                 beaten.append((seed, label, pace, plan.config, plan.predicted.simulated_s))
     assert beaten == []
-    assert seen > 3 * SEEDS / 2
+    assert seen > 3 * len(SEEDS) / 2
 
 
 def test_where_the_formulas_are_far_off_the_best_of_each_number_of_copies_is_looked_at():
     """Where the plan comes out more than a tenth slower than the formulas' optimum, no layout's optimum is faster."""
     seen = 0
-    for seed in range(SEEDS):
+    for seed in SEEDS:
         search, plan = planned(seed, SearchOptions())
         if plan is None or plan.predicted.simulated_s <= search.fastest_plans()[0].time_per_minibatch_s * (1 + MARGIN):
             continue
@@ -108,7 +111,7 @@ def test_where_the_formulas_are_far_off_the_best_of_each_number_of_copies_is_loo
             seen += rival.placement.execution.copies > 1
             told = f"seed {seed}: {rival.placement.config} {rival_s} s, {plan.config} {plan.predicted.simulated_s} s"
             assert rival_s is None or plan.predicted.simulated_s <= rival_s * (1 + MARGIN) ** 2, told
-    assert seen > 10
+    assert seen >= len(SEEDS) / 4
 
 
 def test_schedules_are_compared_by_simulation():
@@ -144,7 +147,7 @@ def test_idle_workers_are_used_where_only_the_simulation_shows_a_gain():
 def test_more_in_flight_than_the_schedule_wants_makes_a_plan_a_tenth_faster_and_fits():
     """Else they are the schedule's own: ceil(workers from here / replicas), p - s of a straight pipeline."""
     seen = 0
-    for seed in range(SEEDS):
+    for seed in SEEDS:
         for options in (SearchOptions(), SearchOptions(straight=True), SearchOptions(simplest=0)):
             search, plan = planned(seed, options)
             if plan is None:
@@ -158,13 +161,13 @@ def test_more_in_flight_than_the_schedule_wants_makes_a_plan_a_tenth_faster_and_
                 own_s, time_s = simulated_s(search, own), plan.predicted.simulated_s
                 assert own_s is None or own_s > time_s * (1 + IN_FLIGHT_MARGIN), f"seed {seed}: {own_s} s, {time_s} s"
                 assert max(plan.predicted.memory_bytes) <= (search.cluster.memory_bytes or math.inf)
-    assert seen > SEEDS / 4
+    assert seen > len(SEEDS) / 4
 
 
 def test_a_plan_that_is_too_large_for_the_shortlist_is_simulated_before_it_is_chosen(monkeypatch):
     """Or it would win by formulas that may be far off; here more than 800 actions times workers are many."""
     seen = 0
-    for seed in range(SEEDS):
+    for seed in SEEDS:
         with monkeypatch.context() as patch:
             patch.setattr(steady_state, "_MAX_ACTIONS_TIMES_WORKERS", 800)
             patch.setattr(steady_state, "PATIENT", math.inf)
@@ -177,13 +180,13 @@ def test_a_plan_that_is_too_large_for_the_shortlist_is_simulated_before_it_is_ch
         for rival in small:
             seen += 1
             assert time_s <= simulated_s(search, rival) * (1 + MARGIN) * WINDOW, f"seed {seed}: {plan.config}"
-    assert seen > SEEDS / 2
+    assert seen > len(SEEDS) / 2
 
 
 def test_no_plan_is_simulated_faster_than_its_bound():
     """Or a plan could be passed over for one that is slower."""
     shared = 0
-    for seed in range(SEEDS):
+    for seed in SEEDS:
         search = question(seed)
         rng = random.Random(seed)
         for layout in rng.sample(search.layouts, min(3, len(search.layouts))):
@@ -193,9 +196,10 @@ def test_no_plan_is_simulated_faster_than_its_bound():
                 time_s, bound_s = simulated_s(search, plan), lower_bound_s(search.evaluator, plan)
                 shared += bound_s > plan.time_per_minibatch_s * 1.01
                 assert time_s is None or bound_s <= time_s * WINDOW, f"seed {seed}: {plan.placement.config}"
-    assert shared > 5, "links that several stages share are what the formulas leave out"
+    assert shared > len(SEEDS) / 8, "links that several stages share are what the formulas leave out"
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("seed", [9, 30, 35, 44, 126])
 def test_no_narrower_option_finds_a_faster_plan(seed):
     """Of these profiles, which a search by formulas alone gets wrong; `make bench-choice` looks at a thousand."""
