@@ -115,7 +115,7 @@ def test_links_that_the_kernel_cannot_make_are_told_with_what_is_missing(tmp_pat
 @pytest.mark.parametrize(("bandwidth", "said"), [(1e15, "a link of 1 PB/s cannot"), (1.0, "a link of 1 B/s cannot")])
 def test_links_that_no_tool_can_make_are_refused_with_the_bounds(bandwidth, said):
     pretend = PretendCluster(make_cluster((2, 2), (bandwidth, 1e6)))
-    with pytest.raises(PdtoolError, match=rf"{said} be pretended; .* between 1 kB/s and 1 TB/s, or simulate the plan"):
+    with pytest.raises(PdtoolError, match=rf"{said} be emulated; .* between 1 kB/s and 1 TB/s, or simulate the plan"):
         pretend._shape("anything", 0)
     assert "rate 8160000bit" in pretend._shape("anything", 1)
 

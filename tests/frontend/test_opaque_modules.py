@@ -155,7 +155,7 @@ def test_hints_name_what_is_called_whole(monkeypatch):
     for path in ("nowhere", ""):
         model_file.__dict__.pop("hints", None)
         monkeypatch.setattr(model_file.module, "HINTS", {"opaque": [path]})
-        with pytest.raises(TraceError, match=f"'{path}' as opaque, which is no module"):
+        with pytest.raises(TraceError, match=f"'{path}' as opaque, which is not a module"):
             trace_file(model_file, model_file.build(), 4)
 
 

@@ -337,7 +337,7 @@ def test_a_group_that_a_step_adds_is_trained_and_a_resumed_run_says_that_it_lack
     spec = harness.job(tmp_path, replace(toy, stages=SKIP1.stages, tensors=SKIP1.tensors), epochs=2)
     assert_same(weights(harness.run(spec)), expected_weights(spec, (1,)))
     with pytest.raises(
-        AssertionError, match=r"model.py:\d+: optimizer\(\) makes 1 parameter groups, .* had 2; let optim"
+        AssertionError, match=r"model.py:\d+: optimizer\(\) makes 1 parameter groups, .* had 2; make all groups"
     ):
         harness.run(resumed(spec))
 

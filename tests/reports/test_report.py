@@ -419,7 +419,7 @@ def test_a_page_goes_to_stdout_and_overwrites_nothing_else(road):
 @pytest.mark.parametrize(
     ("arguments", "code", "error"),
     [
-        (["profiles/model.json"], 2, "profiles/model.json is a profile, no plan or run"),
+        (["profiles/model.json"], 2, "profiles/model.json is a profile, not a plan or run"),
         (["model.py"], 2, "model.py is not an artifact of pdtool; name a plan, or the folder of a run or an emulation"),
         (["profiles"], 2, "profiles holds neither report.json nor metrics.jsonl"),
         (["gone"], 3, "gone: cannot be read (No such file or directory)"),

@@ -79,8 +79,8 @@ class Keyless(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("part", "statement", "match"),
     [
-        ("FORWARD", "assert len(x) == 3", r"the model fails on inputs of shape \(8, 4\): AssertionError; mend"),
-        ("FORWARD", "raise Unreadable", "the model fails on .*: Unreadable: its text cannot be read; mend"),
+        ("FORWARD", "assert len(x) == 3", r"the model fails on inputs of shape \(8, 4\): AssertionError; fix"),
+        ("FORWARD", "raise Unreadable", "the model fails on .*: Unreadable: its text cannot be read; fix"),
         ("FORWARD", "raise Stop('now')", "Stop: now was raised, which is no Exception"),
         ("FORWARD", "raise GeneratorExit", "GeneratorExit was raised, which is no Exception"),
         ("MODEL", "return model()", r"model\(\) raised RecursionError"),

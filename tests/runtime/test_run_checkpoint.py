@@ -204,7 +204,9 @@ def test_a_run_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) ->
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     spec = harness.job(tmp_path, CONV1, epochs=1)
     launch(spec)
-    with pytest.raises(UsageError, match=r"the model has a.weight of shape .*, the checkpoint .*epoch-1 none; resume"):
+    with pytest.raises(
+        UsageError, match=r"the model has a.weight of shape .*, but the checkpoint .*epoch-1 none; resume"
+    ):
         launch(harness.job(tmp_path / "other", SKIP1, epochs=2, resume=spec.out))
     wider = replace(
         CONV1,

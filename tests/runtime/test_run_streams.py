@@ -260,7 +260,9 @@ def test_a_validation_set_without_a_length_is_counted(tmp_path: Path) -> None:
 
 def test_an_endless_validation_set_needs_a_length(tmp_path: Path) -> None:
     endless = TEXT.replace("range(first, 26, step)", "itertools.count()")
-    message = r"^user.py: dataset\('valid'\) has no length and did not end within 50 ms, after \d+ samples; let it"
+    message = (
+        r"^user.py: dataset\('valid'\) has no length and did not end within 50 ms, after \d+ samples; define __len__"
+    )
     with pytest.raises(ModelError, match=message):
         loader(tmp_path, endless, "valid").describe(0.05)
     sized = endless.replace("    def __iter__", "    def __len__(self): return 9\n    def __iter__")

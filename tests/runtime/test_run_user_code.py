@@ -84,7 +84,7 @@ def test_samples_of_other_arguments_are_refused(tmp_path):
     file = load(tmp_path, "return {'x': torch.ones(2), 'y': 1}, 1")
     with pytest.raises(ModelError, match=r"gives the model other arguments \(x, y\) than it was traced with \(x\)"):
         MinibatchLoader(file, "train", INPUTS, ("x",)).load([0], 1)
-    with pytest.raises(ModelError, match=r"\(x, y\) than it was traced with \(tensors by position\); let example_in"):
+    with pytest.raises(ModelError, match=r"\(x, y\) than it was traced with \(tensors by position\); return the same"):
         MinibatchLoader(file, "train", INPUTS).load([0], 1)
     with pytest.raises(ModelError, match=r"\(x, y\) than it was traced with \(x, y=False\)"):
         MinibatchLoader(file, "train", INPUTS, ("x", "y=False")).load([0], 1)
