@@ -11,6 +11,7 @@ for a border, and the slowest of all is the time per minibatch. A function says 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from pdtool.artifacts.plan import CostModelName
 from pdtool.planner.stage_costs import Number, StageLoad
 from pdtool.schedule import ExecutionConfig
 
+_BUCKET_BYTES, _MAX_BUCKETS = 25_000_000, 8  # the runtime's buckets are of this size, however many
 TOLERANCE = 1 + 1e-9  # sums taken in another order differ in the last digits
 _ANY_DEPTH = 1  # stages of the pipeline, which no schedule that has formulas depends on
 Members = Sequence[Number]  # one for each level
@@ -291,6 +293,11 @@ class StageMemory:
     def peak_bytes(self, versions: Number, in_flight: Number) -> Number:
         """Return the bytes with so many weight versions and minibatches in flight."""
         return self.fixed_bytes + self.version_bytes * versions + self.minibatch_bytes * in_flight
+
+
+def bucket_count(averaged_bytes: float) -> int:
+    """Return in how many buckets of equal size the replicas of a stage are taken to average their gradients."""
+    return min(_MAX_BUCKETS, max(1, math.ceil(averaged_bytes / _BUCKET_BYTES)))
 
 
 def members_of(cluster: Cluster, workers: Collection[int]) -> list[int]:
