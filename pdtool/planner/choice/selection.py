@@ -96,7 +96,7 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
         slowdowns = _LINK_SLOWDOWNS_OF_FLUSH if drains else _LINK_SLOWDOWNS
         selection.add_plans_by_stage_count(selection.fastest_s * excess, slowdowns)
         selection.simulate()
-        if not drains:
+        if not drains and search.workers <= MAX_WORKERS_WITH_CONFIGURATIONS:
             selection.add_plans_with_freer_links()
             selection.simulate()
     return selection.selected() or by_formulas
