@@ -37,7 +37,7 @@ _LINK_SLOWDOWNS_OF_FLUSH = (1.0, 2.0, 4.0, 8.0)
 _SIMULATION_ERROR = 1.01
 # Those with the smallest lower bounds, for each slowdown; many are simulated where that takes milliseconds.
 _MIN_PLANS_PER_SEARCH, _PLANS_TIMES_WORKERS = 8, 120
-_MAX_FREED = 4  # plans whose borders are moved to where shared links carry less
+_MAX_FREED = 8  # plans whose borders are moved to where shared links carry less
 _MAX_MOVES = 8  # places that are tried for a border
 _NEAREST_CUTS = 3  # on each side of a border of a plan that flushes
 _MAX_TRIED_CUTS = 40  # for such a plan
@@ -177,7 +177,7 @@ class _Selection:
             while bound_s < freest_s:
                 freest_s = bound_s
                 moves = (move for border in borders.inner for move in borders.neighbours(plan, border))
-                moved += self._with_lower_bounds(moves)
+                moved += self._with_lower_bounds(m for m in moves if m.time_per_minibatch_s < self.fastest_s)
                 bound_s, plan = min([(bound_s, plan), *moved], key=_by_bound)
             self._shortlist += sorted(moved, key=_by_bound)[:_MIN_PLANS_PER_SEARCH]
 
