@@ -190,17 +190,20 @@ class CostModel:
         """Return the memory of one worker of a stage, in its parts."""
         return StageMemory.of(load, self.optimizer_state_ratio, recompute)
 
-    def memory_bytes(self, load: StageLoad, in_flight: Number, recompute: Number = False) -> Number:
-        """Bytes on one worker: without a flush one weight version for each minibatch in flight (section 3.3)."""
-        versions = 1 if self.execution.kind.flushes else in_flight
+    def memory_bytes(self, load: StageLoad, replicas: Number, in_flight: Number, recompute: Number = False) -> Number:
+        """Bytes on one worker: without a flush one weight version for each minibatch in flight (section 3.3), fewer
+        where a replica has several minibatches in an update."""
+        stage_replicas, first = replicas * self.execution.copies, 0  # what is in flight at the first stage counts not
+        interval, policy = self.update_interval(replicas), self.execution.kind.policies[0]
+        versions = policy.max_versions(stage_replicas, in_flight, interval, first)
         return self.memory(load, recompute).peak_bytes(versions, in_flight)
 
-    def must_recompute(self, load: StageLoad, in_flight: Number) -> Number:
+    def must_recompute(self, load: StageLoad, replicas: Number, in_flight: Number) -> Number:
         """Whether a stage must run its forward twice: it fits that way only, and it may."""
         if not self.may_recompute or self.cluster.memory_bytes is None:
             return np.zeros_like(in_flight, dtype=bool)
         limit = self.cluster.memory_bytes
-        stashed, recomputed = (self.memory_bytes(load, in_flight, recompute) for recompute in (False, True))
+        stashed, recomputed = (self.memory_bytes(load, replicas, in_flight, recompute) for recompute in (False, True))
         return (stashed > limit) & (recomputed <= limit)
 
 

@@ -166,7 +166,8 @@ class Evaluator:
             workers_from_here = np.cumsum(replicas[::-1])[::-1].tolist()
             in_flight = [int(model.in_flight(r, n)) for r, n in zip(replicas, workers_from_here, strict=True)]
         if recompute is None:
-            recompute = [bool(model.must_recompute(load, w)) for load, w in zip(loads, in_flight, strict=True)]
+            held = zip(loads, replicas, in_flight, strict=True)
+            recompute = [bool(model.must_recompute(*args)) for args in held]
         placement = Placement(
             stages=tuple(map(tuple, stages)),
             workers=tuple(map(tuple, workers)),
@@ -213,9 +214,9 @@ def _plan_cost(
     members = [members_of(model.cluster, numbers) for numbers in placement.workers]
     allreduce_s = [float(model.allreduce_s(*args)) for args in zip(loads, replicas, members, strict=True)]
     stages = zip(loads, replicas, compute_s, allreduce_s, strict=True)
-    memory = [*zip(loads, placement.in_flight, recompute, strict=True)]
+    memory = [*zip(loads, replicas, placement.in_flight, recompute, strict=True)]
     memory_bytes = [
-        int(model.memory(load, twice).peak_bytes(shape.versions(s), w)) for s, (load, w, twice) in enumerate(memory)
+        int(model.memory(load, twice).peak_bytes(shape.versions(s), w)) for s, (load, _, w, twice) in enumerate(memory)
     ]
     round_trip_s = tuple(time_s / w for time_s, w in zip(remaining_s, in_flight, strict=True))
     return PlanCost(
