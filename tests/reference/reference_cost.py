@@ -192,8 +192,9 @@ class ReferenceCost:
         recomputing that is what was received, and one whole stash while it works. The search does not know who shares
         a parameter, and so updates more rarely."""
         work, w = self.work[s], self.plan.flight[s]
-        versions = self._begun_with_different_weights(s, self.plan.round(s) if searched else self._round(s))
-        versions = versions if self.plan.schedule == "1f1b" else 1
+        versions = 1
+        if self.plan.schedule == "1f1b":
+            versions = self._begun_with_different_weights(s, self.plan.round(s) if searched else self._round(s))
         state = math.ceil(work.parameters * (1 + self.profile.optimizer_state_bytes))
         stashes = 1 if self.plan.recompute[s] else w
         return state + work.working + work.parameters * versions + work.stash * stashes + work.held * w
