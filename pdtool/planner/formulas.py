@@ -11,6 +11,7 @@ for a border, and the slowest of all is the time per minibatch. A function says 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from pdtool.artifacts.plan import CostModelName
 from pdtool.planner.stage_costs import Number, StageLoad
 from pdtool.schedule import ExecutionConfig
 
+_BUCKET_BYTES, _MAX_BUCKETS = 25_000_000, 8  # the runtime's buckets are of this size, however many
 TOLERANCE = 1 + 1e-9  # sums taken in another order differ in the last digits
 _ANY_DEPTH = 1  # stages of the pipeline, which no schedule that has formulas depends on
 Members = Sequence[Number]  # one for each level
@@ -188,17 +190,20 @@ class CostModel:
         """Return the memory of one worker of a stage, in its parts."""
         return StageMemory.of(load, self.optimizer_state_ratio, recompute)
 
-    def memory_bytes(self, load: StageLoad, in_flight: Number, recompute: Number = False) -> Number:
-        """Bytes on one worker: without a flush one weight version for each minibatch in flight (section 3.3)."""
-        versions = 1 if self.execution.kind.flushes else in_flight
+    def memory_bytes(self, load: StageLoad, replicas: Number, in_flight: Number, recompute: Number = False) -> Number:
+        """Bytes on one worker: without a flush one weight version for each minibatch in flight (section 3.3), fewer
+        where a replica has several minibatches in an update."""
+        stage_replicas, first = replicas * self.execution.copies, 0  # what is in flight at the first stage counts not
+        interval, policy = self.update_interval(replicas), self.execution.kind.policies[0]
+        versions = policy.max_versions(stage_replicas, in_flight, interval, first)
         return self.memory(load, recompute).peak_bytes(versions, in_flight)
 
-    def must_recompute(self, load: StageLoad, in_flight: Number) -> Number:
+    def must_recompute(self, load: StageLoad, replicas: Number, in_flight: Number) -> Number:
         """Whether a stage must run its forward twice: it fits that way only, and it may."""
         if not self.may_recompute or self.cluster.memory_bytes is None:
             return np.zeros_like(in_flight, dtype=bool)
         limit = self.cluster.memory_bytes
-        stashed, recomputed = (self.memory_bytes(load, in_flight, recompute) for recompute in (False, True))
+        stashed, recomputed = (self.memory_bytes(load, replicas, in_flight, recompute) for recompute in (False, True))
         return (stashed > limit) & (recomputed <= limit)
 
 
@@ -291,6 +296,11 @@ class StageMemory:
     def peak_bytes(self, versions: Number, in_flight: Number) -> Number:
         """Return the bytes with so many weight versions and minibatches in flight."""
         return self.fixed_bytes + self.version_bytes * versions + self.minibatch_bytes * in_flight
+
+
+def bucket_count(averaged_bytes: float) -> int:
+    """Return in how many buckets of equal size the replicas of a stage are taken to average their gradients."""
+    return min(_MAX_BUCKETS, max(1, math.ceil(averaged_bytes / _BUCKET_BYTES)))
 
 
 def members_of(cluster: Cluster, workers: Collection[int]) -> list[int]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import CostModelName, Plan, PlanOptions
 from pdtool.artifacts.profile import Profile
-from pdtool.planner.formulas import COST_MODELS, CostModel, fractions_by_class, members_of
+from pdtool.planner.formulas import COST_MODELS, CostModel, bucket_count, fractions_by_class, members_of
 from pdtool.planner.placement import Placement
 from pdtool.planner.stage_costs import StageLoad, stage_edges, stage_loads, tied_bytes
 from pdtool.schedule import ExecutionConfig
@@ -166,7 +166,8 @@ class Evaluator:
             workers_from_here = np.cumsum(replicas[::-1])[::-1].tolist()
             in_flight = [int(model.in_flight(r, n)) for r, n in zip(replicas, workers_from_here, strict=True)]
         if recompute is None:
-            recompute = [bool(model.must_recompute(load, w)) for load, w in zip(loads, in_flight, strict=True)]
+            held = zip(loads, replicas, in_flight, strict=True)
+            recompute = [bool(model.must_recompute(*args)) for args in held]
         placement = Placement(
             stages=tuple(map(tuple, stages)),
             workers=tuple(map(tuple, workers)),
@@ -213,9 +214,9 @@ def _plan_cost(
     members = [members_of(model.cluster, numbers) for numbers in placement.workers]
     allreduce_s = [float(model.allreduce_s(*args)) for args in zip(loads, replicas, members, strict=True)]
     stages = zip(loads, replicas, compute_s, allreduce_s, strict=True)
-    memory = [*zip(loads, placement.in_flight, recompute, strict=True)]
+    memory = [*zip(loads, replicas, placement.in_flight, recompute, strict=True)]
     memory_bytes = [
-        int(model.memory(load, twice).peak_bytes(shape.versions(s), w)) for s, (load, w, twice) in enumerate(memory)
+        int(model.memory(load, twice).peak_bytes(shape.versions(s), w)) for s, (load, _, w, twice) in enumerate(memory)
     ]
     round_trip_s = tuple(time_s / w for time_s, w in zip(remaining_s, in_flight, strict=True))
     return PlanCost(
@@ -259,14 +260,19 @@ def lower_bound_s(evaluator: Evaluator, candidate: Candidate) -> float:
 
     Of the formulas only what they are sure of: they cannot see which replicas meet at a border, who holds a tied
     parameter, which stages do not depend on the one before, which have less to do when the pipeline fills, and that
-    other replicas do more than the rest in the next update.
+    other replicas do more than the rest in the next update. Beyond them, the last bucket of gradients is there only
+    when the last backward of a round has ended, and nothing hides it.
     """
-    placement = candidate.placement
+    placement, cost = candidate.placement, candidate.cost
     loads = stage_loads(evaluator.profile, placement.stages)
     is_uneven = placement.execution.update_every is not None
     stages_s = (
-        (load.forward_s + load.backward_s) / replicas if load.tied_bytes or is_uneven else stage_s
-        for load, replicas, stage_s in zip(loads, placement.replicas, candidate.cost.stage_s, strict=True)
+        (load.forward_s + load.backward_s) / replicas
+        if load.tied_bytes or is_uneven
+        else max(stage_s, compute_s + allreduce_s / bucket_count(load.parameter_bytes))
+        for load, replicas, stage_s, compute_s, allreduce_s in zip(
+            loads, placement.replicas, cost.stage_s, cost.compute_s, cost.allreduce_s, strict=True
+        )
     )
     links_s = link_times_s(evaluator, placement, loads)
     return max(*stages_s, *(float(times_s.max()) for times_s in links_s))

@@ -9,10 +9,12 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pdtool.schedule.action import Action, ActionKind
 
 ForwardVersion = tuple[tuple[int, int], int]  # (stage, minibatch), and how many updates of the stage its forward sees
+Number = Any  # one number, or a numpy array of them
 ForwardVersions = dict[tuple[int, int], int]  # the same of several forwards
 
 
@@ -86,7 +88,7 @@ class WeightPolicy:
             forwards reads, in order: how many updates of its stage precede it. Made as it is asked for, from actions
             as far as it must see them.
         max_versions: of (r, w, k, minibatches in flight at all replicas of the first stage), the maximal number of
-            versions at one replica of a stage, the newest included.
+            versions at one replica of a stage, the newest included. For stashing r, w and k may be arrays.
         intervals: of (r, w) of all stages, k for each stage, unless another is asked for.
         stashes: whether old versions are kept for the backwards that need them.
     """
@@ -94,7 +96,7 @@ class WeightPolicy:
     name: str
     words: str
     reads: Callable[[Sequence[Iterable[Action]], int, Sequence[int]], Iterator[ForwardVersion]] = _newest
-    max_versions: Callable[[int, int, int, int], int]
+    max_versions: Callable[[Number, Number, Number, int], Number]
     intervals: Callable[[Sequence[int], Sequence[int]], list[int]] = lambda r, w: list(r)
     stashes: bool = True
 
@@ -117,12 +119,17 @@ class WeightPolicy:
         return versions
 
 
+def _smaller(a: Number, b: Number) -> Number:
+    """Return the smaller one, of arrays too."""
+    return a - (a > b) * (a - b)
+
+
 # PipeDream, SOSP'19, section 3.3. Between two updates a replica does k/r backwards, so of w minibatches in flight no
 # more than that many were begun with the same weights.
 STASH = WeightPolicy(
     name="stash",
     words="those of its forward",
-    max_versions=lambda r, w, k, first: min(w, 1 + math.ceil((w - 1) / max(1, k // r))),
+    max_versions=lambda r, w, k, first: _smaller(w, 1 - (1 - w) // (k // r + (k < r))),
 )
 # The same section. All stages must update after the same number of minibatches, and those in flight at the first stage
 # count everywhere.

@@ -63,7 +63,7 @@ class PipelineShape:
         """Return the maximal number of weight versions at one replica of a stage, the newest included."""
         in_flight = self.in_flight[stage % self.pipeline_depth]
         first = self.replicas[0] * self.in_flight[0]
-        return self.weights.max_versions(self.replicas[stage], in_flight, self.update_every[stage], first)
+        return int(self.weights.max_versions(self.replicas[stage], in_flight, self.update_every[stage], first))
 
 
 def tied_update_lag(shape: PipelineShape, holders: Sequence[int], stage: int) -> int:

@@ -138,6 +138,24 @@ def test_no_neighbour_of_a_plan_beats_its_lower_bound(chunk):
     assert tried > 90
 
 
+@pytest.mark.parametrize("schedule", ["2bw", "zb-h1", "interleaved", "looped-bfs"])
+def test_a_plan_whose_schedule_has_no_formulas_fits_or_there_is_none(schedule):
+    """With what the best plan takes there is one, with less there may be; none lacks memory."""
+    rng, found = random.Random(schedule), []
+    for _ in range(6):
+        profile = random_profile(rng, rng.randint(6, 9)).model_copy(update={"pin": {}, "shared": (), "together": ()})
+        options = SearchOptions(schedule=schedule, microbatches=4 if SCHEDULES[schedule].flushes else 1)
+        best = make_plan(profile, "p", make_cluster((2,), (1e4,)), options)
+        for share in (1.0, 0.9, 0.7):
+            cluster = make_cluster((2,), (1e4,), memory_bytes=int(share * max(best.predicted.memory_bytes)))
+            with suppress(NoPlanError):
+                plan = make_plan(profile, "p", cluster, options)
+                assert faults(plan, profile) == {}
+                found.append(share)
+    assert found.count(1.0) == 6
+    assert len(found) > 6
+
+
 def test_check_and_simulate_find_what_a_fresh_plan_says_whatever_was_asked_for():
     """Of strategies, schedules, workers, replicas and message formats: one figure for one thing."""
     seen = set()

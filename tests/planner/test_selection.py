@@ -23,7 +23,8 @@ from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import lower_bound_s
 from pdtool.planner.search.search import PlanSearch, SearchOptions
 from pdtool.planner.simulator import engine as steady_state
-from pdtool.planner.simulator.engine import steady_state_s
+from pdtool.planner.simulator.engine import simulate, steady_state_s
+from pdtool.planner.simulator.job import SimulationJob
 from pdtool.schedule import ExecutionConfig
 
 MARGIN = SearchOptions().simplest
@@ -199,8 +200,20 @@ def test_no_plan_is_simulated_faster_than_its_bound():
     assert shared > len(SEEDS) / 8, "links that several stages share are what the formulas leave out"
 
 
+@pytest.mark.parametrize(("seed", "config"), [(3, "4-3"), (8, "2-2")])
+def test_a_short_simulation_is_not_faster_than_a_long_one(seed, config):
+    """Of these plans a stage that fell behind while the pipeline filled catches up for a hundred minibatches."""
+    search = question(seed)
+    searches = (search.search_layout(layout, ExecutionConfig()) for layout in search.layouts)
+    plans = (found.candidate(found.fastest) for found in searches if found.fastest.tables)
+    placement = next(plan.placement for plan in plans if plan.placement.config == config)
+    job = SimulationJob.of(placement, search.profile, search.cluster, 300)
+    short_s = steady_state_s(placement, search.profile, search.cluster)
+    assert short_s * WINDOW >= simulate(job).time_per_minibatch_s
+
+
 @pytest.mark.rows_of_the_day(days=2)
-@pytest.mark.parametrize("seed", [9, 30, 35, 44, 126])
+@pytest.mark.parametrize("seed", [9, 30, 35, 44, 106, 126, 235, 1013])
 def test_no_narrower_option_finds_a_faster_plan(seed):
     """Of these profiles, which a search by formulas alone gets wrong; `make bench-choice` looks at a thousand."""
     _, loss, what, options, _ = compared(seed)

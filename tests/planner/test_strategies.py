@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import harness
@@ -428,6 +429,22 @@ def test_updates_that_are_rarer_cost_less_between_replicas_and_keep_fewer_versio
     assert often.predicted.simulated_s > 1.1 * seldom.predicted.simulated_s
     pipeline = make_plan(net, "p", cluster, SearchOptions(straight=True, update_every=8))
     assert max(pipeline.shape().versions(s) for s in range(2)) == 2
+
+
+@pytest.mark.parametrize("every", [None, 2, 5, 8])
+def test_the_search_counts_the_weight_versions_that_a_plan_keeps(every):
+    """Where no parameter is shared: so a plan is found with as much memory as the best one takes, and no less."""
+    rng = random.Random(every)
+    for _ in range(8):
+        profile = random_profile(rng, rng.randint(4, 8)).model_copy(update={"shared": (), "pin": {}, "together": ()})
+        cluster = make_cluster((rng.choice([2, 3, 4]),), (1e5,))
+        options = SearchOptions(update_every=every, recompute=False, simplest=0)
+        plan = make_plan(profile, "p", cluster, options)
+        placement = Placement.of(plan, profile)
+        cost = Evaluator(profile, cluster).cost(placement)
+        assert cost.searched_memory_bytes == cost.memory_bytes
+        enough = replace(cluster, memory_bytes=max(cost.memory_bytes))
+        assert make_plan(profile, "p", enough, options).predicted.bottleneck_s == plan.predicted.bottleneck_s
 
 
 @pytest.mark.parametrize(

@@ -189,17 +189,20 @@ class ReferenceCost:
 
     def memory_bytes(self, s: int, *, searched: bool = False) -> int:
         """Gradients, optimizer state and working set; weight versions; what is kept of each minibatch in flight. With
-        recomputing that is what was received, and one whole stash while it works. The search takes it for as many
-        versions as minibatches, for it does not know who shares a parameter."""
+        recomputing that is what was received, and one whole stash while it works. The search does not know who shares
+        a parameter, and so updates more rarely."""
         work, w = self.work[s], self.plan.flight[s]
-        versions = (w if searched else self._begun_with_different_weights(s)) if self.plan.schedule == "1f1b" else 1
+        versions = 1
+        if self.plan.schedule == "1f1b":
+            versions = self._begun_with_different_weights(s, self.plan.round(s) if searched else self._round(s))
         state = math.ceil(work.parameters * (1 + self.profile.optimizer_state_bytes))
         stashes = 1 if self.plan.recompute[s] else w
         return state + work.working + work.parameters * versions + work.stash * stashes + work.held * w
 
-    def _begun_with_different_weights(self, s: int) -> int:
-        """How many of the w minibatches in flight at a replica, which is at its newest one, had other weights."""
-        each = self._round(s) // len(self.plan.workers[s])  # minibatches between two updates
+    def _begun_with_different_weights(self, s: int, interval: int) -> int:
+        """How many of the w minibatches in flight at a replica, which is at its newest one, had other weights, with an
+        update after `interval` at all replicas."""
+        each = interval // len(self.plan.workers[s])  # minibatches between two updates
         oldest = max(len({(i + k) // each for i in range(self.plan.flight[s])}) for k in range(each))
         return min(oldest, self.plan.flight[s])
 

@@ -196,8 +196,8 @@ def _choices(evaluator: Evaluator, candidate: Candidate, margin: float) -> list[
     model = evaluator.model_of(placement.workers, placement.execution)
     loads = stage_loads(evaluator.profile, placement.stages)
     largest = [
-        _within_memory(model, load, _MAX_FACTOR * w, w, recompute)
-        for load, w, recompute in zip(loads, default, placement.recompute, strict=True)
+        _within_memory(model, (load, r), _MAX_FACTOR * w, w, recompute)
+        for load, r, w, recompute in zip(loads, placement.replicas_per_copy, default, placement.recompute, strict=True)
     ]
     wanted = _wanted(evaluator, candidate, loads, margin)
     largest = _decreasing(placement, [*largest[:-1], default[-1]])
@@ -216,7 +216,8 @@ def _wanted(evaluator: Evaluator, candidate: Candidate, loads: Sequence[StageLoa
         hidden_s = len(placement.workers[s]) * time_s * (1 + margin) * TOLERANCE
         enough = math.ceil(round_trip_s / hidden_s) if time_s else in_flight[s]
         enough = min(enough, _MAX_FACTOR * in_flight[s])
-        in_flight[s] = _within_memory(model, loads[s], enough, in_flight[s], placement.recompute[s])
+        stage = loads[s], placement.replicas_per_copy[s]
+        in_flight[s] = _within_memory(model, stage, enough, in_flight[s], placement.recompute[s])
     return in_flight
 
 
@@ -260,10 +261,11 @@ def _hiding_rounds(replicas: Sequence[int], in_flight: Sequence[int]) -> list[in
     return wanted[::-1]
 
 
-def _within_memory(model: CostModel, load: StageLoad, wanted: int, minimum: int, recompute: bool) -> int:
-    """Return as many as memory allows of `wanted`, but not less than `minimum`."""
+def _within_memory(model: CostModel, stage: tuple[StageLoad, int], wanted: int, minimum: int, recompute: bool) -> int:
+    """Return as many as memory allows of `wanted`, but not less than `minimum`, for a stage with so many replicas in a
+    copy."""
     limit = model.cluster.memory_bytes
-    while wanted > minimum and limit is not None and model.memory_bytes(load, wanted, recompute) > limit:
+    while wanted > minimum and limit is not None and model.memory_bytes(*stage, wanted, recompute) > limit:
         wanted -= 1
     return max(wanted, minimum)
 

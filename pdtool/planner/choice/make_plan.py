@@ -32,9 +32,10 @@ from pdtool.planner.simulator.engine import simulate, steady_state_s
 from pdtool.planner.simulator.job import SimulationJob
 from pdtool.planner.stage_costs import tied_bytes
 from pdtool.schedule import SCHEDULES, STRATEGIES, ExecutionConfig
-from pdtool.units import format_seconds
+from pdtool.units import bytes_option, format_bytes, format_seconds
 
 MICROBATCHES_PER_STAGE = 4  # in one update of GPipe: its paper's advice (NeurIPS'19, section 2.3)
+_TIGHTENED = 6  # searches with less and less memory, for a plan that is run under another schedule
 _MIN_GAIN = 0.0005  # of the time per minibatch: a smaller one rounds to 0.0%
 _LOG = logging.getLogger(__name__)
 
@@ -49,18 +50,9 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
     options = options or SearchOptions()
     kind = SCHEDULES.get(options.schedule)
     if kind and kind.chunked:
-        evaluator = Evaluator(profile, cluster, first_in_flight=options.in_flight)
-        placement = with_wanted_in_flight(evaluator, chunked_placement(profile, cluster, options))
-        plan = placement.to_plan(profile, profile_path, cluster).model_copy(update={"asked": options.asked})
-        plan.check()
-        plan.check_schedule()
-        return predict(plan, evaluator, placement)
+        return _chunked_plan(profile, profile_path, cluster, options)
     if kind and kind.planned_as:
-        straight = options.straight or (kind.equal_replicas and options.replicas is None)
-        searched = replace(options, schedule=kind.planned_as.name, straight=straight)
-        changes = {"schedule": kind.name, "weights": kind.policy_names[0], "strategy": options.strategy}
-        changed = {**changes, "asked": options.asked}
-        return reschedule(make_plan(profile, profile_path, cluster, searched), profile, changed)
+        return _rescheduled_plan(profile, profile_path, cluster, options)
     search, planner = PlanSearch(profile, cluster, options), PLANNERS[options.strategy]
     candidates = planner.candidates(search)
     if not candidates:
@@ -81,6 +73,61 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
     )
     figures = _predicted(plan, search.evaluator, chosen.cost, chosen.time_per_minibatch_s, selected.simulated_s)
     return plan.model_copy(update={"asked": options.asked, "why": why, "predicted": figures})
+
+
+def _chunked_plan(profile: Profile, profile_path: str, cluster: Cluster, options: SearchOptions) -> Plan:
+    """Return the plan of several stages on each worker; all of them recompute if it does not fit otherwise."""
+    evaluator = Evaluator(profile, cluster, first_in_flight=options.in_flight)
+    even = chunked_placement(profile, cluster, options)
+    for recomputes in (False, True)[: 1 + options.recompute]:
+        placement = with_wanted_in_flight(evaluator, replace(even, recompute=(recomputes,) * len(even.stages)))
+        plan = placement.to_plan(profile, profile_path, cluster).model_copy(update={"asked": options.asked})
+        plan.check()
+        plan.check_schedule()
+        plan = predict(plan, evaluator, placement)
+        if _lacking_bytes(plan) <= 0:
+            return plan
+    raise _does_not_fit(plan, profile)
+
+
+def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, options: SearchOptions) -> Plan:
+    """Return the plan of a schedule without formulas, which has the stages of one that was searched for under another
+    schedule. If that one holds less, it is searched for with so much less memory, until the plan itself fits."""
+    kind = SCHEDULES[options.schedule]
+    assert kind.planned_as
+    straight = options.straight or (kind.equal_replicas and options.replicas is None)
+    searched = replace(options, schedule=kind.planned_as.name, straight=straight)
+    changes = {"schedule": kind.name, "weights": kind.policy_names[0], "strategy": options.strategy}
+
+    def plan_within(memory_bytes: int | None) -> Plan:
+        found = make_plan(profile, profile_path, replace(cluster, memory_bytes=memory_bytes), searched)
+        return reschedule(found.model_copy(update={"cluster": cluster}), profile, {**changes, "asked": options.asked})
+
+    plan, memory_bytes = plan_within(cluster.memory_bytes), cluster.memory_bytes or 0
+    for _ in range(_TIGHTENED):
+        if (lacking_bytes := _lacking_bytes(plan)) <= 0:
+            return plan
+        memory_bytes -= lacking_bytes
+        try:
+            plan = plan_within(max(1, memory_bytes))
+        except NoPlanError:
+            break
+    raise _does_not_fit(plan, profile)
+
+
+def _lacking_bytes(plan: Plan) -> int:
+    """Return how many bytes the fullest worker of a plan lacks."""
+    limit, needed = plan.cluster.memory_bytes, plan.predicted.memory_bytes if plan.predicted else ()
+    return max(needed, default=0) - limit if limit is not None else 0
+
+
+def _does_not_fit(plan: Plan, profile: Profile) -> NoPlanError:
+    lacking_bytes = _lacking_bytes(plan)
+    needed = lacking_bytes + (plan.cluster.memory_bytes or 0) + profile.reserved_bytes  # these are not in the limit
+    what = (
+        f"no plan with schedule {plan.schedule} was found that fits: {plan.config} lacks {format_bytes(lacking_bytes)}"
+    )
+    return NoPlanError(what, f"give each worker at least --memory {bytes_option(needed)}, or use another --schedule")
 
 
 def _passed_over(selected: Selected) -> FasterPlan | None:

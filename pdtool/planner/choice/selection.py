@@ -19,6 +19,7 @@ from itertools import pairwise, product
 import numpy as np
 from numpy.typing import NDArray
 
+from pdtool.artifacts.cluster import Cluster
 from pdtool.planner.choice.in_flight import with_fewest_in_flight
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, lower_bound_s
@@ -36,6 +37,7 @@ _LINK_SLOWDOWNS_OF_FLUSH = (1.0, 2.0, 4.0, 8.0)
 _SIMULATION_ERROR = 1.01
 # Those with the smallest lower bounds, for each slowdown; many are simulated where that takes milliseconds.
 _MIN_PLANS_PER_SEARCH, _PLANS_TIMES_WORKERS = 8, 120
+_MAX_FREED = 8  # plans whose borders are moved to where shared links carry less
 _MAX_MOVES = 8  # places that are tried for a border
 _NEAREST_CUTS = 3  # on each side of a border of a plan that flushes
 _MAX_TRIED_CUTS = 40  # for such a plan
@@ -94,6 +96,9 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
         slowdowns = _LINK_SLOWDOWNS_OF_FLUSH if drains else _LINK_SLOWDOWNS
         selection.add_plans_by_stage_count(selection.fastest_s * excess, slowdowns)
         selection.simulate()
+        if not drains and search.workers <= MAX_WORKERS_WITH_CONFIGURATIONS:
+            selection.add_plans_with_freer_links()
+            selection.simulate()
     return selection.selected() or by_formulas
 
 
@@ -132,6 +137,7 @@ class _Selection:
         self.search, self.margin = search, search.options.simplest
         self.fastest_s, self.simulated_plans = math.inf, 0
         self._plans: list[_Simulated] = []
+        self._passed_over: list[tuple[float, Candidate]] = []
         self._seen: set[Placement] = set()
         self._shortlist = self._with_lower_bounds(candidates)
 
@@ -157,7 +163,23 @@ class _Selection:
         for bound_s, candidate in sorted(self._shortlist, key=_by_bound):
             if self._may_win(bound_s, candidate):
                 self.simulate_plan(candidate, enough_s=bound_s, limit_s=self.fastest_s * (1 + self.margin))
+            else:
+                self._passed_over.append((bound_s, candidate))
         self._shortlist = []
+
+    def add_plans_with_freer_links(self) -> None:
+        """Add plans that would be the fastest but for links that several stages share, which the formulas take to be
+        wide enough, with their borders moved to where these links carry less."""
+        slow = [entry for entry in self._passed_over if entry[1].time_per_minibatch_s < self.fastest_s]
+        of_each_configuration = {plan.placement.workers: (bound_s, plan) for bound_s, plan in reversed(slow)}
+        for bound_s, plan in sorted(of_each_configuration.values(), key=_by_bound)[:_MAX_FREED]:
+            borders, moved, freest_s = _Borders(self.search, Selected(plan, None, bound_s)), [], math.inf
+            while bound_s < freest_s:
+                freest_s = bound_s
+                moves = (move for border in borders.inner for move in borders.neighbours(plan, border))
+                moved += self._with_lower_bounds(m for m in moves if m.time_per_minibatch_s < self.fastest_s)
+                bound_s, plan = min([(bound_s, plan), *moved], key=_by_bound)
+            self._shortlist += sorted(moved, key=_by_bound)[:_MIN_PLANS_PER_SEARCH]
 
     def selected(self) -> Selected | None:
         """Return the fastest plan; within the margin of it the one with the fewest stages."""
@@ -185,9 +207,10 @@ class _Selection:
         shortlist = []
         for candidate in candidates:
             placement = candidate.placement
-            if placement not in self._seen and evaluator.fits(candidate) and options.allows(placement):
+            alike = _renumbered(placement, self.search.cluster)
+            if alike not in self._seen and evaluator.fits(candidate) and options.allows(placement):
                 shortlist.append((lower_bound_s(evaluator, candidate), candidate))
-            self._seen.add(placement)
+            self._seen.add(alike)
         return shortlist
 
     def _may_win(self, bound_s: float, candidate: Candidate) -> bool:
@@ -203,6 +226,23 @@ class _Selection:
         if time_s < math.inf:
             self._plans.append(_Simulated(chosen, time_s))
             self.fastest_s = min(self.fastest_s, time_s)
+
+
+def _renumbered(placement: Placement, cluster: Cluster) -> Placement:
+    """Return the placement with the members of each level numbered in the order in which it uses them: placements that
+    are the same then take as long."""
+    numbers: list[dict[int, int]] = [{} for _ in cluster.below]
+    workers = tuple(
+        tuple(
+            sum(
+                seen.setdefault(w // below, len(seen)) * below
+                for seen, below in zip(numbers, cluster.below, strict=True)
+            )
+            for w in stage
+        )
+        for stage in placement.workers
+    )
+    return replace(placement, workers=workers, execution=replace(placement.execution, copies=1))
 
 
 def _by_bound(entry: tuple[float, Candidate]) -> tuple[float, int]:

@@ -253,15 +253,15 @@ class DynamicProgram:
         first, replicas = first[slot], replicas[slot]
         in_flight = model.in_flight(replicas, self.workers - first)
         if self.minimize_memory:
-            memory = model.memory_bytes(load, in_flight, model.may_recompute)
+            memory = model.memory_bytes(load, replicas, in_flight, model.may_recompute)
             return _CandidateStages(ends[end], first, replicas, memory, np.zeros(len(end)))
-        recompute = model.must_recompute(load, in_flight)
+        recompute = model.must_recompute(load, replicas, in_flight)
         compute_s = model.compute_s(load, replicas, recompute)
         allreduce_s = model.allreduce_s(load, replicas, members_between(model.cluster, first, first + replicas))
         stage_s = model.stage_s(load, replicas, compute_s, allreduce_s)
         is_possible = stage_s <= self.bound_s
         if model.cluster.memory_bytes is not None:
-            is_possible &= model.memory_bytes(load, in_flight, recompute) <= model.cluster.memory_bytes
+            is_possible &= model.memory_bytes(load, replicas, in_flight, recompute) <= model.cluster.memory_bytes
         return _CandidateStages(ends[end], first, replicas, stage_s, model.border_bytes(load)).select(is_possible)
 
     def _possible(self, i: int, candidates: Array) -> tuple[Array, Array, Array, Array]:

@@ -227,7 +227,11 @@ class PlanSearch:
             slower: search as if links were so many times slower, for plans that send less.
         """
         slow_cluster = replace(self.cluster, levels=tuple(level.slower(slower) for level in self.cluster.levels))
-        for layout in self.layouts:
+        searched = self.layouts
+        if self.workers > MAX_WORKERS_WITH_CONFIGURATIONS and not self.options.straight:
+            # with a limit of memory, blocks whose last workers are idle are layouts of their own: their plans are alike
+            searched = list({(layout.sizes, layout.grid): layout for layout in searched}.values())
+        for layout in searched:
             search = self.search_layout(replace(layout, cluster=slow_cluster), execution, bound_s)
             if self.workers <= MAX_WORKERS_WITH_CONFIGURATIONS:
                 if slower == 1:

@@ -63,7 +63,10 @@ def simulated_time_s(job: SimulationJob, limit_s: float = math.inf) -> float:
     Args:
         limit_s: times above it are not looked for; then the answer is infinite.
     """
-    time_s = _Simulation(job, NullRecorder(), limit_s).run().time_per_minibatch_s
+    simulation = _Simulation(job, NullRecorder(), limit_s)
+    if simulation.completion.least_s > limit_s:
+        return math.inf
+    time_s = simulation.run().time_per_minibatch_s
     return time_s if time_s <= limit_s else math.inf
 
 
@@ -97,7 +100,7 @@ class _Simulation:
         network = Network(job.cluster, self.clock)
         self.allreduces = GradientAllReduces(job, network, recorder, self._resume)
         self.messages = MessageDelivery(job, network, recorder, self._resume)
-        self.completion = _Completion(job, self.clock, limit_s)
+        self.completion = _Completion(job, self.clock, self._least_s(), limit_s)
         self.workers = [_SimulatedWorker(w, stage, self) for w, (stage, _) in enumerate(job.shape.stage_replicas())]
 
     def run(self) -> _Completion:
@@ -111,6 +114,16 @@ class _Simulation:
                 raise ScheduleError(f"worker {w} waits forever in {self.job.lists[w][worker.position]}\n{text}")
         return self.completion
 
+    def _least_s(self) -> float:
+        """Seconds per minibatch of the busiest worker: of its actions, and of the last bucket of gradients, which is
+        there when the last backward of a round has ended, and which the update waits for."""
+        shape, busy_s = self.job.shape, [0.0] * self.job.shape.pipeline_depth
+        for s, work in enumerate(self.job.stages):
+            round_s = work.seconds[ActionKind.UPDATE] + self.allreduces.bucket_s(s)
+            pass_s = work.seconds[ActionKind.FORWARD] + work.seconds[ActionKind.BACKWARD]
+            busy_s[s % shape.pipeline_depth] += pass_s / shape.replicas[s] + round_s / shape.update_every[s]
+        return max(busy_s)
+
     def _resume(self, w: int) -> None:
         self.workers[w].resume()
 
@@ -119,6 +132,8 @@ class _Completion:
     """When minibatches were done at all stages.
 
     Args:
+        least_s: seconds per minibatch of the busiest worker. Others that fell behind when the pipeline filled may catch
+            up with it for longer than a simulation lasts: then minibatches are done sooner than that.
         limit_s: stop as soon as the time per minibatch is known or known to be above it; None: go on to the end.
 
     Attributes:
@@ -127,8 +142,8 @@ class _Completion:
         is_known: whether the simulation was stopped because the answer is known.
     """
 
-    def __init__(self, job: SimulationJob, clock: EventQueue, limit_s: float | None) -> None:
-        self.clock, self.limit_s, self.is_known = clock, limit_s, False
+    def __init__(self, job: SimulationJob, clock: EventQueue, least_s: float, limit_s: float | None) -> None:
+        self.clock, self.least_s, self.limit_s, self.is_known = clock, least_s, limit_s, False
         self.done_s: list[float] = []
         self._missing = Counter(a.minibatch for actions in job.lists for a in actions if a.kind.completes_backward)
         self.steady = steady_minibatches(len(self._missing), job.shape)
@@ -155,7 +170,7 @@ class _Completion:
             return math.inf
         if not steady:
             return done_s[-1] / len(done_s)
-        return (done_s[steady[-1]] - done_s[steady[0] - 1]) / len(steady)
+        return max(self.least_s, (done_s[steady[-1]] - done_s[steady[0] - 1]) / len(steady))
 
 
 class _SimulatedWorker:

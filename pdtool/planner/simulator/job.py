@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,13 +9,12 @@ from functools import cached_property
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.errors import UsageError
-from pdtool.planner.formulas import StageMemory
+from pdtool.planner.formulas import StageMemory, bucket_count
 from pdtool.planner.placement import Placement
 from pdtool.planner.stage_costs import StageEdge, StageLoad, stage_edges, stage_loads, tied_bytes
 from pdtool.schedule import ActionKind, Actions, PipelineShape, ScheduleKind, steady_run, tied_update_lag
 
 MAX_ACTIONS = 200_000  # forwards and backwards, about ten seconds
-_BUCKET_BYTES, _MAX_BUCKETS = 25_000_000, 8  # the runtime's buckets are of this size, however many
 _NO_MEMORY = StageMemory(fixed_bytes=0, version_bytes=0, minibatch_bytes=0)
 
 
@@ -147,7 +145,7 @@ def _buckets_ready(nodes: Sequence[Node], averaged_bytes: int, recompute_s: floa
         nodes: in topological order.
         recompute_s: seconds of the forward that runs again before the backward.
     """
-    buckets = min(_MAX_BUCKETS, max(1, math.ceil(averaged_bytes / _BUCKET_BYTES)))
+    buckets = bucket_count(averaged_bytes)
     total_bytes = sum(node.parameter_bytes for node in nodes)
     total_s = recompute_s + sum(node.backward_s for node in nodes)
     ready: list[float] = []

@@ -6,6 +6,7 @@ gradients round by round.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -159,6 +160,12 @@ class GradientAllReduces:
         }
         self.rings |= {tied: self._ring(tied.stages, tied.size_bytes, 1) for tied in job.tied}
         self._rounds: dict[tuple[Averaged, int], AllReduceRound] = {}
+
+    def bucket_s(self, averaged: Averaged) -> float:
+        """Return the seconds of one bucket where nothing else is sent."""
+        ring = self.rings[averaged]
+        rate = min((link.bandwidth / messages for link, messages in ring.links.items()), default=math.inf)
+        return ring.sent_bytes / rate + ring.latency_s
 
     def offer(self, averaged: Averaged, number: int, w: int, buckets: int) -> None:
         """Worker `w` has so many buckets of round `number` ready: start those that all members have."""
