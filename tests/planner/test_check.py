@@ -342,8 +342,7 @@ def test_a_plan_of_an_earlier_pdtool_is_read_shown_and_checked(earlier, plan):
     assert found.why.certificate.bound_s == plan.why.certificate.bound_s
     assert found.why.rivals == plan.why.rivals
     shown = " ".join(earlier.pdtool("show", "plans/net.yaml").stdout.split())
-    certificate = plan.why.certificate.model_copy(update={"simulated_plans": None})
-    assert f"proof: {certificate.sentence()}" in shown
+    assert "proof: every plan on 4 workers was searched, over 6 cuts" in shown
     lines = " ".join(earlier.pdtool("check", "plans/net.yaml").stdout.split())
     assert "✓ lower bound" in lines
     assert "the plan does not record what was asked for, so the search took what it has" in lines
