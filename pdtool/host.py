@@ -28,6 +28,8 @@ _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # of v2, of v1
 _UNLIMITED_BYTES = 2**60  # v1 writes a number beyond this where there is no limit
 _MALLOC_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"}
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_AT_ONCE_BYTES, _LARGEST_THRESHOLD_BYTES = 2**16, 2**25  # 32 MB: DEFAULT_MMAP_THRESHOLD_MAX of glibc
 _KEEP_OPTIONS = {-1: 2**31 - 1, -2: 2**24, -4: 0}  # never trim, grow in steps of 16 MB, allocate nothing by mmap
 
 
@@ -117,6 +119,23 @@ def trim_heap() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
+@contextmanager
+def returning_freed_memory() -> Iterator[None]:
+    """Let glibc return each large tensor to the system when it is freed, so that what is resident is what is in use.
+
+    Afterwards the thresholds of mallopt(3) are those that glibc itself reaches by and by in a process that frees large
+    blocks; nothing is changed where the environment sets them.
+    """
+    if _has_malloc_options():
+        yield
+        return
+    _set_thresholds(_AT_ONCE_BYTES)
+    try:
+        yield
+    finally:
+        _set_thresholds(_LARGEST_THRESHOLD_BYTES)
+
+
 def keep_freed_memory() -> None:
     """Let glibc keep all freed memory for the next minibatch, which needs as much again.
 
@@ -124,9 +143,18 @@ def keep_freed_memory() -> None:
     five to ten per cent of a training step. Nothing is changed where the environment sets GLIBC_TUNABLES or options of
     mallopt(3): glibc read them when this process, or its fork server, began.
     """
-    if not os.environ.keys() & {*_MALLOC_VARIABLES, "GLIBC_TUNABLES"}:
+    if not _has_malloc_options():
         for option, value in _KEEP_OPTIONS.items():
             ctypes.CDLL(None).mallopt(option, value)
+
+
+def _has_malloc_options() -> bool:
+    return bool(os.environ.keys() & {*_MALLOC_VARIABLES, "GLIBC_TUNABLES"})
+
+
+def _set_thresholds(mmap_bytes: int) -> None:
+    for option, value in ((_M_MMAP_THRESHOLD, mmap_bytes), (_M_TRIM_THRESHOLD, 2 * mmap_bytes)):
+        ctypes.CDLL(None).mallopt(option, value)
 
 
 @dataclass(frozen=True)
