@@ -29,6 +29,9 @@ _REMEDY = (
 )
 
 
+_NEAR_LIMIT = 0.8  # the rest is for what one action adds
+
+
 class PeakMemory:
     """What training needs: the stages themselves, and what this process holds beyond what it held when training began.
 
@@ -37,11 +40,15 @@ class PeakMemory:
 
     Attributes:
         received_bytes: memory of a GPU that is set aside for messages, which counts, too.
+        limit_bytes: what the plan gives the tensors of one worker; None: no limit.
+        returns_freed: whether freed memory is returned to the system, since what was kept came near the limit.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_cuda = device, device.type == "cuda"
         self.received_bytes = 0
+        self.limit_bytes: int | None = None
+        self.returns_freed = False
         self._before_bytes: int | None = None
         self._file_bytes = 0  # the most that was seen since the last `restart`
 
@@ -66,6 +73,22 @@ class PeakMemory:
         """See how many pages of files are resident, before the system may take them back."""
         if not self._is_cuda:
             self._file_bytes = max(self._file_bytes, host.file_bytes())
+
+    def stay_within_limit(self) -> str:
+        """After an action on a CPU: return freed memory to the system once what is kept comes near the limit.
+
+        Returns:
+            What to tell the user the first time; "" otherwise.
+        """
+        if self.limit_bytes is None or self._before_bytes is None or self._is_cuda:
+            return ""
+        if host.heap_bytes() - self._before_bytes < _NEAR_LIMIT * self.limit_bytes:
+            return ""
+        host.return_freed_memory()
+        is_first, self.returns_freed = not self.returns_freed, True
+        limit = format_bytes(self.limit_bytes)
+        what = f"returns freed memory from now on, which is slower: it came near the {limit} that the plan has for it"
+        return what if is_first else ""
 
     @property
     def peak_bytes(self) -> int | None:

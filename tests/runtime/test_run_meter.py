@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import subprocess
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -303,13 +305,47 @@ def test_freed_memory_is_kept_unless_the_environment_says_otherwise(monkeypatch:
     library = SimpleNamespace(mallopt=lambda *option: asked.append(option))
     monkeypatch.setattr(host.ctypes, "CDLL", lambda _: library)
     host.keep_freed_memory()
-    assert dict(asked) == {-1: 2**31 - 1, -2: 2**24, -4: 0}
+    assert dict(asked) == {-1: 2**31 - 1, -2: 2**24, -4: 0, 1: 0}
     for name, value in (("MALLOC_MMAP_THRESHOLD_", "1000000"), ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")):
         asked.clear()
         with monkeypatch.context() as environment:
             environment.setenv(name, value)
             host.keep_freed_memory()
         assert asked == []
+
+
+FRAGMENTING = """
+import torch
+from pdtool import host
+from pdtool.runtime.memory import PeakMemory
+
+def peak_mb(limit_bytes):
+    found, pins, said = PeakMemory(torch.device("cpu")), [], []
+    found.start([])
+    found.limit_bytes = limit_bytes
+    for i in range(40):  # a little more each time, and something small behind that stays
+        torch.ones(2_000_000 + 40_000 * i)
+        pins.append(torch.ones(1000))
+        said.append(found.stay_within_limit())
+    return found.peak_bytes / 1e6, sum(map(bool, said))
+
+host.keep_freed_memory()
+print(*peak_mb(None), *peak_mb(100_000_000))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_memory_that_is_kept_stays_within_the_plans_limit() -> None:
+    """What is alive at a time is 14 MB; what is kept of it would fill the machine."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    done = subprocess.run(
+        [sys.executable, "-c", FRAGMENTING], env=environment, capture_output=True, text=True, check=True
+    )
+    kept, said_without, limited, said = map(float, done.stdout.split())
+    assert kept > 200
+    assert said_without == 0
+    assert limited < 100
+    assert said == 1
 
 
 @pytest.mark.parametrize("text", ["", "VmHWM: 12 kB\n"])
