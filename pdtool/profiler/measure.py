@@ -38,6 +38,7 @@ Readings = dict[str, float]  # by node: seconds, or bytes
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 15
 _BUDGET_S = 6.0  # for all rounds, as far as _MIN_ROUNDS allows
 _LOADED, _LOADING_BUDGET_S = 6, 3.0  # minibatches, the first of which is for warming up
+_MOST_PROCESS_BYTES = 2**28  # whoever calls the API may hold data of its own
 _WHOLE_STEP = "whole step"  # no operator has a name with a space
 _MAX_SPIN_S = 1.0
 _MARGIN_S = 20e-6  # of a spin: recording two events
@@ -77,6 +78,7 @@ def measure(
     if where.type == "cuda" and not torch.cuda.is_available():
         what = "--device cuda: torch finds no CUDA device here"
         raise UsageError(what, "measure with --device cpu, or estimate for a device by its name, as --device v100")
+    process_bytes = min(host.resident_bytes() or 0, _MOST_PROCESS_BYTES)  # before there is a model
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
@@ -86,7 +88,7 @@ def measure(
             digest = graph_sha256(traced)
             disable_inplace_modules(traced.model.to(where))
             profiled = ProfiledModel.of(model_file, traced, batch_size, where, precision=precision)
-            return _Measurement(profiled, where, progress).profile(compiled, note).with_graph(digest)
+            return _Measurement(profiled, where, progress, process_bytes).profile(compiled, note).with_graph(digest)
     finally:
         torch.set_num_threads(before)
 
@@ -103,11 +105,16 @@ class _StepTimes:
 
 @dataclass(frozen=True)
 class _Measurement:
-    """The measurement of one profile."""
+    """The measurement of one profile.
+
+    Attributes:
+        process_bytes: held by this process before it had the model.
+    """
 
     model: ProfiledModel
     device: torch.device
     progress: OnProgress
+    process_bytes: int
 
     def profile(self, compiled: bool, note: OnNote) -> Profile:
         """Measure all nodes, the whole step and the optimizer step; with `compiled`, the memory as without it."""
@@ -134,7 +141,7 @@ class _Measurement:
             precision=self.model.run.precision,
             compiled=compiled,
             segments=segments,
-            reserved_bytes=RESERVED_BYTES if self.device.type == "cuda" else 0,
+            reserved_bytes=RESERVED_BYTES if self.device.type == "cuda" else self.process_bytes,
             launch_s=times.launch_s,
         )
 

@@ -305,7 +305,7 @@ def test_freed_memory_is_kept_unless_the_environment_says_otherwise(monkeypatch:
     library = SimpleNamespace(mallopt=lambda *option: asked.append(option))
     monkeypatch.setattr(host.ctypes, "CDLL", lambda _: library)
     host.keep_freed_memory()
-    assert dict(asked) == {-1: 2**31 - 1, -2: 2**24, -4: 0, 1: 0}
+    assert dict(asked) == {-1: 2**31 - 1, -2: 2**24, -4: 0}
     for name, value in (("MALLOC_MMAP_THRESHOLD_", "1000000"), ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")):
         asked.clear()
         with monkeypatch.context() as environment:
@@ -323,7 +323,7 @@ def peak_mb(limit_bytes):
     found, pins, said = PeakMemory(torch.device("cpu")), [], []
     found.start([])
     found.limit_bytes = limit_bytes
-    for i in range(40):  # a little more each time, and something small behind that stays
+    for i in range(30):  # a little more each time, and something small behind that stays
         torch.ones(2_000_000 + 40_000 * i)
         pins.append(torch.ones(1000))
         said.append(found.stay_within_limit())
@@ -342,7 +342,7 @@ def test_memory_that_is_kept_stays_within_the_plans_limit() -> None:
         [sys.executable, "-c", FRAGMENTING], env=environment, capture_output=True, text=True, check=True
     )
     kept, said_without, limited, said = map(float, done.stdout.split())
-    assert kept > 200
+    assert kept > 150
     assert said_without == 0
     assert limited < 100
     assert said == 1
