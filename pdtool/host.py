@@ -28,12 +28,13 @@ _STATUS_FIELDS = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # of v2, of v1
 _UNLIMITED_BYTES = 2**60  # v1 writes a number beyond this where there is no limit
+_TUNABLES = "GLIBC_TUNABLES"
 _MALLOC_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"}
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4  # of mallopt(3)
+_M_MXFAST, _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = 1, -1, -2, -3, -4  # of mallopt(3)
 _AT_ONCE_BYTES, _LARGEST_THRESHOLD_BYTES = 2**16, 2**25  # 32 MB: DEFAULT_MMAP_THRESHOLD_MAX of glibc
 _MOST_MMAPS = 2**16  # glibc's default
-# Never trim, grow in steps of 16 MB, allocate nothing by mmap.
-_KEEP_OPTIONS = {_M_TRIM_THRESHOLD: 2**31 - 1, _M_TOP_PAD: 2**24, _M_MMAP_MAX: 0}
+# Never trim, grow in steps of 16 MB, allocate nothing by mmap, and join what is freed with its free neighbours at once.
+_KEEP_OPTIONS = {_M_TRIM_THRESHOLD: 2**31 - 1, _M_TOP_PAD: 2**24, _M_MMAP_MAX: 0, _M_MXFAST: 0}
 
 
 def usable_cores() -> frozenset[int]:
@@ -65,6 +66,23 @@ def process_start_s() -> float:
     """Return when this process started, in seconds since 1970."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def joining_freed_memory() -> Iterator[None]:
+    """Let glibc, in the processes that are started meanwhile, join freed memory with its free neighbours at once.
+
+    Up to glibc 2.37 the place of a tensor, which is aligned, holds the next one of its size only together with the
+    rests on both sides of it, and the caches for threads keep these apart.
+    """
+    if _has_malloc_options():
+        yield
+        return
+    os.environ[_TUNABLES] = "glibc.malloc.tcache_count=0"
+    try:
+        yield
+    finally:
+        del os.environ[_TUNABLES]
 
 
 @contextmanager
@@ -160,7 +178,7 @@ def keep_freed_memory() -> None:
 
 
 def _has_malloc_options() -> bool:
-    return bool(os.environ.keys() & {*_MALLOC_VARIABLES, "GLIBC_TUNABLES"})
+    return bool(os.environ.keys() & {*_MALLOC_VARIABLES, _TUNABLES})
 
 
 def _set_thresholds(mmap_bytes: int) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from pdtool import host
 from pdtool.artifacts.plan import Plan
 from pdtool.errors import WorkerDiedError
-from pdtool.runtime.config import RankAssignment
+from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.units import format_bytes
 
 # What allocators say: CUDA's and that of CPU tensors in torch, C++ and cuBLAS.
@@ -30,6 +30,7 @@ _REMEDY = (
 
 
 _NEAR_LIMIT = 0.8  # the rest is for what one action adds
+_LITTLE_ROOM = 0.75  # in use; once memory was kept, what is returned later leaves a third more than that
 
 
 class PeakMemory:
@@ -82,13 +83,15 @@ class PeakMemory:
         """
         if self.limit_bytes is None or self._before_bytes is None or self._is_cuda:
             return ""
+        if self.returns_freed:
+            host.trim_heap()  # of holes in the heap, which are still filled first
+            return ""
         if host.heap_bytes() - self._before_bytes < _NEAR_LIMIT * self.limit_bytes:
             return ""
+        self.returns_freed = True
         host.return_freed_memory()
-        is_first, self.returns_freed = not self.returns_freed, True
         limit = format_bytes(self.limit_bytes)
-        what = f"returns freed memory from now on, which is slower: it came near the {limit} that the plan has for it"
-        return what if is_first else ""
+        return f"returns freed memory from now on, which is slower: it came near the {limit} that the plan has for it"
 
     @property
     def peak_bytes(self) -> int | None:
@@ -101,6 +104,17 @@ class PeakMemory:
             else host.peak_resident_bytes(self._file_bytes)
         )
         return None if peak is None else max(0, peak - self._before_bytes)
+
+
+def choose_heap(config: RunConfig, rank: int) -> None:
+    """Keep freed memory for the next minibatch, unless the plan leaves little room beside what is in use at a time."""
+    limit, predicted, assignments = config.plan.cluster.memory_bytes, config.plan.predicted, assign_ranks(config.plan)
+    if limit and predicted and rank < len(assignments):
+        stages = config.shape.stages_on_same_workers(assignments[rank].stage)
+        if sum(predicted.memory_bytes[s] for s in stages) > _LITTLE_ROOM * limit:
+            host.return_freed_memory()
+            return
+    host.keep_freed_memory()
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
