@@ -110,7 +110,7 @@ bench-startup: $(STAMP) ## measure the memory of each worker of a GPT of 1.5 bil
 bench-transport: $(STAMP) ## measure the cost of a message between two workers
 	PYTHONPATH=. $(BIN)/python tests/bench/bench_transport.py
 
-bench-memory: $(STAMP) ## compare predicted and measured memory: part c of bench-runtime
+bench-memory: $(STAMP) ## compare predicted and measured memory of five models (several minutes): part c of bench-runtime
 	$(BIN)/python tests/bench/bench_runtime.py --only c
 
 bench-long-run: $(STAMP) ## measure whether a run of 20,000 updates slows down (three minutes)

@@ -7,6 +7,7 @@ Pages of files do not count as memory: the code of libraries becomes resident wh
 from __future__ import annotations
 
 import ctypes
+import mmap
 import multiprocessing
 import os
 import resource
@@ -22,13 +23,18 @@ from pdtool.errors import UsageError, WorkerDiedError
 ULIMIT = "ulimit -v"
 _PROCESS_AT_START = (os.getpid(), os.getppid())
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_STATUS, _STATM, _CLEAR_REFS = (Path("/proc/self") / name for name in ("status", "statm", "clear_refs"))
 _STATUS_FIELDS = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # of v2, of v1
 _UNLIMITED_BYTES = 2**60  # v1 writes a number beyond this where there is no limit
+_TUNABLES = "GLIBC_TUNABLES"
 _MALLOC_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"}
-_KEEP_OPTIONS = {-1: 2**31 - 1, -2: 2**24, -4: 0}  # never trim, grow in steps of 16 MB, allocate nothing by mmap
+_M_MXFAST, _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = 1, -1, -2, -3, -4  # of mallopt(3)
+_AT_ONCE_BYTES, _LARGEST_THRESHOLD_BYTES = 2**16, 2**25  # 32 MB: DEFAULT_MMAP_THRESHOLD_MAX of glibc
+_MOST_MMAPS = 2**16  # glibc's default
+# Never trim, grow in steps of 16 MB, allocate nothing by mmap, and join what is freed with its free neighbours at once.
+_KEEP_OPTIONS = {_M_TRIM_THRESHOLD: 2**31 - 1, _M_TOP_PAD: 2**24, _M_MMAP_MAX: 0, _M_MXFAST: 0}
 
 
 def usable_cores() -> frozenset[int]:
@@ -63,6 +69,23 @@ def process_start_s() -> float:
 
 
 @contextmanager
+def joining_freed_memory() -> Iterator[None]:
+    """Let glibc, in the processes that are started meanwhile, join freed memory with its free neighbours at once.
+
+    Up to glibc 2.37 the place of a tensor, which is aligned, holds the next one of its size only together with the
+    rests on both sides of it, and the caches for threads keep these apart.
+    """
+    if _has_malloc_options():
+        yield
+        return
+    os.environ[_TUNABLES] = "glibc.malloc.tcache_count=0"
+    try:
+        yield
+    finally:
+        del os.environ[_TUNABLES]
+
+
+@contextmanager
 def safe_path() -> Iterator[None]:
     """Keep the current folder off sys.path of the Python processes that are started meanwhile.
 
@@ -85,6 +108,14 @@ def resident_bytes() -> int | None:
     """Return the bytes that are resident now; None where the system does not say."""
     status = _status_bytes()
     return status["RssAnon"] + status["RssShmem"] if status else None
+
+
+def heap_bytes() -> int:
+    """Return the bytes of resident memory that no file and no other process has, in a few microseconds; 0: unknown."""
+    with suppress(OSError, ValueError):
+        _, resident, shared, *_ = map(int, _STATM.read_bytes().split())
+        return (resident - shared) * mmap.PAGESIZE
+    return 0
 
 
 def file_bytes() -> int:
@@ -117,6 +148,23 @@ def trim_heap() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
+@contextmanager
+def returning_freed_memory() -> Iterator[None]:
+    """Let glibc return each large tensor to the system when it is freed, so that what is resident is what is in use.
+
+    Afterwards the thresholds of mallopt(3) are those that glibc itself reaches by and by in a process that frees large
+    blocks; nothing is changed where the environment sets them.
+    """
+    if _has_malloc_options():
+        yield
+        return
+    _set_thresholds(_AT_ONCE_BYTES)
+    try:
+        yield
+    finally:
+        _set_thresholds(_LARGEST_THRESHOLD_BYTES)
+
+
 def keep_freed_memory() -> None:
     """Let glibc keep all freed memory for the next minibatch, which needs as much again.
 
@@ -124,9 +172,29 @@ def keep_freed_memory() -> None:
     five to ten per cent of a training step. Nothing is changed where the environment sets GLIBC_TUNABLES or options of
     mallopt(3): glibc read them when this process, or its fork server, began.
     """
-    if not os.environ.keys() & {*_MALLOC_VARIABLES, "GLIBC_TUNABLES"}:
+    if not _has_malloc_options():
         for option, value in _KEEP_OPTIONS.items():
             ctypes.CDLL(None).mallopt(option, value)
+
+
+def _has_malloc_options() -> bool:
+    return bool(os.environ.keys() & {*_MALLOC_VARIABLES, _TUNABLES})
+
+
+def _set_thresholds(mmap_bytes: int) -> None:
+    for option, value in ((_M_MMAP_THRESHOLD, mmap_bytes), (_M_TRIM_THRESHOLD, 2 * mmap_bytes)):
+        ctypes.CDLL(None).mallopt(option, value)
+
+
+def return_freed_memory() -> None:
+    """Return all freed memory to the system, and from now on each large tensor when it is freed.
+
+    It takes back what `keep_freed_memory` has set. Nothing but the first is done where the environment has options.
+    """
+    if not _has_malloc_options():
+        ctypes.CDLL(None).mallopt(_M_MMAP_MAX, _MOST_MMAPS)
+        _set_thresholds(_AT_ONCE_BYTES)
+    trim_heap()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Self
 
-from pdtool.host import safe_path
+from pdtool.host import joining_freed_memory, safe_path
 
 _GRACE_S = 0.5  # after a failure: the one that the others follow from may still be on its way
 _POLL_S = 0.2
@@ -93,13 +93,14 @@ class WorkerProcesses:
 def start_fork_server(modules: Sequence[str]) -> None:
     """Start the fork server of this process, unless it runs, and let it import these modules.
 
-    It ignores SIGINT, since Ctrl-C reaches it while it imports.
+    It ignores SIGINT, since Ctrl-C reaches it while it imports. Its malloc has no caches for threads, which would hold
+    the rests beside an aligned tensor, so that no tensor of that size finds place there again.
     """
     multiprocessing.set_forkserver_preload(list(modules))
     is_main = threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
     try:
-        with safe_path():
+        with safe_path(), joining_freed_memory():
             forkserver.ensure_running()
     finally:
         if is_main:

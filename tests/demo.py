@@ -45,7 +45,7 @@ STEPS = (
         "How is it best divided over two machines with 100 Mbit/s between them? (1-1: two stages, one worker each)",
         "pdtool partition profiles/demo.json --topology 2 --bandwidth 100Mbit/s --memory 8GB -o plans/demo-2.yaml",
         r"^simulated|^certificate|^rejected: (data parallelism|one worker)",
-        first=6,
+        first=7,
     ),
     Step(
         "Each part is a file that reads like your own; outputs and gradients are proved equal to the model's.",

@@ -243,9 +243,13 @@ def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) ->
     else:
         memory_bytes = cluster.memory_bytes or _profiled_bytes(cluster, profile)
     if memory_bytes is not None and profile.reserved_bytes:  # which no tensor gets
-        whole, reserved = format_bytes(memory_bytes), format_bytes(profile.reserved_bytes)
+        reserved_bytes = profile.reserved_for_worker(cluster.levels[-1].size)
+        whole, reserved = format_bytes(memory_bytes), format_bytes(reserved_bytes)
         purpose = "CUDA's context, communicators and workspaces"
-        memory_bytes -= profile.reserved_bytes
+        memory_bytes -= reserved_bytes
+        if profile.is_measured_on_cpu:
+            purpose = "a worker's part of what processes need besides tensors"
+            memory_bytes = max(1, memory_bytes)  # no plan fits, and the error says what would do
         if memory_bytes <= 0:
             raise UsageError(f"{whole} of memory, but {reserved} are for {purpose}", "give the memory of a device")
         note(f"leaving {reserved} of {whole} of memory for {purpose}")

@@ -16,6 +16,8 @@ from pdtool.errors import FieldError
 from pdtool.graph import Graph
 from pdtool.options.plan_options import WIRE_BYTES, ProfileOptions
 
+_OWN_PAGES = 5  # seen: 30 to 45 MB of 190 MB
+
 
 class Node(FrozenModel):
     """One operator, at the profile's batch size.
@@ -78,7 +80,8 @@ class Profile(Artifact):
         compiled: whether its operators went through torch.compile.
         segments: groups of nodes that were compiled and timed as a whole: the sum of a group's times was measured, each
             node has a share of it, in proportion to its time uncompiled. A node in no group was timed uncompiled.
-        reserved_bytes: of a device's memory, what no tensor gets (see DeviceSpec); 0 on a CPU.
+        reserved_bytes: of a device's memory, what no tensor gets (see DeviceSpec); on a CPU, what a process that has
+            PyTorch loaded holds besides tensors (see `reserved_for_worker`). 0: an earlier pdtool did not measure that.
         step_s: seconds of one whole training step, measured end to end; 0 when it was not measured.
         launch_s: seconds that the host needs to launch the kernels of a step on a GPU; 0 where that was not measured.
         coverage: sum of all nodes' forward, backward and update over step_s.
@@ -156,6 +159,19 @@ class Profile(Artifact):
     def is_measured_on_cpu(self) -> bool:
         """Whether its device is a CPU, and the memory of that the machine's."""
         return self.threads is not None
+
+    def reserved_for_worker(self, sharing: int) -> int:
+        """Return the bytes of a worker's memory that no tensor gets.
+
+        On a CPU the launcher and the fork server are two processes that have PyTorch loaded, for all workers of a
+        machine; a worker shares the pages of the fork server, and writes about a fifth of them anew.
+
+        Args:
+            sharing: workers of one machine.
+        """
+        if not self.is_measured_on_cpu:
+            return self.reserved_bytes
+        return math.ceil(self.reserved_bytes * 2 / sharing) + self.reserved_bytes // _OWN_PAGES
 
     @cached_property
     def graph(self) -> Graph:

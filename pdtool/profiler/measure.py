@@ -28,7 +28,7 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.user_code import is_stream
 from pdtool.profiler.compiled import OnNote, apportion, compile_model
-from pdtool.profiler.execute import OnProgress, ProfiledModel, disable_inplace_modules
+from pdtool.profiler.execute import OnProgress, ProfiledModel, disable_inplace_modules, tensors_in
 from pdtool.profiler.graph_costs import GraphCosts, count_stash_and_flops, make_profile, minibatch_errors
 
 Work = Callable[[], Any]
@@ -38,6 +38,7 @@ Readings = dict[str, float]  # by node: seconds, or bytes
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 15
 _BUDGET_S = 6.0  # for all rounds, as far as _MIN_ROUNDS allows
 _LOADED, _LOADING_BUDGET_S = 6, 3.0  # minibatches, the first of which is for warming up
+_MOST_PROCESS_BYTES = 2**28  # whoever calls the API may hold data of its own
 _WHOLE_STEP = "whole step"  # no operator has a name with a space
 _MAX_SPIN_S = 1.0
 _MARGIN_S = 20e-6  # of a spin: recording two events
@@ -77,6 +78,7 @@ def measure(
     if where.type == "cuda" and not torch.cuda.is_available():
         what = "--device cuda: torch finds no CUDA device here"
         raise UsageError(what, "measure with --device cpu, or estimate for a device by its name, as --device v100")
+    process_bytes = min(host.resident_bytes() or 0, _MOST_PROCESS_BYTES)  # before there is a model
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
@@ -86,7 +88,7 @@ def measure(
             digest = graph_sha256(traced)
             disable_inplace_modules(traced.model.to(where))
             profiled = ProfiledModel.of(model_file, traced, batch_size, where, precision=precision)
-            return _Measurement(profiled, where, progress).profile(compiled, note).with_graph(digest)
+            return _Measurement(profiled, where, progress, process_bytes).profile(compiled, note).with_graph(digest)
     finally:
         torch.set_num_threads(before)
 
@@ -103,11 +105,16 @@ class _StepTimes:
 
 @dataclass(frozen=True)
 class _Measurement:
-    """The measurement of one profile."""
+    """The measurement of one profile.
+
+    Attributes:
+        process_bytes: held by this process before it had the model.
+    """
 
     model: ProfiledModel
     device: torch.device
     progress: OnProgress
+    process_bytes: int
 
     def profile(self, compiled: bool, note: OnNote) -> Profile:
         """Measure all nodes, the whole step and the optimizer step; with `compiled`, the memory as without it."""
@@ -115,7 +122,8 @@ class _Measurement:
         times = self._times()
         times, segments = self._compiled_times(times, note) if compiled else (times, ())
         update_s, state_bytes = self._optimizer()
-        forward, backward = self._pass(lambda _, work: measure_scratch_bytes(self.device, work))
+        with host.returning_freed_memory():
+            forward, backward = self._pass(lambda _, work: measure_scratch_bytes(self.device, work))
         costs = GraphCosts(
             forward_s=times.forward_s,
             backward_s=times.backward_s,
@@ -133,7 +141,7 @@ class _Measurement:
             precision=self.model.run.precision,
             compiled=compiled,
             segments=segments,
-            reserved_bytes=RESERVED_BYTES if self.device.type == "cuda" else 0,
+            reserved_bytes=RESERVED_BYTES if self.device.type == "cuda" else self.process_bytes,
             launch_s=times.launch_s,
         )
 
@@ -297,25 +305,30 @@ def _timing_event() -> torch.cuda.Event:
 
 
 def measure_scratch_bytes(device: torch.device, work: Callable[[], Any]) -> tuple[Any, Reading]:
-    """Do `work`; return its result and the bytes held at its peak and no more at its end: what it needs besides those.
+    """Do `work`; return its result and the bytes held at its peak beyond those at its begin and those that it leaves.
 
-    The reading is 0 where the system does not say. On a CPU resident pages count, which includes what libraries such
-    as oneDNN take for themselves, past torch's allocator.
+    A backward frees what its forward has kept for it. The stash counts that, so what is held at the end is no measure
+    of it: it is what was held at the begin and the gradients, if those are more. The reading is 0 where the system does
+    not say. On a CPU resident pages count, which includes what libraries such as oneDNN take for themselves, past
+    torch's allocator; `host.returning_freed_memory` keeps those of freed tensors out.
     """
+    held = torch.cuda.memory_allocated if device.type == "cuda" else _held_on_host
+    before = held(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        result = work()
-        peak = torch.cuda.max_memory_allocated(device)
-        held: int | None = torch.cuda.memory_allocated(device)
     else:
-        host.trim_heap()  # pages that the work takes again become resident again
         host.reset_peak()
-        result = work()
-        peak = host.peak_resident_bytes() or 0
-        host.trim_heap()  # what it has freed
-        held = host.resident_bytes()
-    scratch_bytes = 0 if held is None else max(0, peak - held)
+    result = work()
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else host.peak_resident_bytes() or 0
+    storages = [leaf.untyped_storage() for leaf in tensors_in(result)]
+    left = before + sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    scratch_bytes = max(0, peak - max(held(device), left)) if before else 0
     return result, lambda: float(scratch_bytes)
+
+
+def _held_on_host(device: torch.device) -> int:
+    host.trim_heap()  # what glibc keeps of freed tensors is resident, too
+    return host.resident_bytes() or 0
 
 
 def measure_loading_s(model_file: ModelFile, batch_size: int) -> float | None:

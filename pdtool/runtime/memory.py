@@ -10,6 +10,7 @@ import errno
 import gc
 import re
 from collections.abc import Iterable
+from time import perf_counter
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from torch import nn
 from pdtool import host
 from pdtool.artifacts.plan import Plan
 from pdtool.errors import WorkerDiedError
-from pdtool.runtime.config import RankAssignment
+from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.units import format_bytes
 
 # What allocators say: CUDA's and that of CPU tensors in torch, C++ and cuBLAS.
@@ -29,6 +30,11 @@ _REMEDY = (
 )
 
 
+_NEAR_LIMIT = 0.8  # the rest is for what one action adds
+_LOOK_S = 0.01  # a look takes as long as a short action
+_LITTLE_ROOM = 0.75  # in use; once memory was kept, what is returned later leaves a third more than that
+
+
 class PeakMemory:
     """What training needs: the stages themselves, and what this process holds beyond what it held when training began.
 
@@ -37,11 +43,16 @@ class PeakMemory:
 
     Attributes:
         received_bytes: memory of a GPU that is set aside for messages, which counts, too.
+        limit_bytes: what the plan gives the tensors of one worker; None: no limit.
+        returns_freed: whether freed memory is returned to the system, since what was kept came near the limit.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_cuda = device, device.type == "cuda"
         self.received_bytes = 0
+        self.limit_bytes: int | None = None
+        self.returns_freed = False
+        self._next_look_s = 0.0
         self._before_bytes: int | None = None
         self._file_bytes = 0  # the most that was seen since the last `restart`
 
@@ -67,6 +78,29 @@ class PeakMemory:
         if not self._is_cuda:
             self._file_bytes = max(self._file_bytes, host.file_bytes())
 
+    def stay_within_limit(self) -> str:
+        """After an action on a CPU: return freed memory to the system once what is kept comes near the limit.
+
+        Of short actions it looks after a few only.
+
+        Returns:
+            What to tell the user the first time; "" otherwise.
+        """
+        if self.limit_bytes is None or self._before_bytes is None or self._is_cuda:
+            return ""
+        if perf_counter() < self._next_look_s:
+            return ""
+        self._next_look_s = perf_counter() + _LOOK_S
+        if self.returns_freed:
+            host.trim_heap()  # of holes in the heap, which are still filled first
+            return ""
+        if host.heap_bytes() - self._before_bytes < _NEAR_LIMIT * self.limit_bytes:
+            return ""
+        self.returns_freed = True
+        host.return_freed_memory()
+        limit = format_bytes(self.limit_bytes)
+        return f"returns freed memory from now on, which is slower: it came near the {limit} that the plan has for it"
+
     @property
     def peak_bytes(self) -> int | None:
         """The peak since the last `restart`; None before `start`, and where the system does not say."""
@@ -78,6 +112,17 @@ class PeakMemory:
             else host.peak_resident_bytes(self._file_bytes)
         )
         return None if peak is None else max(0, peak - self._before_bytes)
+
+
+def choose_heap(config: RunConfig, rank: int) -> None:
+    """Keep freed memory for the next minibatch, unless the plan leaves little room beside what is in use at a time."""
+    limit, predicted, assignments = config.plan.cluster.memory_bytes, config.plan.predicted, assign_ranks(config.plan)
+    if limit and predicted and rank < len(assignments):
+        stages = config.shape.stages_on_same_workers(assignments[rank].stage)
+        if sum(predicted.memory_bytes[s] for s in stages) > _LITTLE_ROOM * limit:
+            host.return_freed_memory()
+            return
+    host.keep_freed_memory()
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

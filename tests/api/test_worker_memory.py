@@ -14,12 +14,14 @@ GB = 10**9
 RESERVED = 2**30
 GPU = Device(name="V100", kind="estimated", memory_bytes=16 * GB)
 CPU = Device(name="AMD EPYC, 2 threads", kind="measured", memory_bytes=12 * GB)
+MB200 = 200_000_000
+MEASURED_CPU = Device(name="AMD EPYC, 2 threads", kind="measured", memory_bytes=12 * GB + 1)
 UNKNOWN = Device(name="AMD EPYC, 2 threads", kind="measured")
 
 
 def saved(device, path="profiles/net.json"):
     """A profile for this device; a GPU keeps a reserve."""
-    reserved_bytes = RESERVED if device is GPU else 0
+    reserved_bytes = {GPU.name: RESERVED}.get(device.name, MB200 if device is MEASURED_CPU else 0)
     samples.profile().model_copy(update={"device": device, "reserved_bytes": reserved_bytes}).save(path)
 
 
@@ -35,6 +37,14 @@ def saved(device, path="profiles/net.json"):
         (GPU, "2", ["--memory", "none"], None, ""),
         (GPU, "2", ["--memory", "8GB"], 8 * GB - RESERVED, "leaving 1.07 GB of 8 GB"),
         (CPU, "3", ["--memory", "8GB"], 8 * GB, ""),
+        (
+            MEASURED_CPU,
+            "4",
+            ["--memory", "8GB"],
+            8 * GB - 140_000_000,
+            "of 8 GB of memory 140 MB are left for a worker's",
+        ),
+        (MEASURED_CPU, "2", ["--memory", "8GB"], 8 * GB - 240_000_000, "part of what processes need besides tensors"),
     ],
 )
 def test_a_worker_has_the_memory_of_the_profiled_device_unless_told_otherwise(
@@ -57,6 +67,13 @@ def test_what_a_cluster_file_says_goes_before_the_device_and_after_the_option(fo
     result = folder.pdtool("partition", "--cluster", "cluster.yaml", *memory, "-o", "plan.yaml")
     assert Plan.load("plan.yaml").cluster.memory_bytes == expected
     assert "no --memory given" not in result.stderr
+
+
+def test_less_than_processes_need_is_answered_with_what_would_do(folder):
+    saved(MEASURED_CPU)
+    stderr = folder.pdtool("partition", "--topology", "2", "--bandwidth", "1GB/s", "--memory", "10MB", code=4).stderr
+    enough = re.search(r"at least --memory ([\d.]+\w*B)", stderr)[1]
+    folder.pdtool("partition", "--topology", "2", "--bandwidth", "1GB/s", "--memory", enough)
 
 
 @pytest.mark.parametrize("extra", [[], ["--no-recompute"]])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import subprocess
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 
 from pdtool import host
 from pdtool.artifacts.chrome_trace import MESSAGE_TRACKS, TraceEvent, chrome_trace
-from pdtool.runtime import meter
+from pdtool.runtime import memory, meter
 from pdtool.runtime import meter as timings
 from pdtool.runtime.memory import PeakMemory
 from pdtool.runtime.meter import MAX_UNREAD, TimeTotals, WorkerMeter
@@ -303,13 +305,69 @@ def test_freed_memory_is_kept_unless_the_environment_says_otherwise(monkeypatch:
     library = SimpleNamespace(mallopt=lambda *option: asked.append(option))
     monkeypatch.setattr(host.ctypes, "CDLL", lambda _: library)
     host.keep_freed_memory()
-    assert dict(asked) == {-1: 2**31 - 1, -2: 2**24, -4: 0}
+    assert dict(asked) == {-1: 2**31 - 1, -2: 2**24, -4: 0, 1: 0}
     for name, value in (("MALLOC_MMAP_THRESHOLD_", "1000000"), ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")):
         asked.clear()
         with monkeypatch.context() as environment:
             environment.setenv(name, value)
             host.keep_freed_memory()
         assert asked == []
+
+
+@pytest.mark.parametrize(("limit_bytes", "chosen"), [(None, "keep"), (400, "keep"), (399, "return"), (100, "return")])
+def test_freed_memory_is_kept_only_where_the_plan_leaves_room(
+    monkeypatch: pytest.MonkeyPatch, limit_bytes: int | None, chosen: str
+) -> None:
+    """A third more than what is predicted for the worker's stages, of which it has two here: 100 and 200 bytes."""
+    done: list[str] = []
+    monkeypatch.setattr(host, "keep_freed_memory", lambda: done.append("keep"))
+    monkeypatch.setattr(host, "return_freed_memory", lambda: done.append("return"))
+    monkeypatch.setattr(memory, "assign_ranks", lambda _: [SimpleNamespace(stage=0), SimpleNamespace(stage=1)])
+    predicted = SimpleNamespace(memory_bytes=(100, 50, 200, 60))
+    plan = SimpleNamespace(cluster=SimpleNamespace(memory_bytes=limit_bytes), predicted=predicted)
+    shape = SimpleNamespace(stages_on_same_workers=lambda stage: range(stage, 4, 2))
+    memory.choose_heap(SimpleNamespace(plan=plan, shape=shape), 0)  # type: ignore[arg-type]
+    assert done == [chosen]
+
+
+FRAGMENTING = """
+import sys
+import torch
+from pdtool import host
+from pdtool.runtime.memory import PeakMemory
+
+def peak_mb(limit_bytes):
+    found, said = PeakMemory(torch.device("cpu")), []
+    sizes = [2_500_000 + 25_000 * i for i in range(30)]
+    holes = [(torch.empty(size), torch.empty(16_000)) for size in sizes]  # nothing is written: they take no memory yet
+    pins = [pin for _, pin in holes]
+    del holes
+    found.start([])
+    found.limit_bytes = limit_bytes
+    for size in sizes:  # each fits best into the next hole, between two pins
+        torch.ones(size - 5_000)
+        said.append(found.stay_within_limit())
+    return found.peak_bytes / 1e6, sum(map(bool, said))
+
+host.keep_freed_memory()
+print(*peak_mb(int(sys.argv[1]) or None))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_memory_that_is_kept_stays_within_the_plans_limit() -> None:
+    """Alive are 13 MB at a time; what is kept of them is 300 MB."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    peaks_mb = []
+    for limit in ("0", "100000000"):
+        done = subprocess.run(
+            [sys.executable, "-c", FRAGMENTING, limit], env=environment, stdout=subprocess.PIPE, check=True
+        )
+        peak_mb, said = map(float, done.stdout.split())
+        peaks_mb.append(peak_mb)
+        assert said == (limit != "0")
+    assert peaks_mb[0] > 200
+    assert peaks_mb[1] < 100
 
 
 @pytest.mark.parametrize("text", ["", "VmHWM: 12 kB\n"])

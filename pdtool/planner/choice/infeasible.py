@@ -35,7 +35,7 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
         what = f"none of the plans{options.with_replicas} that were found fits with {options.in_flight} in flight"
         return NoPlanError(what, "give fewer, or leave --in-flight out")
     stage = smallest.cost.searched_memory_bytes.index(needed)
-    least = needed + search.profile.reserved_bytes  # which is not in the limit
+    least = needed + search.profile.reserved_for_worker(search.cluster.levels[-1].size)  # which is not in the limit
     recomputing = " with every stage recomputing" if options.recompute else ""
     recompute = "" if options.recompute else ", or leave out --no-recompute"
     return NoPlanError(

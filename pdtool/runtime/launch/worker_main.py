@@ -23,7 +23,7 @@ from pdtool.runtime import worker_end
 from pdtool.runtime.config import RunConfig, assign_ranks
 from pdtool.runtime.groups import PeerErrorContext, check_agreement, check_shared
 from pdtool.runtime.launch.process_group import join_group
-from pdtool.runtime.memory import is_out_of_memory, out_of_memory_error
+from pdtool.runtime.memory import choose_heap, is_out_of_memory, out_of_memory_error
 from pdtool.runtime.status import Status
 from pdtool.runtime.worker.start_worker import start_worker
 
@@ -76,7 +76,7 @@ def run_worker(config: RunConfig, meeting_folder: str = "") -> Report:
     threads = config.threads if config.threads_given else None
     threads = threads or choose_threads(os.environ, config.threads, len(host.usable_cores()), local_workers)
     torch.set_num_threads(threads)
-    host.keep_freed_memory()
+    choose_heap(config, rank)
     random.seed(config.seed)
     if local_workers == world_size:
         use_loopback(os.environ)

@@ -119,6 +119,7 @@ class Worker:
                     case kind:
                         is_update_next = after and (after.stage, after.kind) == (action.stage, ActionKind.UPDATE)
                         replica.backward(action.minibatch, kind, ends_round=bool(is_update_next))  # (4) to (6)
+            self._stay_within_memory()
         for replica in stages.values():
             self._log_loss(epoch, replica.end_phase())
         meter.synchronize()
@@ -146,6 +147,7 @@ class Worker:
                     continue
                 Status.of_this_process.set(f"{action} of the validation after epoch {epoch}")
                 self.stages[action.stage].evaluate(action.minibatch, totals)  # (1) to (3)
+                self._stay_within_memory()
         for replica in self.stages.values():
             replica.end_phase()
         where = f"the validation after epoch {epoch}"
@@ -199,6 +201,10 @@ class Worker:
         progress.validation_losses.append(progress.metrics["loss"])
         for replica in self.stages.values():
             replica.epoch_done(progress.metrics["loss"])
+
+    def _stay_within_memory(self) -> None:
+        if news := self._place.meter.memory.stay_within_limit():
+            sys.stderr.write(f"note: {self._place.assignment} {news}\n")
 
     def _record_updates(self) -> None:
         """Let run.json tell how many updates and samples an epoch has, for whoever shows how far the run is."""

@@ -58,30 +58,30 @@ class Job:
 
 def make(folder: Path, name: str, batch_size: int, *, stages: int = 2, settings: Mapping[str, Any]) -> Job:
     """Profile with one thread, partition, generate."""
+    profile(folder, name, batch_size, settings)
+    options = ("--topology", str(stages), "--straight", "--simplest", "0%")
+    job = planned(folder, name, "plan", "--bandwidth", "16Gbit/s", *options)
+    if len(job.plan.stages) != stages:
+        raise SystemExit(f"{name}: planned {len(job.plan.stages)} stages, wanted {stages}")
+    return job
+
+
+def profile(folder: Path, name: str, batch_size: int, settings: Mapping[str, Any]) -> None:
+    """Profile with one thread, into a new folder."""
     folder.mkdir(parents=True)
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     model = str(MODELS / f"{name}.py")
     pdtool(folder, "profile", model, "--batch-size", str(batch_size), "--threads", "1", *sets, "-o", "profile.json")
-    pdtool(
-        folder,
-        "partition",
-        "profile.json",
-        "--topology",
-        str(stages),
-        "--bandwidth",
-        "16Gbit/s",
-        "--straight",
-        "--simplest",
-        "0%",
-        "-o",
-        "plan.yaml",
+
+
+def planned(folder: Path, name: str, plan: str, *options: str) -> Job:
+    """Partition what `profile` has profiled, and generate; `plan` names the files."""
+    pdtool(folder, "partition", "profile.json", *options, "-o", f"{plan}.yaml")
+    pdtool(folder, "codegen", f"{plan}.yaml", "--model", str(MODELS / f"{name}.py"))
+    bundle = Bundle.load(folder / plan / "bundle.yaml")
+    return Job(
+        name, Plan.load(folder / f"{plan}.yaml"), Profile.load(folder / "profile.json"), bundle, folder / plan, folder
     )
-    pdtool(folder, "codegen", "plan.yaml", "--model", model)
-    plan = Plan.load(folder / "plan.yaml")
-    if len(plan.stages) != stages:
-        raise SystemExit(f"{name}: planned {len(plan.stages)} stages, wanted {stages}")
-    bundle = Bundle.load(folder / "plan" / "bundle.yaml")
-    return Job(name, plan, Profile.load(folder / "profile.json"), bundle, folder / "plan", folder)
 
 
 def pdtool(folder: Path, *arguments: str) -> None:
