@@ -42,7 +42,7 @@ def saved(device, path="profiles/net.json"):
             "4",
             ["--memory", "8GB"],
             8 * GB - 140_000_000,
-            "of 8 GB of memory 140 MB are left for a worker's",
+            "leaving 140 MB of 8 GB of memory for a worker's",
         ),
         (MEASURED_CPU, "2", ["--memory", "8GB"], 8 * GB - 240_000_000, "part of what processes need besides tensors"),
     ],
