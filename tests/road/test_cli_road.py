@@ -135,7 +135,9 @@ def test_a_plan_for_cpus_that_is_run_on_gpus_is_told(road, monkeypatch):
 def test_a_plan_for_gpus_leaves_room_for_what_no_tensor_gets(road):
     partition = ["partition", "--topology", "2", "--straight", "--bandwidth", "1GB/s", "--memory"]
     road.pdtool(*partition, "2GB")
-    assert Plan.load(PLAN).cluster.memory_bytes == 2 * 10**9
+    assert Plan.load(PLAN).cluster.memory_bytes == 2 * 10**9 - Profile.load("profiles/model.json").reserved_for_worker(
+        2
+    )
     road.pdtool("profile", "model.py", "--device", "v100")
     result = road.pdtool(*partition, "2GB")
     assert Plan.load(PLAN).cluster.memory_bytes == 2 * 10**9 - 2**30

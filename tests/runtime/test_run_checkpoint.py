@@ -214,7 +214,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         stages=((CONV1.stages[0][0].replace("Linear(16, 4)", "Linear(16, 5)"), ("x",), ()),),
     )
     with pytest.raises(
-        UsageError, match=r"fc.weight of shape \[5, 16\], the checkpoint .*epoch-1 one of shape \[4, 16\]"
+        UsageError, match=r"fc.weight of shape \[5, 16\], but the checkpoint .*epoch-1 one of shape \[4, 16\]"
     ):
         launch(harness.job(tmp_path / "wider", wider, epochs=2, resume=spec.out))
 

@@ -241,7 +241,9 @@ def test_in_flight_numbers_that_deadlock_are_refused_before_anything_starts(tmp_
 
 def test_inputs_of_another_shape_than_the_stages_take(tmp_path: Path) -> None:
     toy = replace(CONV3, model=CONV3.model.replace("n, 2, 6, 6", "n, 2, 7, 6"))
-    with pytest.raises(PdtoolError, match=r"gives inputs float32\[4, 2, 7, 6\]; the stages take float32\[4, 2, 6, 6\]"):
+    with pytest.raises(
+        PdtoolError, match=r"gives inputs float32\[4, 2, 7, 6\], but the stages take float32\[4, 2, 6, 6\]"
+    ):
         launch(harness.job(tmp_path, toy))
 
 

@@ -105,5 +105,5 @@ def test_samples_of_an_epoch(tmp_path: Path, steps: int | None, drop_last: bool,
 
 
 def test_no_minibatch_left_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="with DROP_LAST the training set of 3 samples has no minibatch of 4; leave"):
+    with pytest.raises(ModelError, match="with DROP_LAST the training set of 3 samples has no minibatch of 4; remove"):
         samples_in_epoch(3, harness.job(tmp_path, CONV1), drop_last=True)

@@ -285,7 +285,9 @@ def test_a_dataset_that_starts_processes_is_told_to_load_in_the_training_process
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_of_another_type_are_told_which_one_is_wanted(tmp_path: Path, workers: int) -> None:
-    message = r"inputs float64\[2, 2\]; the stages take float32\[2, 2\]; let x be float32, as by .to\(torch.float32\)$"
+    message = (
+        r"inputs float64\[2, 2\], but the stages take float32\[2, 2\]; let x be float32, as by .to\(torch.float32\)$"
+    )
     with (
         source(tmp_path, workers, "return torch.ones(2).double(), i") as minibatches,
         pytest.raises(ModelError, match=message),
@@ -304,9 +306,12 @@ def test_more_loader_workers_than_cores_are_nothing_to_warn_of(tmp_path: Path) -
     [
         (
             "os.kill(os.getpid(), signal.SIGKILL) if i == 6 else 0",
-            r"^loader worker \d+ was killed by SIGKILL while minibatch \d of dataset\('train'\) was awaited; if mem",
+            r"^loader worker \d+ was killed by SIGKILL while the run waited for minibatch \d of dataset\('train'\); if mem",
         ),
-        ("os._exit(3) if i == 6 else 0", r"^loader worker \d+ ended with exit status 3 and without a word while mini"),
+        (
+            "os._exit(3) if i == 6 else 0",
+            r"^loader worker \d+ ended with exit status 3 and without a word while the run waited",
+        ),
         ("os.kill(os.getpid(), signal.SIGBUS) if i == 6 else 0", r"was killed by SIGBUS .*; give /dev/shm more room"),
     ],
     ids=["killed", "exit", "bus-error"],
@@ -328,7 +333,9 @@ def test_a_loader_worker_that_has_ended_while_nobody_waited_is_named_too(tmp_pat
         (pid,) = set(children()) - set(before)
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: pid not in children())
-        with pytest.raises(WorkerDiedError, match=f"^loader worker {pid} was killed by SIGKILL while minibatch 0"):
+        with pytest.raises(
+            WorkerDiedError, match=f"^loader worker {pid} was killed by SIGKILL while the run waited for minibatch 0"
+        ):
             minibatches.load(0)
 
 
@@ -449,7 +456,7 @@ def killing(statement: str) -> Toy:
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
-        ("os.kill(os.getpid(), 9)", r"at 0F\d of epoch 1: loader worker \d+ was killed by SIGKILL while minibatch"),
+        ("os.kill(os.getpid(), 9)", r"at 0F\d of epoch 1: loader worker \d+ was killed by SIGKILL while the run"),
         ("os.kill(os.getppid(), 9)", r"(was killed by SIGKILL|died); it was last at "),
     ],
     ids=["a loader worker", "its worker"],

@@ -540,7 +540,7 @@ def test_a_sampler_must_choose_as_many_samples_in_each_epoch(tmp_path):
         config, file, {"train": DatasetSplit(9, Structure.of(()))}, lambda epoch: file.sampler(None, epoch)
     )
     assert data.sample_order(1, 0) == [0]
-    with pytest.raises(ModelError, match=r"^user.py: sampler\(\) gives 2 samples in epoch 2, and 1 in epoch 1; return"):
+    with pytest.raises(ModelError, match=r"^user.py: sampler\(\) gives 2 samples in epoch 2, but 1 in epoch 1; return"):
         data.sample_order(2, 1)
 
 
