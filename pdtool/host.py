@@ -72,8 +72,8 @@ def process_start_s() -> float:
 def joining_freed_memory() -> Iterator[None]:
     """Let glibc, in the processes that are started meanwhile, join freed memory with its free neighbours at once.
 
-    Up to glibc 2.37 the place of a tensor, which is aligned, holds the next one of its size only together with the
-    rests on both sides of it, and the caches for threads keep these apart.
+    Tensors are aligned, so up to glibc 2.37 a freed tensor's memory fits the next one of its size only together with
+    the small pieces on both sides of it. The caches for threads keep these pieces apart.
     """
     if _has_malloc_options():
         yield

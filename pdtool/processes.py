@@ -93,8 +93,8 @@ class WorkerProcesses:
 def start_fork_server(modules: Sequence[str]) -> None:
     """Start the fork server of this process, unless it runs, and let it import these modules.
 
-    It ignores SIGINT, since Ctrl-C reaches it while it imports. Its malloc has no caches for threads, which would hold
-    the rests beside an aligned tensor, so that no tensor of that size finds place there again.
+    It ignores SIGINT, since Ctrl-C reaches it while it imports. Its malloc has no caches for threads, which would keep
+    the memory of large tensors in pieces (`host.joining_freed_memory`).
     """
     multiprocessing.set_forkserver_preload(list(modules))
     is_main = threading.current_thread() is threading.main_thread()

@@ -192,8 +192,8 @@ class CostModel:
 
     def memory_bytes(self, load: StageLoad, replicas: Number, in_flight: Number, recompute: Number = False) -> Number:
         """Bytes on one worker: without a flush one weight version for each minibatch in flight (section 3.3), fewer
-        where a replica has several minibatches in an update."""
-        stage_replicas, first = replicas * self.execution.copies, 0  # what is in flight at the first stage counts not
+        if a replica has several minibatches in an update."""
+        stage_replicas, first = replicas * self.execution.copies, 0  # no policy with formulas asks for the first stage
         interval, policy = self.update_interval(replicas), self.execution.kind.policies[0]
         versions = policy.max_versions(stage_replicas, in_flight, interval, first)
         return self.memory(load, recompute).peak_bytes(versions, in_flight)

@@ -305,12 +305,12 @@ def _timing_event() -> torch.cuda.Event:
 
 
 def measure_scratch_bytes(device: torch.device, work: Callable[[], Any]) -> tuple[Any, Reading]:
-    """Do `work`; return its result and the bytes held at its peak beyond those at its begin and those that it leaves.
+    """Do `work`; return its result and its scratch: the bytes held at its peak, less those that are held anyway.
 
-    A backward frees what its forward has kept for it. The stash counts that, so what is held at the end is no measure
-    of it: it is what was held at the begin and the gradients, if those are more. The reading is 0 where the system does
-    not say. On a CPU resident pages count, which includes what libraries such as oneDNN take for themselves, past
-    torch's allocator; `host.returning_freed_memory` keeps those of freed tensors out.
+    Held anyway is what was held before together with the result, or what is held afterwards, whichever is more. A
+    backward frees what its forward stashed, which is counted as the stash, so after a backward the first is more. The
+    reading is 0 where the system does not say. On a CPU resident pages count, which includes what libraries such as
+    oneDNN take for themselves, past torch's allocator; `host.returning_freed_memory` keeps those of freed tensors out.
     """
     held = torch.cuda.memory_allocated if device.type == "cuda" else _held_on_host
     before = held(device)

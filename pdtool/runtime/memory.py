@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import gc
 import re
+import sys
 from collections.abc import Iterable
 from time import perf_counter
 
@@ -29,10 +30,10 @@ _REMEDY = (
     "profile, or put fewer workers on this machine"
 )
 
-
 _NEAR_LIMIT = 0.8  # the rest is for what one action adds
 _LOOK_S = 0.01  # a look takes as long as a short action
-_LITTLE_ROOM = 0.75  # in use; once memory was kept, what is returned later leaves a third more than that
+# Of the limit. Memory that was kept at first cannot all be returned: about a third more is held than is in use.
+_LITTLE_ROOM = 0.75
 
 
 class PeakMemory:
@@ -115,12 +116,17 @@ class PeakMemory:
 
 
 def choose_heap(config: RunConfig, rank: int) -> None:
-    """Keep freed memory for the next minibatch, unless the plan leaves little room beside what is in use at a time."""
+    """Keep freed memory for the next minibatch, unless the plan leaves little room beside what is in use at a time.
+
+    Returning it is slower, so that is said.
+    """
     limit, predicted, assignments = config.plan.cluster.memory_bytes, config.plan.predicted, assign_ranks(config.plan)
     if limit and predicted and rank < len(assignments):
         stages = config.shape.stages_on_same_workers(assignments[rank].stage)
-        if sum(predicted.memory_bytes[s] for s in stages) > _LITTLE_ROOM * limit:
+        if (needed := sum(predicted.memory_bytes[s] for s in stages)) > _LITTLE_ROOM * limit:
             host.return_freed_memory()
+            what = f"the plan has {format_bytes(limit)} for it, and predicts {format_bytes(needed)}"
+            sys.stderr.write(f"note: {assignments[rank]} returns freed memory at once, which is slower: {what}\n")
             return
     host.keep_freed_memory()
 

@@ -316,7 +316,7 @@ def test_freed_memory_is_kept_unless_the_environment_says_otherwise(monkeypatch:
 
 @pytest.mark.parametrize(("limit_bytes", "chosen"), [(None, "keep"), (400, "keep"), (399, "return"), (100, "return")])
 def test_freed_memory_is_kept_only_where_the_plan_leaves_room(
-    monkeypatch: pytest.MonkeyPatch, limit_bytes: int | None, chosen: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], limit_bytes: int | None, chosen: str
 ) -> None:
     """A third more than what is predicted for the worker's stages, of which it has two here: 100 and 200 bytes."""
     done: list[str] = []
@@ -328,6 +328,7 @@ def test_freed_memory_is_kept_only_where_the_plan_leaves_room(
     shape = SimpleNamespace(stages_on_same_workers=lambda stage: range(stage, 4, 2))
     memory.choose_heap(SimpleNamespace(plan=plan, shape=shape), 0)  # type: ignore[arg-type]
     assert done == [chosen]
+    assert ("returns freed memory at once, which is slower" in capsys.readouterr().err) == (chosen == "return")
 
 
 FREEING = """

@@ -168,8 +168,10 @@ class _Selection:
         self._shortlist = []
 
     def add_plans_with_freer_links(self) -> None:
-        """Add plans that would be the fastest but for links that several stages share, which the formulas take to be
-        wide enough, with their borders moved to where these links carry less."""
+        """Move the borders of plans that only shared links make slow to where these links carry less, and add them.
+
+        The formulas take each link for itself: by them these plans are faster than any that was simulated.
+        """
         slow = [entry for entry in self._passed_over if entry[1].time_per_minibatch_s < self.fastest_s]
         of_each_configuration = {plan.placement.workers: (bound_s, plan) for bound_s, plan in reversed(slow)}
         for bound_s, plan in sorted(of_each_configuration.values(), key=_by_bound)[:_MAX_FREED]:
