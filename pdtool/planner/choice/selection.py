@@ -172,8 +172,11 @@ class _Selection:
 
         The formulas take each link for itself: by them these plans are faster than any that was simulated.
         """
-        slow = [entry for entry in self._passed_over if entry[1].time_per_minibatch_s < self.fastest_s]
-        of_each_configuration = {plan.placement.workers: (bound_s, plan) for bound_s, plan in reversed(slow)}
+        of_each_configuration = {
+            plan.placement.workers: (bound_s, plan)
+            for bound_s, plan in reversed(self._passed_over)
+            if len(plan.placement.stages) > 1 and plan.time_per_minibatch_s < self.fastest_s
+        }
         for bound_s, plan in sorted(of_each_configuration.values(), key=_by_bound)[:_MAX_FREED]:
             borders, moved, freest_s = _Borders(self.search, Selected(plan, None, bound_s)), [], math.inf
             while bound_s < freest_s:
