@@ -29,7 +29,7 @@ DEMO_NETWORK := profiles/demo-vgg16.json plans/demo-vgg16-4.yaml runs/demo-vgg16
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help venv test test-all test-models check check-lowest fuzz demo demo-network bench-road bench-planner bench-choice bench-runtime bench-startup bench-transport bench-memory bench-long-run reproduce reproduce-quick soak chaos gpu-check browser-check examples docs pictures clean
+.PHONY: help venv test test-all test-models check check-lowest fuzz demo demo-network bench-road bench-planner bench-choice bench-runtime bench-startup bench-transport bench-memory bench-long-run bench-long-epochs reproduce reproduce-quick soak chaos gpu-check browser-check examples docs pictures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -115,6 +115,9 @@ bench-memory: $(STAMP) ## compare predicted and measured memory of five models (
 
 bench-long-run: $(STAMP) ## measure whether a run of 20,000 updates slows down (three minutes)
 	$(BIN)/python tests/bench/bench_long_run.py
+
+bench-long-epochs: $(STAMP) ## time the start of epochs of up to 10^8 samples (a minute)
+	$(BIN)/python tests/bench/bench_long_epochs.py
 
 soak: $(STAMP) ## train for 2,000 updates on four workers, twice, and compare memory and results
 	$(BIN)/python tests/bench/soak.py

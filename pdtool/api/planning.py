@@ -27,12 +27,12 @@ from pdtool.artifacts.cluster import Cluster, ClusterFile, make_cluster, parse_t
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.text_formats import has_comments
-from pdtool.errors import ArtifactError, UsageError
+from pdtool.errors import ArtifactError, NoPlanError, UsageError
 from pdtool.files import read_text
 from pdtool.options.declaration import read_options
 from pdtool.options.plan_options import INNER_BANDWIDTH, OUTER_BANDWIDTH, PartitionOptions
 from pdtool.options.simulate_options import SimulateOptions
-from pdtool.planner.choice.make_plan import make_plan
+from pdtool.planner.choice.make_plan import make_plan, with_fastest_size
 from pdtool.planner.choice.strategies import planner_asked_for
 from pdtool.planner.search.search import SearchOptions
 from pdtool.units import format_bytes, parse_bandwidth, parse_bytes, parse_seconds
@@ -42,12 +42,13 @@ if TYPE_CHECKING:
     from pdtool.planner.choice.comparison import SimulatedPlan
     from pdtool.planner.choice.plan_check import Finding
 
+_ALIKE = ("model", "graph_sha256", "device", "precision", "compiled")  # of profiles whose times are compared
 NO_LIMIT = "none"  # what --memory takes besides a size
 
 
 @unchanged_caller()
 def partition(
-    profile: Profile | Path | str,
+    profile: Profile | Path | str | Sequence[Path | str],
     *,
     topology: str | None = None,
     cluster: Path | str | None = None,
@@ -64,7 +65,8 @@ def partition(
     """Divide a profiled model into stages for the fastest pipeline on a cluster.
 
     Args:
-        profile: the profile, or the path of its file.
+        profile: the profile, or the path of its file; with `samples_per_update` the paths of several, which were
+            measured with other batch sizes: the plan is for the fastest of these.
         topology: sizes of the cluster's nested levels, the outermost first, as "4x4".
         cluster: a file that `pdtool probe` wrote, in place of `topology`, `bandwidth` and `latency`.
         bandwidth: of one link of each level, in bits or bytes per second, as "10Gbit/s,12GB/s".
@@ -81,15 +83,19 @@ def partition(
         the plan; `plan.predicted` has seconds per minibatch, and bytes of memory of each stage.
 
     Raises:
-        UsageError: the options make no sense together, or on this cluster.
+        UsageError: the options make no sense together, or on this cluster; or the profiles cannot be compared.
         ArtifactError: a file cannot be read.
         NoPlanError: no plan fits the memory, the pins or the number of operators.
     """
     given = {"topology": topology, "cluster": optional_text(cluster), "bandwidth": bandwidth, "latency": latency}
     given |= {"memory": memory, "strategy": strategy, "replicas": replicas, "schedule": schedule}
     asked = read_options("partition", PartitionOptions, given | {"microbatches": microbatches} | options)
-    path = path_of_profile(profile, "-") if isinstance(profile, Profile) else str(profile)
-    plan = PlanRequest.read(path, asked).plan()
+    if isinstance(profile, Profile):
+        profile = path_of_profile(profile, "-")
+    paths = [profile] if isinstance(profile, Path | str) else list(profile)
+    if not paths:
+        raise UsageError("no profile is given", "give the path of one, or of several of the same model")
+    plan = planned_for([str(path) for path in paths], asked)
     target = optional_text(output) or default_plan_path(plan)
     keep_edits(target)
     plan.save(target)
@@ -184,15 +190,69 @@ class PlanRequest:
             ArtifactError: the profile or the cluster's file cannot be read.
         """
         cluster = _cluster(asked)
-        planner = planner_asked_for(asked)
-        profile = Profile.load(path, may_be_pipe=True).sent_as(asked.wire_dtype)
-        search_options = planner.options(asked, cluster.workers, profile.batch_size)
+        return cls._of(path, Profile.load(path, may_be_pipe=True), cluster, asked)
+
+    @classmethod
+    def read_sizes(cls, paths: Sequence[str], asked: PartitionOptions) -> list[PlanRequest]:
+        """Read profiles of one model that were made with several batch sizes, those that divide an update's samples.
+
+        Raises:
+            UsageError: as `read`; or the profiles are not of one model on one device, or none of their sizes divides
+                the samples.
+            ArtifactError: as `read`.
+        """
+        samples, cluster = asked.samples_per_update, _cluster(asked)
+        if samples is None:
+            what = f"{len(paths)} profiles without --samples-per-update, which their batch sizes would have to divide"
+            raise UsageError(what, "give --samples-per-update, or name one profile")
+        profiles = {path: Profile.load(path) for path in paths}
+        first, of_size = profiles[paths[0]], {profile.batch_size: path for path, profile in profiles.items()}
+        for path, profile in profiles.items():
+            if (known := of_size[profile.batch_size]) != path:
+                what = f"{path} and {known} both were made with --batch-size {profile.batch_size}"
+                raise UsageError(what, "name one of them")
+            unlike = [name for name in _ALIKE if getattr(profile, name) != getattr(first, name)]
+            if unlike or profile.graph.names != first.graph.names:
+                what = f"{path} and {paths[0]} cannot be compared: another {(unlike or ['model'])[0]} was profiled"
+                raise UsageError(what, "name profiles that differ in --batch-size only")
+        if not (sizes := sorted(size for size in of_size if samples % size == 0)):
+            what = f"--samples-per-update {samples} is a multiple of none of the batch sizes {sorted(of_size)}"
+            raise UsageError(what, f"profile with a --batch-size that divides {samples}")
+        if left_out := sorted(of_size.keys() - sizes):
+            note(f"leaving out batch sizes {left_out}, which do not divide {samples} samples")
+        return [cls._of(of_size[size], profiles[of_size[size]], cluster, asked) for size in sizes]
+
+    @classmethod
+    def _of(cls, path: str, profile: Profile, cluster: Cluster, asked: PartitionOptions) -> PlanRequest:
+        profile = profile.sent_as(asked.wire_dtype)
+        search_options = planner_asked_for(asked).options(asked, cluster.workers, profile.batch_size)
         cluster = with_worker_memory(cluster, profile, asked.memory)
         return cls(path_of_profile(profile, path), profile, cluster, search_options)
 
     def plan(self) -> Plan:
         """Return the best plan; raises NoPlanError where none fits the memory, the pins or the number of operators."""
         return make_plan(self.profile, self.path, self.cluster, self.options)
+
+
+def planned_for(paths: Sequence[str], asked: PartitionOptions) -> Plan:
+    """Return the best plan for a profile; of several, made with other batch sizes, for the fastest of these.
+
+    Raises:
+        UsageError, ArtifactError: see `PlanRequest.read` and `PlanRequest.read_sizes`.
+        NoPlanError: no plan fits the memory, the pins or the number of operators.
+    """
+    if len(paths) == 1:
+        return PlanRequest.read(paths[0], asked).plan()
+    plans, error = [], None
+    for request in PlanRequest.read_sizes(paths, asked):
+        try:
+            plans.append(request.plan())
+        except NoPlanError as failed:
+            note(f"no plan for minibatches of {request.profile.batch_size}: {failed}")
+            error = error or failed  # of the smallest, which is the last not to fit
+    if not plans and error:
+        raise error
+    return with_fastest_size(plans)
 
 
 def keep_edits(path: str) -> None:

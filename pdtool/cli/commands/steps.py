@@ -37,19 +37,24 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
 
 @command(
     epilog="\b\nExamples:\n  pdtool partition --topology 3\n"
-    "  pdtool partition profiles/vgg16.json --topology 4x4 --bandwidth 10Gbit/s,12GB/s --memory 16GB"
+    "  pdtool partition profiles/vgg16.json --topology 4x4 --bandwidth 10Gbit/s,12GB/s --memory 16GB\n"
+    "  pdtool partition profiles/mine-8.json profiles/mine-32.json --topology 2 --samples-per-update 128"
 )
-@click.argument("profile", required=False)
+@click.argument("profile", nargs=-1)
 @options.options_of(PartitionOptions)
 @options.as_json
 @options.output("File to write; - is stdout.  [default: plans/NAME-TOPOLOGY.yaml]")
-def partition(profile: str | None, asked: PartitionOptions, output: str | None, as_json: bool) -> None:
-    """Divide PROFILE's model into stages for the fastest pipeline."""
+def partition(profile: tuple[str, ...], asked: PartitionOptions, output: str | None, as_json: bool) -> None:
+    """Divide PROFILE's model into stages for the fastest pipeline.
+
+    Give several profiles of the model, made with other batch sizes, and --samples-per-update. The plan is for the
+    fastest of these sizes.
+    """
     from pdtool.api.inputs import candidate, default_plan_path
-    from pdtool.api.planning import PlanRequest, keep_edits
+    from pdtool.api.planning import keep_edits, planned_for
     from pdtool.cli.artifact_views import plan_view
 
-    plan = PlanRequest.read(candidate("profile", profile), asked).plan()
+    plan = planned_for(profile or [candidate("profile", None)], asked)
     path = output or default_plan_path(plan)
     keep_edits(path)
     write_artifact(plan, path, as_json=as_json, view=plan_view(plan), is_named=output is not None)

@@ -204,7 +204,7 @@ def _partition(context: click.Context, profile_path: str, path: str) -> str:
             remedy = "partition to another file with -o and repeat your edits there, or remove this one"
             raise StaleError(path, f"was edited by hand and would be replaced, because {why}", remedy)
     note(f"partition: making {path}: {why_other or why}")
-    context.params |= {"profile": profile_path, "output": path}
+    context.params |= {"profile": (profile_path,), "output": path}
     _invoke(context)
     return path
 

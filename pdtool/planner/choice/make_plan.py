@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
 from pdtool.artifacts.cluster import Cluster
-from pdtool.artifacts.plan import Certificate, FasterPlan, Plan, Predicted, Why
+from pdtool.artifacts.plan import ONE_WORKER, Certificate, FasterPlan, Plan, Predicted, Rival, Why
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.planner.choice.in_flight import with_wanted_in_flight
@@ -73,6 +73,31 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
     )
     figures = _predicted(plan, search.evaluator, chosen.cost, chosen.time_per_minibatch_s, selected.simulated_s)
     return plan.model_copy(update={"asked": options.asked, "why": why, "predicted": figures})
+
+
+def with_fastest_size(plans: Sequence[Plan]) -> Plan:
+    """Return the plan that computes the most samples per second; those for other batch sizes become its rivals, each
+    with the samples per second of its data parallelism and of one worker.
+
+    Args:
+        plans: for profiles with other batch sizes, and for as many samples in an update.
+    """
+    best, *others = sorted(plans, key=lambda plan: -plan.predicted.throughput_samples_per_s if plan.predicted else 0.0)
+    best_why, rivals = best.why or Why(bottleneck=""), []
+    for plan in others:
+        why, figures, size = plan.why or Why(bottleneck=""), plan.predicted, plan.batch_size
+        assert figures
+        own = {"data parallelism": figures.data_parallel_s, ONE_WORKER: why.one_worker_s}
+        rates = [f"{name} {size / time_s:.4g}" for name, time_s in own.items() if time_s]
+        rivals.append(
+            Rival(
+                plan=f"{plan.config} with minibatches of {size}",
+                bottleneck_s=figures.time_s,
+                samples_per_update=figures.samples_per_update,
+                why=", ".join([f"{figures.throughput_samples_per_s:.4g} samples/s", *rates]),
+            )
+        )
+    return best.model_copy(update={"why": best_why.model_copy(update={"rivals": (*best_why.rivals, *rivals)})})
 
 
 def _chunked_plan(profile: Profile, profile_path: str, cluster: Cluster, options: SearchOptions) -> Plan:

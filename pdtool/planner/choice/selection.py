@@ -35,9 +35,9 @@ _LINK_SLOWDOWNS = (1.0, 2.0)
 _LINK_SLOWDOWNS_OF_FLUSH = (1.0, 2.0, 4.0, 8.0)
 # A simulation sees some 32 minibatches of the steady state, and the first and the last may be early or late.
 _SIMULATION_ERROR = 1.01
-# Those with the smallest lower bounds, for each slowdown; many are simulated where that takes milliseconds.
+# Those with the smallest lower bounds, for each slowdown; many are simulated where that takes milliseconds. Of as many
+# configurations borders are moved to where shared links carry less.
 _MIN_PLANS_PER_SEARCH, _PLANS_TIMES_WORKERS = 8, 120
-_MAX_FREED = 8  # plans whose borders are moved to where shared links carry less
 _MAX_MOVES = 8  # places that are tried for a border
 _NEAREST_CUTS = 3  # on each side of a border of a plan that flushes
 _MAX_TRIED_CUTS = 40  # for such a plan
@@ -136,6 +136,7 @@ class _Selection:
     def __init__(self, search: PlanSearch, candidates: Iterable[Candidate]) -> None:
         self.search, self.margin = search, search.options.simplest
         self.fastest_s, self.simulated_plans = math.inf, 0
+        self._most = max(_MIN_PLANS_PER_SEARCH, _PLANS_TIMES_WORKERS // search.workers)
         self._plans: list[_Simulated] = []
         self._passed_over: list[tuple[float, Candidate]] = []
         self._seen: set[Placement] = set()
@@ -155,8 +156,7 @@ class _Selection:
         """
         for execution, slower in product(self.search.options.executions, slowdowns):
             plans = self.search.plans_by_stage_count(execution, bound_s * slower, slower)
-            most = max(_MIN_PLANS_PER_SEARCH, _PLANS_TIMES_WORKERS // self.search.workers)
-            self._shortlist += sorted(self._with_lower_bounds(plans), key=_by_bound)[:most]
+            self._shortlist += sorted(self._with_lower_bounds(plans), key=_by_bound)[: self._most]
 
     def simulate(self) -> None:
         """Simulate the plans of the shortlist that may be chosen, in order of their lower bounds."""
@@ -177,7 +177,7 @@ class _Selection:
             for bound_s, plan in reversed(self._passed_over)
             if len(plan.placement.stages) > 1 and plan.time_per_minibatch_s < self.fastest_s
         }
-        for bound_s, plan in sorted(of_each_configuration.values(), key=_by_bound)[:_MAX_FREED]:
+        for bound_s, plan in sorted(of_each_configuration.values(), key=_by_bound)[: self._most]:
             borders, moved, freest_s = _Borders(self.search, Selected(plan, None, bound_s)), [], math.inf
             while bound_s < freest_s:
                 freest_s = bound_s
