@@ -203,8 +203,9 @@ class _Selection:
             actions += action_count(placement) * placement.used_workers
             if actions > _MAX_ACTIONS_MOVED:
                 break
-            borders = _Borders(self.search, Selected(plan.candidate, None, plan.time_s))
-            moves = (move for border in borders.inner for move in borders.neighbours(plan.candidate, border))
+            usual = self.search.evaluator.place(placement.stages, placement.workers, placement.execution)
+            borders = _Borders(self.search, Selected(usual, None, plan.time_s))
+            moves = (move for border in borders.inner for move in borders.neighbours(usual, border))
             self._shortlist = self._with_lower_bounds(moves)
             self.simulate()
 
