@@ -169,3 +169,27 @@ def test_a_number_that_cannot_be_chosen_is_refused(asked, match):
     asked = PartitionOptions(in_flight=3, **asked)
     with pytest.raises(UsageError, match=match):
         PLANNERS[asked.strategy].options(asked, 3)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "2bw"])
+def test_the_borders_of_a_schedule_without_formulas_are_its_own(schedule):
+    """No other border of two stages is faster under it. The schedule that its plans come from may have another one."""
+    moved = 0
+    for seed in range(12):
+        profile, cluster = network(random.Random(seed), 2)
+        microbatches = 4 if SCHEDULES[schedule].flushes else 1
+        options = SearchOptions(schedule=schedule, microbatches=microbatches, replicas=(1, 1))
+        plan = make_plan(profile, "p", cluster, options)
+        origin = make_plan(profile, "p", cluster, replace(options, schedule=SCHEDULES[schedule].planned_as.name))
+        moved += origin.stages[0].nodes != plan.stages[0].nodes
+        names = [name for name in profile.graph.names if name not in {n.name for n in profile.nodes if n.op == "input"}]
+        chosen = Placement.of(plan, profile)
+        for size in range(1, len(names)):
+            inputs = [name for name in profile.graph.names if name not in names]
+            stages = ((*inputs, *names[:size]), tuple(names[size:]))
+            if any(profile.graph.stage_faults(stages)):
+                continue
+            other = replace(chosen, stages=stages)
+            time_s = steady_state_s(other, profile, cluster)
+            assert plan.predicted.simulated_s <= time_s * MARGIN, f"seed {seed}: {names[size]}, {time_s} s"
+    assert moved

@@ -8,10 +8,11 @@ simulation. If no formulas cover its schedule, they come from the simulation alo
 from __future__ import annotations
 
 import logging
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from statistics import fmean
 from typing import Any
 
@@ -21,7 +22,7 @@ from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.planner.choice.in_flight import with_wanted_in_flight
 from pdtool.planner.choice.infeasible import explain_infeasible
-from pdtool.planner.choice.selection import Selected
+from pdtool.planner.choice.selection import Selected, with_moved_borders
 from pdtool.planner.choice.strategies import PLANNERS
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, Evaluator, PlanCost, samples_per_update
@@ -29,13 +30,14 @@ from pdtool.planner.search.cuts import unbroken_groups
 from pdtool.planner.search.layouts import MAX_WORKERS_PER_COPY
 from pdtool.planner.search.search import PlanSearch, SearchOptions
 from pdtool.planner.simulator.engine import simulate, steady_state_s
-from pdtool.planner.simulator.job import SimulationJob
+from pdtool.planner.simulator.job import SimulationJob, action_count
 from pdtool.planner.stage_costs import tied_bytes
 from pdtool.schedule import SCHEDULES, STRATEGIES, ExecutionConfig
 from pdtool.units import bytes_option, format_bytes, format_seconds
 
 MICROBATCHES_PER_STAGE = 4  # in one update of GPipe: its paper's advice (NeurIPS'19, section 2.3)
 _TIGHTENED = 6  # searches with less and less memory, for a plan that is run under another schedule
+_MAX_ACTIONS = 500_000  # times workers, of the simulations of a plan with other cuts: about a second
 _MIN_GAIN = 0.0005  # of the time per minibatch: a smaller one rounds to 0.0%
 _LOG = logging.getLogger(__name__)
 
@@ -122,22 +124,50 @@ def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, opt
     assert kind.planned_as
     straight = options.straight or (kind.equal_replicas and options.replicas is None)
     searched = replace(options, schedule=kind.planned_as.name, straight=straight)
-    changes = {"schedule": kind.name, "weights": kind.policy_names[0], "strategy": options.strategy}
+    changes: dict[str, Any] = {"schedule": kind.name, "weights": kind.policy_names[0], "strategy": options.strategy}
+    changes["asked"] = options.asked
 
     def plan_within(memory_bytes: int | None) -> Plan:
         found = make_plan(profile, profile_path, replace(cluster, memory_bytes=memory_bytes), searched)
-        return reschedule(found.model_copy(update={"cluster": cluster}), profile, {**changes, "asked": options.asked})
+        return reschedule(found.model_copy(update={"cluster": cluster}), profile, changes)
 
     plan, memory_bytes = plan_within(cluster.memory_bytes), cluster.memory_bytes or 0
     for _ in range(_TIGHTENED):
         if (lacking_bytes := _lacking_bytes(plan)) <= 0:
-            return plan
+            return _with_own_cuts(plan, profile, PlanSearch(profile, cluster, searched), changes)
         memory_bytes -= lacking_bytes
         try:
             plan = plan_within(max(1, memory_bytes))
         except NoPlanError:
             break
     raise _does_not_fit(plan, profile)
+
+
+def _with_own_cuts(plan: Plan, profile: Profile, search: PlanSearch, changes: Mapping[str, Any]) -> Plan:
+    """Return the plan of a schedule without formulas with its borders moved to cuts near by, for as long as that makes
+    it faster in the simulation.
+
+    Args:
+        search: for plans of the schedule whose stages it got.
+        changes: that make its plan of one of these.
+    """
+    placement, is_faster = Placement.of(plan, profile), True
+    tries = _MAX_ACTIONS // (action_count(placement) * placement.used_workers)
+    (execution,) = search.options.executions
+    while is_faster:
+        placement, is_faster = Placement.of(plan, profile), False
+        searched = search.evaluator.place(placement.stages, placement.workers, execution)
+        for moved in islice(with_moved_borders(search, searched), tries):
+            tries -= 1
+            other = reschedule(moved.placement.to_plan(profile, plan.profile, plan.cluster), profile, changes)
+            if _lacking_bytes(other) <= 0 and _time_s(other) < _time_s(plan) * (1 - _MIN_GAIN):
+                plan, is_faster = other, True
+                break
+    return plan
+
+
+def _time_s(plan: Plan) -> float:
+    return plan.predicted.time_s if plan.predicted else math.inf
 
 
 def _lacking_bytes(plan: Plan) -> int:

@@ -185,10 +185,9 @@ class _Selection:
             if len(plan.placement.stages) > 1 and plan.time_per_minibatch_s < self.fastest_s
         }
         for bound_s, plan in sorted(of_each_configuration.values(), key=_by_bound)[: self._most]:
-            borders, moved, freest_s = _Borders(self.search, Selected(plan, None, bound_s)), [], math.inf
+            moved, freest_s = [], math.inf
             while bound_s < freest_s:
-                freest_s = bound_s
-                moves = (move for border in borders.inner for move in borders.neighbours(plan, border))
+                freest_s, moves = bound_s, with_moved_borders(self.search, plan)
                 moved += self._with_lower_bounds(m for m in moves if m.time_per_minibatch_s < self.fastest_s)
                 bound_s, plan = min([(bound_s, plan), *moved], key=_by_bound)
             self._shortlist += sorted(moved, key=_by_bound)[:_MIN_PLANS_PER_SEARCH]
@@ -204,9 +203,7 @@ class _Selection:
             if actions > _MAX_ACTIONS_MOVED:
                 break
             usual = self.search.evaluator.place(placement.stages, placement.workers, placement.execution)
-            borders = _Borders(self.search, Selected(usual, None, plan.time_s))
-            moves = (move for border in borders.inner for move in borders.neighbours(usual, border))
-            self._shortlist = self._with_lower_bounds(moves)
+            self._shortlist = self._with_lower_bounds(with_moved_borders(self.search, usual))
             self.simulate()
 
     def selected(self) -> Selected | None:
@@ -276,6 +273,12 @@ def _renumbered(placement: Placement, cluster: Cluster) -> Placement:
 def _by_bound(entry: tuple[float, Candidate]) -> tuple[float, int]:
     bound_s, candidate = entry
     return bound_s, len(candidate.placement.stages)
+
+
+def with_moved_borders(search: PlanSearch, plan: Candidate) -> Iterator[Candidate]:
+    """Yield the plan with each of its borders moved to each of the nearest cuts, as far as it fits."""
+    borders = _Borders(search, Selected(plan, None, plan.time_per_minibatch_s))
+    return (moved for border in borders.inner for moved in borders.neighbours(plan, border))
 
 
 def move_to_faster_cuts(search: PlanSearch, selected: Selected) -> Selected:
