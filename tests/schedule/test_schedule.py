@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.listed_actions import listed, listed_versions
+from reference.schedule_rules import validate
 
 from pdtool.errors import ScheduleError, UsageError
 from pdtool.schedule import (
@@ -28,7 +29,7 @@ from pdtool.schedule import (
     check_executable,
     grid,
 )
-from pdtool.schedule.execution import draw, timeline, validate
+from pdtool.schedule.execution import draw, timeline
 from pdtool.schedule.policies import STASH, VERTICAL_SYNC
 
 
