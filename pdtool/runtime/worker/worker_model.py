@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -124,14 +124,9 @@ def _stage_tensors(model: nn.Module, bundle: Bundle, stages: Collection[int]) ->
         used = {id(state.get(name)) for stage in bundle.stages for name in (*stage.parameters, *stage.buffers)}
         tensors += [tensor for tensor in model.state_dict(keep_vars=True).values() if id(tensor) not in used]
     for path in (path for s in stages for path in bundle.stages[s].opaque):
-        tensors += _tensors_inside(model.get_submodule(path))
+        for inner in model.get_submodule(path).modules():  # what it holds in lists and dicts as well
+            tensors += tensors_in(dict(vars(inner)))
     return tensors
-
-
-def _tensors_inside(module: nn.Module) -> Iterator[Tensor]:
-    """All tensors that a module and those in it hold, in lists and dicts as well."""
-    for inner in module.modules():
-        yield from tensors_in(dict(vars(inner)))
 
 
 def _allocated(model: nn.Module) -> nn.Module:
