@@ -25,7 +25,7 @@ def check_executable(kind: ScheduleKind, shape: PipelineShape) -> None:
             text holds the grid with the first fault marked, and says which numbers in flight would not.
     """
     lists = kind.build(shape, shape.representative_minibatches)
-    versions = shape.weights.forward_versions(lists, shape.replicas)
+    versions = shape.weights.forward_versions(lists, shape.replicas, shape.update_every)
     try:
         for worker, actions in enumerate(lists):
             tracker = StashTracker(versions[worker], stashing=shape.weights.stashes)
@@ -181,7 +181,7 @@ def _deadlock(
 def gradient_delays(kind: ScheduleKind, shape: PipelineShape) -> list[int]:
     """Return for each stage the most updates between a forward's weights and the same minibatch's backward."""
     lists = kind.build(shape, shape.representative_minibatches)
-    versions = shape.weights.forward_versions(lists, shape.replicas)
+    versions = shape.weights.forward_versions(lists, shape.replicas, shape.update_every)
     delays = [0] * len(shape.replicas)
     for worker_versions, actions, (stage, _) in zip(versions, lists, shape.stage_replicas(), strict=True):
         tracker = StashTracker(worker_versions)

@@ -21,7 +21,7 @@ def validate(lists: Sequence[Actions], shape: PipelineShape, minibatches: int) -
     stage_replicas = list(shape.stage_replicas())
     if len(lists) != len(stage_replicas):
         raise ScheduleError(f"{len(lists)} action lists for {len(stage_replicas)} workers")
-    versions = shape.weights.forward_versions(lists, shape.replicas)
+    versions = shape.weights.forward_versions(lists, shape.replicas, shape.update_every)
     for worker, (actions, (stage, replica)) in enumerate(zip(lists, stage_replicas, strict=True)):
         validator = _WorkerValidator(shape, stage, replica, minibatches, actions, versions[worker])
         for position, action in enumerate(actions):
