@@ -15,10 +15,10 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import AnyStr, BinaryIO
+from typing import BinaryIO
 
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.units import format_bytes
@@ -40,10 +40,11 @@ def read_text(path: Path | str, remedy: str = "", *, may_be_pipe: bool = False) 
         ArtifactError: it cannot be read; with the remedy.
     """
     try:
-        if str(path) == "-":
-            return _checked_size(path, sys.stdin.read(MAX_FILE_BYTES + 1))
-        with _opened(Path(path), may_be_pipe) as file:
-            return _checked_size(path, file.read(MAX_FILE_BYTES + 1)).decode("utf-8-sig")
+        with nullcontext(sys.stdin.buffer) if str(path) == "-" else _opened(Path(path), may_be_pipe) as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise _too_large(path)
+        return content.decode("utf-8-sig")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ArtifactError(path, f"cannot be read ({reason})", remedy) from error
@@ -64,12 +65,6 @@ def _opened(path: Path, may_be_pipe: bool) -> BufferedReader:
     if status.st_size > MAX_FILE_BYTES:
         raise _too_large(path)
     return path.open("rb")
-
-
-def _checked_size(path: Path | str, content: AnyStr) -> AnyStr:
-    if len(content) > MAX_FILE_BYTES:
-        raise _too_large(path)
-    return content
 
 
 def _too_large(path: Path | str) -> ArtifactError:

@@ -1,7 +1,8 @@
 """Processes of workers: started one by one, listened to together, and ended together.
 
-Those of `run` and `probe` come from a fork server that has torch imported; `emulate` forks its own. What a worker sends
-through its pipe, and how it ended, is all that is known of it here.
+Those of `run` and `probe` come from a fork server that has torch imported; `emulate` spawns a process that has the
+links, and forks its own from that. What a worker sends through its pipe, and how it ended, is all that is known of it
+here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class WorkerProcesses:
     """The workers that this process has started. At the end of a `with` block all of them are gone.
 
     Args:
-        method: how multiprocessing starts them, `forkserver` or `fork`.
+        method: how multiprocessing starts them: `forkserver`, `fork` or `spawn`.
 
     Attributes:
         processes, pipes: by rank.

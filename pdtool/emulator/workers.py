@@ -6,7 +6,6 @@ that was asked to emulate ends the switch, and that the workers; with the last o
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -49,31 +48,26 @@ def links_of(cluster: Cluster) -> Iterator[Callable[[RunConfig], None]]:
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or torch warns that addresses have no names
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a process with threads cannot enter a user namespace
-    context = multiprocessing.get_context("spawn")
-    pipe, pipe_of_switch = context.Pipe()
-    arguments = (pipe_of_switch, cluster, os.getpid(), dict(os.environ))
-    switch = context.Process(target=_switch_main, args=arguments, name="switch")
-    with safe_path(), pipe_of_switch:
-        switch.start()
+    with WorkerProcesses("spawn") as processes:
+        environment = dict(os.environ)
+        with safe_path():
+            pid = processes.start(0, _switch_main, cluster, os.getpid(), environment)
+        switch, pipe = processes.processes[0], processes.pipes[0]
 
-    def wait_for(what: str, timeout_s: float | None) -> None:
-        late = PdtoolError(f"{what} did not come within {timeout_s} s", "check whether the machine is overloaded")
-        _receive(pipe, switch, timeout_s, late, f"the process that holds {what} ended with {{}}")
+        def wait_for(what: str, timeout_s: float | None) -> None:
+            late = PdtoolError(f"{what} did not come within {timeout_s} s", "check whether the machine is overloaded")
+            _receive(pipe, switch, timeout_s, late, f"the process that holds {what} ended with {{}}")
 
-    def run(config: RunConfig) -> None:
-        pipe.send(config)
-        wait_for("the workers", None)
+        def run(config: RunConfig) -> None:
+            pipe.send(config)
+            wait_for("the workers", None)
 
-    try:
-        wait_for("the links of the pretend cluster", _START_TIMEOUT_S)
-        yield run
-    finally:
-        assert switch.pid  # 0 is the group of this process
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(switch.pid, signal.SIGKILL)
-        switch.kill()
-        switch.join()
-        pipe.close()
+        try:
+            wait_for("the links of the pretend cluster", _START_TIMEOUT_S)
+            yield run
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
 
 
 def _receive(pipe: Connection, process: BaseProcess, timeout_s: float | None, late: PdtoolError, ended: str) -> None:

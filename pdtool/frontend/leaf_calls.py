@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from pdtool.errors import TraceError
 from pdtool.frontend.leaf_modules import is_leaf
-from pdtool.frontend.model_io import ModelInputs, register_containers
+from pdtool.frontend.model_io import ModelInputs, register_containers, tensors_in
 
 _LIBRARY = torch.library.Library("pdtool", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("leaf(int number, Tensor[] tensors) -> Tensor[]")  # type: ignore[no-untyped-call]
@@ -77,7 +77,7 @@ class LeafCall:
     def as_operator(self) -> Any:
         """Call `pdtool::leaf` in its place, and return what it returns; it is kept in `calls`."""
         calls.append(self)
-        outputs = torch.ops.pdtool.leaf(len(calls) - 1, _tensors_in(self.arguments))
+        outputs = torch.ops.pdtool.leaf(len(calls) - 1, tensors_in(self.arguments))
         return pytree.tree_map_only(int, outputs.__getitem__, self.result)
 
 
@@ -164,7 +164,7 @@ def _recorded(model: nn.Module, paths: Collection[str], minibatch: ModelInputs) 
     recorded: list[RecordedCall] = []
 
     def call(path: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        inputs = _tensors_in((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         before = [t.detach().clone() for t in inputs]
         versions = [t._version for t in inputs]
         result = forward(*args, **kwargs)
@@ -198,14 +198,10 @@ def _is_same(tensor: Tensor, other: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or torch.equal(tensor.nan_to_num(), other.nan_to_num())
 
 
-def _tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def _indexed(result: Any) -> tuple[Any, list[Tensor]]:
     """What a module returned as a pytree of indices into its tensors, and these tensors."""
     indices = count()
-    return pytree.tree_map(lambda o: next(indices) if isinstance(o, Tensor) else None, result), _tensors_in(result)
+    return pytree.tree_map(lambda o: next(indices) if isinstance(o, Tensor) else None, result), tensors_in(result)
 
 
 @contextmanager

@@ -92,6 +92,11 @@ def tensors_of(output: Any) -> list[Tensor]:
     return [leaf for _, leaf in named_leaves(output, "output") if isinstance(leaf, Tensor)]
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested containers that torch's pytrees know."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def register_containers(value: Any) -> None:
     """Make the dataclasses and subclasses of dict in `value` known to torch's pytrees."""
     kind = type(value)

@@ -17,8 +17,8 @@ _RUNNING, _CHUNKED = schedule_names(lambda kind: not kind.flushes, "and"), sched
 ORDER_OF_WORK = f"Order of work. {_RUNNING} never stop, and keep old weights. The others empty the pipeline to update"
 MICROBATCHES = "Minibatches in one update of a flushing schedule."
 MAX_MINIBATCHES = 10_000  # in an update; more is a slip
-# What `--wire-dtype` may be -> the bytes in messages between stages of so many of a float32 tensor; how it is packed,
-# runtime/messages/wire_formats.py says.
+# What `--wire-dtype` may be -> the bytes in messages between stages of so many of a float32 tensor; how it is sent,
+# runtime/messages/routes.py says.
 WIRE_BYTES: dict[str, Callable[[int], int]] = {
     "fp32": lambda size_bytes: size_bytes,
     "fp16": lambda size_bytes: size_bytes // 2,

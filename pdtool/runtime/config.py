@@ -94,9 +94,3 @@ def assign_ranks(plan: Plan) -> list[RankAssignment]:
     stages = plan.stages[: plan.pipeline_depth]
     used = sorted((worker, s, k) for s, stage in enumerate(stages) for k, worker in enumerate(stage.workers))
     return [RankAssignment(rank, *entry) for rank, entry in enumerate(used)]
-
-
-def ranks_of_stage(assignments: list[RankAssignment], stage: int) -> list[int]:
-    """Return the ranks of a stage's replicas, in the order of the replicas."""
-    replicas = (a for a in assignments if a.stage == stage)
-    return [a.rank for a in sorted(replicas, key=lambda a: a.replica)]

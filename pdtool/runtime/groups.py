@@ -32,7 +32,7 @@ from pdtool.files import file_sha256, open_in_place
 from pdtool.frontend.user_code import find_source
 from pdtool.options.declaration import declared
 from pdtool.options.run_options import RunOptions
-from pdtool.runtime.config import RunConfig, assign_ranks, ranks_of_stage
+from pdtool.runtime.config import RunConfig, assign_ranks
 from pdtool.runtime.memory import is_out_of_memory
 from pdtool.runtime.status import ANY_PEER, PeerError, Status
 
@@ -198,11 +198,11 @@ def make_process_groups(config: RunConfig, device: torch.device) -> ProcessGroup
         PeerError: a worker does not come.
     """
     plan, timeout = config.plan, timedelta(seconds=config.timeout_s)
-    assignments = assign_ranks(plan)
+    ranks = {assignment.worker: assignment.rank for assignment in assign_ranks(plan)}
     with PeerErrorContext("the process groups were not made"):
-        world = dist.new_group([a.rank for a in assignments], timeout=timeout, backend="gloo")
+        world = dist.new_group(list(ranks.values()), timeout=timeout, backend="gloo")
         uses_nccl = have_own_devices(all_gather(_nccl_device(device), str, world, "the choice of NCCL or gloo"))
-        members = [ranks_of_stage(assignments, s % plan.pipeline_depth) for s in range(len(plan.stages))]
+        members = [[ranks[worker] for worker in stage.workers] for stage in plan.stages]
         host = [dist.new_group(m, timeout=timeout, backend="gloo") if len(m) > 1 else None for m in members]
         groups = [_nccl_group(m, timeout, device) if len(m) > 1 else None for m in members] if uses_nccl else host
         replicas = [ReplicaGroup(s, members[s], groups[s], host[s], uses_nccl) for s in range(len(members))]

@@ -91,7 +91,7 @@ class WorkerMeter:
         if self._losses:
             (first, start), (last, end) = self._losses[0], self._losses[-1]
             self.epochs.intervals += last - first
-            self.epochs.intervals_s += self.timestamps.seconds_between(start, end)
+            self.epochs.intervals_s += self.timestamps.seconds(end) - self.timestamps.seconds(start)
 
     def action(self, action: Action) -> AbstractContextManager[None]:
         """Return the context that times one action."""
@@ -352,10 +352,6 @@ class HostTimestamps:
         """Return the timestamp itself, in seconds of time.perf_counter."""
         return timestamp
 
-    def seconds_between(self, start: float, end: float) -> float:
-        """Return the seconds from one timestamp to a later one."""
-        return end - start
-
     def synchronize(self) -> None:
         """Wait for nothing: no timestamp is pending."""
 
@@ -392,10 +388,6 @@ class CudaTimestamps:
         if distance_s > _MAX_DISTANCE_S:
             self._origin, self._origin_s, distance_s = timestamp, self._origin_s + distance_s, 0.0
         return self._origin_s + distance_s
-
-    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Return the seconds from one timestamp to a later one, to which the stream has come."""
-        return float(start.elapsed_time(end)) / 1e3
 
     def synchronize(self) -> None:
         """Wait for the device, so that all timestamps can be read."""

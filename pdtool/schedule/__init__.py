@@ -12,40 +12,9 @@ Minibatch i is computed at stage s by replica i mod r[s] (round-robin; PipeDream
 from __future__ import annotations
 
 from pdtool.schedule.action import Action, ActionKind, Actions, grid
-from pdtool.schedule.execution import StashTracker, check_executable, draw, gradient_delays, timeline, validate
+from pdtool.schedule.execution import StashTracker, check_executable, draw, gradient_delays, timeline
 from pdtool.schedule.execution_config import ExecutionConfig
 from pdtool.schedule.kinds import ONE_F_ONE_B, SCHEDULES, ScheduleKind, WorkerActions, schedule_names
 from pdtool.schedule.policies import WEIGHT_POLICIES, ForwardVersions, WeightPolicy
 from pdtool.schedule.shape import PipelineShape, steady_minibatches, steady_run, tied_update_lag
 from pdtool.schedule.strategies import BASELINES, RIVALS, STRAIGHT, STRATEGIES, Strategy
-
-__all__ = [
-    "BASELINES",
-    "ONE_F_ONE_B",
-    "RIVALS",
-    "SCHEDULES",
-    "STRAIGHT",
-    "STRATEGIES",
-    "WEIGHT_POLICIES",
-    "Action",
-    "ActionKind",
-    "Actions",
-    "ExecutionConfig",
-    "ForwardVersions",
-    "PipelineShape",
-    "ScheduleKind",
-    "StashTracker",
-    "Strategy",
-    "WeightPolicy",
-    "WorkerActions",
-    "check_executable",
-    "draw",
-    "gradient_delays",
-    "grid",
-    "schedule_names",
-    "steady_minibatches",
-    "steady_run",
-    "tied_update_lag",
-    "timeline",
-    "validate",
-]

@@ -6,7 +6,7 @@ A policy also says how many versions a stage holds at most, and after how many m
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,9 @@ Number = Any  # one number, or a numpy array of them
 ForwardVersions = dict[tuple[int, int], int]  # the same of several forwards
 
 
-def _newest(workers: Sequence[Iterable[Action]], worker: int, replicas: Sequence[int]) -> Iterator[ForwardVersion]:
+def _newest(
+    workers: Sequence[Iterable[Action]], worker: int, replicas: Sequence[int], update_every: Sequence[int]
+) -> Iterator[ForwardVersion]:
     """Yield the version that is the newest when a forward runs."""
     updates: Counter[int] = Counter()
     for action in workers[worker]:
@@ -29,17 +31,17 @@ def _newest(workers: Sequence[Iterable[Action]], worker: int, replicas: Sequence
 
 
 def _newest_of_first_stage(
-    workers: Sequence[Iterable[Action]], worker: int, replicas: Sequence[int]
+    workers: Sequence[Iterable[Action]], worker: int, replicas: Sequence[int], update_every: Sequence[int]
 ) -> Iterator[ForwardVersion]:
     """Yield the version that the first stage had when the minibatch's forward ran there.
 
     The actions of the first stage are followed as far as this worker has come.
     """
-    first = [_newest(workers, replica, replicas) for replica in range(replicas[0])]
+    first = [_newest(workers, replica, replicas, update_every) for replica in range(replicas[0])]
     stage_replicas = [(s, k) for s, r in enumerate(replicas) for k in range(r)]
     stage, own = stage_replicas[worker]
     at_first: dict[int, int] = {}  # of minibatches of this worker that it has not come to
-    for key, version in _newest(workers, worker, replicas):
+    for key, version in _newest(workers, worker, replicas, update_every):
         _, i = key
         while i not in at_first and (found := next(first[i % replicas[0]], None)):
             (_, j), first_version = found
@@ -49,27 +51,13 @@ def _newest_of_first_stage(
 
 
 def _one_update_late(
-    workers: Sequence[Iterable[Action]], worker: int, replicas: Sequence[int]
+    workers: Sequence[Iterable[Action]], worker: int, replicas: Sequence[int], update_every: Sequence[int]
 ) -> Iterator[ForwardVersion]:
-    """Yield version j - 1 for the minibatches of round j; one round is read ahead, to see which that is."""
-    waiting: dict[tuple[int, int], int | None] = {}  # forwards not yet yielded, in order, and the version of each
-    newest, ended = Counter[int](), defaultdict[int, list[tuple[int, int]]](list)
-    unended: dict[tuple[int, int], int] = {}
+    """Yield version j - 1 for the minibatches of round j, whatever is the newest."""
     for action in workers[worker]:
-        key = action.stage, action.minibatch
         if action.kind is ActionKind.FORWARD:
-            waiting[key], unended[key] = None, newest[action.stage]
-        elif action.kind is ActionKind.UPDATE:
-            newest[action.stage] += 1
-            waiting.update((k, max(0, action.minibatch - 1)) for k in ended.pop(action.stage, ()) if k in waiting)
-            while waiting and (version := waiting[oldest := next(iter(waiting))]) is not None:
-                yield oldest, version
-                del waiting[oldest]
-        elif action.kind.completes_backward:
-            ended[action.stage].append(key)
-            unended.pop(key, None)
-    for key, known in waiting.items():  # of rounds that are never closed
-        yield key, unended.get(key, 0) if known is None else known
+            number = action.minibatch // update_every[action.stage]
+            yield (action.stage, action.minibatch), max(0, number - 1)
 
 
 def total_in_flight(replicas: Sequence[int], in_flight: Sequence[int]) -> int:
@@ -84,7 +72,7 @@ class WeightPolicy:
     Attributes:
         name: in plans, and for `--weights`.
         words: whose weights they are, for help.
-        reads: of (the actions of all workers, the number of one, r of all stages), the version that each of its
+        reads: of (the actions of all workers, the number of one, r and k of all stages), the version that each of its
             forwards reads, in order: how many updates of its stage precede it. Made as it is asked for, from actions
             as far as it must see them.
         max_versions: of (r, w, k, minibatches in flight at all replicas of the first stage), the maximal number of
@@ -95,7 +83,7 @@ class WeightPolicy:
 
     name: str
     words: str
-    reads: Callable[[Sequence[Iterable[Action]], int, Sequence[int]], Iterator[ForwardVersion]] = _newest
+    reads: Callable[[Sequence[Iterable[Action]], int, Sequence[int], Sequence[int]], Iterator[ForwardVersion]] = _newest
     max_versions: Callable[[Number, Number, Number, int], Number]
     intervals: Callable[[Sequence[int], Sequence[int]], list[int]] = lambda r, w: list(r)
     stashes: bool = True
@@ -105,16 +93,18 @@ class WeightPolicy:
         """Whether each forward reads the newest version there is when it runs."""
         return self.reads is _newest
 
-    def forward_versions(self, lists: Sequence[Iterable[Action]], replicas: Sequence[int]) -> list[ForwardVersions]:
+    def forward_versions(
+        self, lists: Sequence[Iterable[Action]], replicas: Sequence[int], update_every: Sequence[int]
+    ) -> list[ForwardVersions]:
         """Return for each worker what `reads` says of all its forwards.
 
         Args:
             lists: the actions of all workers.
-            replicas: r[s], for each stage.
+            replicas, update_every: r[s] and k[s], for each stage.
         """
         versions: list[ForwardVersions] = [{} for _ in lists]
         for worker, own in enumerate(versions):
-            for forward, version in self.reads(lists, worker, replicas):
+            for forward, version in self.reads(lists, worker, replicas, update_every):
                 own.setdefault(forward, version)  # of one that is listed twice the first counts
         return versions
 

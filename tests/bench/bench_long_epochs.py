@@ -51,7 +51,7 @@ def _row(samples: int, schedule: str) -> None:
     order_s, start_s = time.perf_counter() - start_s, time.perf_counter()
     shape = ExecutionConfig.of_schedule(schedule, 4).shape((1, 1))
     workers = SCHEDULES[schedule].worker_actions(shape, len(minibatches))
-    actions, reads = iter(workers[0]), shape.weights.reads(workers, 0, shape.replicas)
+    actions, reads = iter(workers[0]), shape.weights.reads(workers, 0, shape.replicas, shape.update_every)
     next(actions), next(reads), minibatches[0]
     first_s, start_s = time.perf_counter() - start_s, time.perf_counter()
     for _ in islice(actions, 100_000):

@@ -44,9 +44,6 @@ class Told:
         assert self.is_ready(timestamp), "read before the device was there"
         return timestamp
 
-    def seconds_between(self, start: float, end: float) -> float:
-        return end - start
-
     def synchronize(self) -> None:
         self.done = math.inf
         self.waited += 1

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.listed_actions import listed, listed_versions
+from reference.schedule_rules import validate
 
 from pdtool.errors import ScheduleError, UsageError
 from pdtool.schedule import (
@@ -28,7 +29,7 @@ from pdtool.schedule import (
     check_executable,
     grid,
 )
-from pdtool.schedule.execution import draw, timeline, validate
+from pdtool.schedule.execution import draw, timeline
 from pdtool.schedule.policies import STASH, VERTICAL_SYNC
 
 
@@ -96,7 +97,7 @@ def test_actions_made_as_they_are_needed_are_those_listed_before(
     workers, lists = kind.worker_actions(shape, n), listed(kind, shape, n)
     assert [list(actions) for actions in workers] == lists == [list(actions) for actions in workers]
     for worker, expected in enumerate(listed_versions(lists, shape.weights.name)):
-        versions = list(shape.weights.reads(workers, worker, shape.replicas))
+        versions = list(shape.weights.reads(workers, worker, shape.replicas, shape.update_every))
         assert dict(versions) == expected
         forwards = [(a.stage, a.minibatch) for a in lists[worker] if a.kind is ActionKind.FORWARD]
         assert [forward for forward, _ in versions] == forwards
@@ -180,7 +181,7 @@ def test_vertical_sync_reads_what_the_first_stage_read_and_keeps_as_many_version
     shape = ExecutionConfig(weights="vertical-sync").shape((1,) * p)
     lists = SCHEDULES["1f1b"].build(shape, 20)
     for s, (versions, actions) in enumerate(
-        zip(VERTICAL_SYNC.forward_versions(lists, shape.replicas), lists, strict=True)
+        zip(VERTICAL_SYNC.forward_versions(lists, shape.replicas, shape.update_every), lists, strict=True)
     ):
         assert versions == {(s, i): max(0, i - (p - 1)) for i in range(20)}
         tracker, peak_versions = StashTracker(versions), 1
@@ -196,7 +197,7 @@ def test_2bw_is_one_update_late_at_every_stage_and_keeps_two_versions(p: int) ->
     shape = shape_of("2bw", (1,) * p)
     lists = SCHEDULES["2bw"].build(shape, 6 * p)
     for s, (versions, actions) in enumerate(
-        zip(shape.weights.forward_versions(lists, shape.replicas), lists, strict=True)
+        zip(shape.weights.forward_versions(lists, shape.replicas, shape.update_every), lists, strict=True)
     ):
         assert versions == {(s, i): max(0, i // p - 1) for i in range(6 * p)}
         tracker, peak_versions = StashTracker(versions), 1
@@ -224,7 +225,7 @@ def test_a_flush_that_is_none_is_refused() -> None:
 
 def tracked(actions: list[Action]) -> StashTracker:
     """A worker's tracker at the end of its list."""
-    tracker = StashTracker(STASH.forward_versions([actions], [1])[0])
+    tracker = StashTracker(STASH.forward_versions([actions], [1], [1])[0])
     for action in actions:
         tracker.apply(action)
     return tracker
@@ -301,7 +302,7 @@ def test_versions_are_counted_as_they_live(case: tuple[ScheduleKind, PipelineSha
     """At every action: the latest version, and those that minibatches in flight were begun with."""
     kind, shape = case
     for actions in kind.build(shape, n):
-        tracker = StashTracker(STASH.forward_versions([actions], [1])[0])
+        tracker = StashTracker(STASH.forward_versions([actions], [1], [1])[0])
         for action in actions:
             tracker.apply(action)
             live = {version for (stage, _), version in tracker.in_flight.items() if stage == action.stage}

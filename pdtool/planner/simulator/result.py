@@ -104,7 +104,7 @@ class Recorder(NullRecorder):
         replicas = list(job.shape.stage_replicas())
         self.events: list[list[TraceEvent]] = [[] for _ in replicas]
         self.sent_bytes = [0.0] * len(replicas)
-        versions = job.shape.weights.forward_versions(job.lists, job.shape.replicas)
+        versions = job.shape.weights.forward_versions(job.lists, job.shape.replicas, job.shape.update_every)
         self.memory = [WorkerMemory(job, s, own) for (s, _), own in zip(replicas, versions, strict=True)]
 
     def action(self, worker: int, action: Action, start_s: float, length_s: float) -> None:

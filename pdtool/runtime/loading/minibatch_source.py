@@ -113,7 +113,10 @@ class MinibatchSource:
         elif minibatches:
             if not self._keeps_workers:
                 self._iterator, self._processes = iter(()), []  # those of the pass before end
-            self._begin(self._loader, minibatches[0])
+            if not self._processes:  # they are forked now
+                gc.collect()  # what is garbage here may have threads, which they would lack when they collect it
+            iterator: Any = self._answer(partial(iter, self._loader), minibatches[0])
+            self._iterator, self._processes = iterator, iterator._workers
 
     def load(self, minibatch: int) -> LoadedMinibatch:
         """Return a minibatch, the next one of the pass.
@@ -128,13 +131,6 @@ class MinibatchSource:
             self._kill()
             raise loaded
         return loaded
-
-    def _begin(self, loader: DataLoader[Any], first: int) -> None:
-        """Let the loader workers begin with the tasks; start them for the first pass."""
-        if not self._processes:
-            gc.collect()  # what is garbage here may have threads, which a forked process lacks when it collects that
-        iterator: Any = self._answer(partial(iter, loader), first)
-        self._iterator, self._processes = iterator, iterator._workers
 
     def _answer(self, ask: Callable[[], _T], minibatch: int) -> _T:
         """Return what the DataLoader answers when it is asked for a minibatch.

@@ -2,7 +2,10 @@
 
 Edge    one tensor from one stage directly to another, once per minibatch; its gradient comes back the same way
 Route   all edges between two stages in one direction, from one worker to another: one message per minibatch
-Part    one array of a message: a tensor has one part or more (wire_formats.py)
+Part    one array of a message: one tensor, in the dtype in which it travels
+
+         stage                   message                 stage
+    float32 [8, 64]  ──pack──▶  bfloat16 [8, 64]  ──unpack──▶  float32 [8, 64]        --wire-dtype bf16
 
 stage 0, replica 0 ──route: minibatches 0, 2, 4──▶ stage 1, replica 0     edges of both routes: activation "a",
 stage 0, replica 1 ──route: minibatches 1, 3, 5──▶ stage 1, replica 0     labels "the target 0"
@@ -17,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,11 +28,20 @@ from torch import Tensor
 from pdtool.artifacts.bundle import Bundle, TensorSpec
 from pdtool.frontend.model_io import dtype_of
 from pdtool.runtime.groups import Reason
-from pdtool.runtime.messages.wire_formats import Part, WireFormat, format_of
 from pdtool.runtime.status import PeerError
 
 TARGET = "the target"
 Direction = Literal["forward", "backward"]
+# What `--wire-dtype` may be -> how float32 activations and gradients travel between workers. What the formulas charge
+# for it, WIRE_BYTES says (pdtool/options/plan_options.py).
+WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Part(NamedTuple):
+    """One array of a message."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -95,44 +107,47 @@ class Route:
         return f"{self.destination}{'F' if self.direction == 'forward' else 'B'}"
 
     @cached_property
-    def formats(self) -> list[WireFormat]:
-        """How the tensor of each edge travels: within a worker as it is."""
-        wire_dtype = "fp32" if self.is_local else self.wire_dtype
-        return [format_of(edge.tensor, wire_dtype) for edge in self.edges]
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtype of each part; what stays on a worker, or the dataset gives, or is not float32 travels as it is."""
+        float_dtype = WIRE_DTYPES["fp32" if self.is_local else self.wire_dtype]
+        dtypes = [
+            float_dtype if dtype == torch.float32 and edge.tensor.producer >= 0 else dtype
+            for edge, dtype in zip(self.edges, self._edge_dtypes, strict=True)
+        ]
+        return [*dtypes, torch.uint8] if self.has_flags else dtypes
+
+    @cached_property
+    def _edge_dtypes(self) -> list[torch.dtype]:
+        return [dtype_of(edge.tensor) for edge in self.edges]
 
     def parts(self, samples: int) -> list[Part]:
         """Return the parts of the message of a minibatch of `samples`."""
-        tensors = zip(self.edges, self.formats, strict=True)
-        parts = [part for edge, wire in tensors for part in wire.parts(edge.tensor.sizes(samples))]
-        return [*parts, Part((len(self.edges),), torch.uint8)] if self.has_flags else parts
-
-    @cached_property
-    def dtypes(self) -> list[torch.dtype]:
-        """The dtype of each part."""
-        return [part.dtype for part in self.parts(1)]
+        shapes = [edge.tensor.sizes(samples) for edge in self.edges]
+        if self.has_flags:
+            shapes.append((len(self.edges),))
+        return list(map(Part, shapes, self.dtypes))
 
     def pack(self, tensors: Sequence[Tensor | None], samples: int, device: torch.device) -> list[Tensor]:
-        """Return what goes into the parts of a message, without graphs.
+        """Return what goes into the parts of a message, without graphs; it is converted when it is copied there.
 
         Args:
             tensors: of each edge, [samples, ...]; None for a gradient that there is none of: zeros are sent.
             device: where zeros are made.
         """
         parts: list[Tensor] = []
-        for edge, wire, tensor in zip(self.edges, self.formats, tensors, strict=True):
+        for edge, dtype, tensor in zip(self.edges, self._edge_dtypes, tensors, strict=True):
             if tensor is None:
-                tensor = torch.zeros(edge.tensor.sizes(samples), dtype=dtype_of(edge.tensor), device=device)
-            parts += wire.pack(tensor.detach())
+                tensor = torch.zeros(edge.tensor.sizes(samples), dtype=dtype, device=device)
+            parts.append(tensor.detach())
         if self.has_flags:
             parts.append(torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8))
         return parts
 
     def unpack(self, parts: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the tensor of each edge, [samples, ...]; None for one whose flag says that it has no gradient."""
-        left = iter(parts)
-        tensors: list[Tensor | None] = [wire.unpack(left) for wire in self.formats]
+        tensors: list[Tensor | None] = [part.to(dtype) for part, dtype in zip(parts, self._edge_dtypes, strict=False)]
         if self.has_flags:
-            flags = next(left).tolist()
+            flags = parts[-1].tolist()
             return [tensor if is_there else None for tensor, is_there in zip(tensors, flags, strict=True)]
         return tensors
 

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from pdtool.runtime.groups import Reason
 from pdtool.runtime.memory import is_out_of_memory
-from pdtool.runtime.messages.routes import Receiver, Route, Sender
-from pdtool.runtime.messages.wire_formats import Part
+from pdtool.runtime.messages.routes import Part, Receiver, Route, Sender
 
 _HEADER = struct.Struct("<qqq")  # minibatch, slot, bytes
 _SLOT = struct.Struct("=H")

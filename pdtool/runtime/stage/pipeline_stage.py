@@ -19,6 +19,7 @@ from pdtool.errors import ModelError
 from pdtool.frontend import compute_mode
 from pdtool.frontend.compute_mode import computing_in
 from pdtool.frontend.model_rules import check_gradient
+from pdtool.frontend.operators import empty_in_same_place, storage_address
 from pdtool.frontend.random_numbers import OperatorSeeds, is_user_module
 from pdtool.runtime.stage.split_backward import WeightBackward, backward_input, graph_leaves
 from pdtool.runtime.stage.weight_versions import OnGradient, WeightVersion, WeightVersions
@@ -330,7 +331,7 @@ class _LazyCopy:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[int, Tensor] = {}  # by storage
+        self._copies: dict[int, torch.UntypedStorage] = {}  # address of a storage -> its copy
 
     def __call__(self, value: Any) -> Any:
         """Return a copy of a tensor; anything else as it is, a tensor with a graph too."""
@@ -338,21 +339,15 @@ class _LazyCopy:
             return value
         if type(value) is not Tensor or value.layout is not torch.strided or value.is_conj() or value.is_neg():
             return value.clone()
-        storage = value.untyped_storage()._cdata
-        if storage in self._copies:
-            return _over(self._copies[storage].untyped_storage(), value)
-        copied = self._copies[storage] = _copied_when_written(value)
-        return copied
+        address = storage_address(value)
+        if address not in self._copies:
+            self._copies[address] = _copied_when_written(value)
+        return empty_in_same_place(value, self._copies)
 
 
-def _copied_when_written(tensor: Tensor) -> Tensor:
+def _copied_when_written(tensor: Tensor) -> torch.UntypedStorage:
+    """A copy of the memory of a tensor."""
     try:
-        return torch._lazy_clone(tensor)
+        return torch._lazy_clone(tensor).untyped_storage()
     except RuntimeError:
-        return _over(tensor.untyped_storage().clone(), tensor)  # type: ignore[no-untyped-call]
-
-
-def _over(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
-    """A tensor that lies in `storage` where `tensor` lies in its own."""
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return tensor.untyped_storage().clone()  # type: ignore[no-untyped-call,no-any-return]

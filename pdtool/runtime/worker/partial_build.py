@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from pdtool.frontend.model_io import tensors_in
 from pdtool.frontend.operators import storage_address
 
 META = torch.device("meta")
@@ -311,11 +312,6 @@ def draw(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
 def is_random(func: Any) -> bool:
     """Return whether an operator draws from a generator."""
     return torch.Tag.nondeterministic_seeded in func.tags
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors in nested lists, tuples and dicts."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

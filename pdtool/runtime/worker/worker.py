@@ -223,7 +223,7 @@ class Worker:
         for stage, replica in self.stages.items():
             reads = None
             if data.split_name == "train" and not weights.reads_newest:
-                versions = weights.reads(actions, self._number, self._shape.replicas)
+                versions = weights.reads(actions, self._number, self._shape.replicas, self._shape.update_every)
                 reads = (version for (of_stage, _), version in versions if of_stage == stage)
             own = range(self._place.assignment.replica, count, self._shape.replicas[stage])
             replica.begin_phase(data, own, reads)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,10 +25,11 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.errors import ArtifactError, PdtoolError, StaleError, TraceError, describe_error
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.operators import empty_in_same_place, named_state, registered_state
+from pdtool.frontend.model_io import tensors_in
+from pdtool.frontend.operators import empty_in_same_place, first_names, named_state, registered_state
 from pdtool.frontend.user_modules import user_modules_importable
 from pdtool.runtime.groups import PeerErrorContext, ProcessGroups, all_gather
-from pdtool.runtime.worker.partial_build import build_partially, tensors_in
+from pdtool.runtime.worker.partial_build import build_partially
 
 _SMALL_BYTES = 4e9  # of the memory of all stages together
 
@@ -54,8 +55,7 @@ class WorkerModel:
     @cached_property
     def first_names(self) -> dict[str, str]:
         """Name of a parameter or buffer -> its first name in the model, under which optimizer state is saved."""
-        first: dict[int, str] = {}
-        return {name: first.setdefault(id(tensor), name) for name, tensor in registered_state(self.model).items()}
+        return first_names(registered_state(self.model))
 
     @classmethod
     def build(
@@ -124,14 +124,9 @@ def _stage_tensors(model: nn.Module, bundle: Bundle, stages: Collection[int]) ->
         used = {id(state.get(name)) for stage in bundle.stages for name in (*stage.parameters, *stage.buffers)}
         tensors += [tensor for tensor in model.state_dict(keep_vars=True).values() if id(tensor) not in used]
     for path in (path for s in stages for path in bundle.stages[s].opaque):
-        tensors += _tensors_inside(model.get_submodule(path))
+        for inner in model.get_submodule(path).modules():  # what it holds in lists and dicts as well
+            tensors += tensors_in(dict(vars(inner)))
     return tensors
-
-
-def _tensors_inside(module: nn.Module) -> Iterator[Tensor]:
-    """All tensors that a module and those in it hold, in lists and dicts as well."""
-    for inner in module.modules():
-        yield from tensors_in(dict(vars(inner)))
 
 
 def _allocated(model: nn.Module) -> nn.Module:
@@ -183,17 +178,19 @@ def load_stage_module(
     except Exception as error:
         what = f"cannot be used ({describe_error(error)})"
         raise ArtifactError(path, what, "fix it, or write it again with `pdtool codegen`") from error
-    for kind in ("_parameters", "_buffers"):
-        _take_over(module, model, kind, path)
+    _take_over(module, named_state(model), path)
     return module.train()
 
 
-def _take_over(module: nn.Module, model: nn.Module, kind: str, path: Path) -> None:
-    """Replace every entry of `kind` in `module` by the model's of the same name, so that what is tied stays tied."""
+def _take_over(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
+    """Replace parameters and buffers of `module` by those of the same name in `state`, so that what is tied stays tied.
+
+    A tensor that is a mere attribute of the model is a buffer of its stage.
+    """
     for prefix, owner in module.named_modules():
-        for key, value in getattr(owner, kind).items():
+        for key, value in [*owner._parameters.items(), *owner._buffers.items()]:
             name = f"{prefix}.{key}" if prefix else key
-            original = _entry(model, kind, name)
+            original = state.get(name)
             if value is None and original is None:
                 continue
             if _description(value) != _description(original):
@@ -203,19 +200,6 @@ def _take_over(module: nn.Module, model: nn.Module, kind: str, path: Path) -> No
                     "run `pdtool codegen` again",
                 )
             setattr(owner, key, original)  # nn.LSTM makes its list of weights here
-
-
-def _entry(model: nn.Module, kind: str, name: str) -> Tensor | None:
-    """The model's parameter or buffer of this name; a tensor that is a mere attribute is a buffer of its stage."""
-    prefix, _, key = name.rpartition(".")
-    try:
-        owner = model.get_submodule(prefix)
-    except AttributeError:
-        return None
-    value = getattr(owner, kind).get(key)
-    if value is None and kind == "_buffers":
-        value = vars(owner).get(key)
-    return value if isinstance(value, Tensor) else None
 
 
 def _description(value: Tensor | None) -> str:
