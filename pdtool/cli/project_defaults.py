@@ -123,7 +123,7 @@ def _table(path: Path, name: str, values: Any, commands: Mapping[str, click.Comm
 
 def _unknown(path: Path, key: str, what: str, known: Iterable[str]) -> ArtifactError:
     name = key.rpartition(".")[2]
-    remedy = suggestion(name.replace("_", "-"), known, f"choose of {', '.join(known)}")
+    remedy = suggestion(name.replace("_", "-"), known, f"choose from {', '.join(known)}")
     return ArtifactError(path, f"there is no such {what}", remedy, field=printable(key))
 
 

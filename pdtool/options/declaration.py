@@ -107,7 +107,7 @@ def read_options(command: str, options: type[Options], given: Mapping[str, Any])
     read = {}
     for keyword, value in given.items():
         if keyword not in names:
-            hint = suggestion(keyword, names, f"choose of {', '.join(names)}")
+            hint = suggestion(keyword, names, f"choose from {', '.join(names)}")
             raise TypeError(f"{command}() has no option {keyword!r}; {hint}")
         if value is not None:
             name, option = names[keyword]

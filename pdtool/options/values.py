@@ -156,7 +156,7 @@ def rivals(name: str, text: str) -> tuple[str, ...]:
     """Split the names of strategies, of which each is one that plans are compared with."""
     names = tuple(dict.fromkeys(filter(None, text.split(","))))
     if unknown := [each for each in names if each not in RIVALS]:
-        remedy = f"{suggestion(unknown[0], RIVALS)} choose of {', '.join(RIVALS)}".lstrip()
+        remedy = f"{suggestion(unknown[0], RIVALS)} choose from {', '.join(RIVALS)}".lstrip()
         raise UsageError(f"{name} {unknown[0]!r} is no strategy to compare with", remedy)
     return names
 

@@ -47,7 +47,7 @@ def test_an_operator_changed_in_an_imported_module_stops_every_command(importing
     importing.pdtool("run", "--steps", "2")
     importing.write("layers.py", TANH)
     stderr = importing.pdtool("run", "--steps", "2", code=3).stderr
-    assert "model.py: the plan and its stage files were made for other operators than the model has now" in stderr
+    assert "model.py: the model's operators have changed since the plan and its stage files were made" in stderr
     assert "`pdtool check --fresh` shows where they differ" in stderr
     difference = "model.py: operator relu is ReLU in the profile and Tanh in the model"
     stderr = importing.pdtool("codegen", code=3).stderr

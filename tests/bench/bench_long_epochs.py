@@ -1,4 +1,4 @@
-"""How long until a worker's first action, and how much memory, in epochs of 10^4, 10^6 and 10^8 samples? `make bench-long-epochs`
+"""Time until a worker's first action, and its memory, in epochs of 10^4 to 10^8 samples? `make bench-long-epochs`
 
 Each row is a process of its own, which makes what a worker of the first stage of a 1-1 plan in minibatches of 32 makes
 before its first action: the order of the samples, its actions, and the versions that forwards read; then the first

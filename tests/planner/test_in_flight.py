@@ -160,9 +160,15 @@ def test_a_number_that_is_asked_for_is_taken(schedule):
 @pytest.mark.parametrize(
     ("asked", "match"),
     [
-        ({"schedule": "gpipe"}, "schedule gpipe, which has all microbatches of an update in flight; leave --in-flight"),
-        ({"strategy": "gpipe"}, "schedule gpipe, which has all microbatches of an update in flight"),
-        ({"strategy": "model-parallel"}, "--in-flight 3 with --strategy model-parallel, which has a number of its own"),
+        ({"schedule": "gpipe"}, "schedule gpipe keeps all microbatches of an update in flight, .*; leave --in-flight"),
+        (
+            {"strategy": "gpipe"},
+            "schedule gpipe keeps all microbatches of an update in flight, so it excludes --in-flight",
+        ),
+        (
+            {"strategy": "model-parallel"},
+            "--strategy model-parallel fixes its own number, so it excludes --in-flight 3",
+        ),
     ],
 )
 def test_a_number_that_cannot_be_chosen_is_refused(asked, match):
