@@ -261,19 +261,19 @@ def devices_view(devices: Devices) -> Lines:
 
 
 def measured_view(profile: Profile) -> Lines:
-    """List the operators that cost most, what is called whole, and what makes the figures doubtful."""
+    """List the operators that cost most, the opaque modules, and warnings about doubtful figures."""
     return [profile_table(profile, largest=12), *_opaque_modules(profile), *_coverage_warnings(profile)]
 
 
 def _opaque_modules(result: Profile) -> Iterator[str]:
-    """Say which modules are called whole, and why."""
+    """Say which modules are opaque, and why."""
     reasons: dict[str, list[str]] = {}
     for path, why in result.opaque.items():
         reasons.setdefault(why, []).append(path)
     for why, paths in reasons.items():
         names = ", ".join(paths[:5]) + f" and {len(paths) - 5} more" * (len(paths) > 5)
         reason = "as HINTS says" if why == "HINTS" else f"because pdtool cannot see its operators ({why})"
-        yield f"{names}: called whole, and never cut, {reason}"
+        yield f"{names}: opaque, cannot be split, {reason}"
 
 
 def _coverage_warnings(result: Profile) -> Iterator[str]:

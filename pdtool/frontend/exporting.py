@@ -147,7 +147,7 @@ def _even_sizes(whole: Any, number: Any, *, is_count: bool) -> list[Any] | None:
     """The sizes of equal parts, at least two, of a dimension that grows with the minibatch; None for other divisions.
 
     Args:
-        number: number of parts; otherwise `size` of each is given.
+        number: number of parts if `is_count`, else the size of each.
     """
     if not isinstance(whole, torch.SymInt):
         return None

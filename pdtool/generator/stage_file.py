@@ -147,7 +147,7 @@ class StageWriter:
 
     @cached_property
     def _leaf_paths(self) -> list[str]:
-        """The modules that are called whole."""
+        """The opaque modules."""
         return list(dict.fromkeys(op.module for op in self._operators if op.is_module))
 
     @cached_property
@@ -166,7 +166,7 @@ class StageWriter:
         return self.wiring.traced.model.get_submodule(path)
 
     def _construction(self, path: str) -> str:
-        """Return the expression of a module that is called whole."""
+        """Return the expression of an opaque module."""
         return f'model.get_submodule("{path}")' if path in self.opaque else constructor_call(self._module(path))
 
     def _declaration(self, name: str) -> str:

@@ -274,8 +274,8 @@ def test_optimizer_and_loss_are_checked(tmp_path):
     [
         ("{'nosplit': []}", r"HINTS: has unknown keys \['nosplit'\]; use no_split, pin and opaque"),
         ("{1: 2, 'a': 3}", r"HINTS: has unknown keys \[1, 'a'\]"),
-        ("5", r"HINTS: 5 is no dict; write \{"),
-        ("['no_split']", "is no dict"),
+        ("5", r"HINTS: 5 is not a dict; write \{"),
+        ("['no_split']", "is not a dict"),
         ("{'no_split': 'block'}", r'\["no_split"\]: .block. is not a list of module paths; write'),
         ("{'no_split': [1]}", r"\[1\] is not a list of module paths"),
         ("{'pin': ['head']}", r'HINTS\["pin"\]: \[.head.\] is not a dict of module paths and stages'),

@@ -323,7 +323,7 @@ def test_examples_and_loading_times_come_from_the_beginning_of_a_stream(tmp_path
 def test_a_sampler_cannot_choose_from_a_stream(tmp_path: Path) -> None:
     chosen = TEXT + "def sampler(dataset, epoch): return [0]\n"
     with pytest.raises(
-        ModelError, match=r"^user.py:23: sampler\(\) chooses samples by number, and those of a Stream, a"
+        ModelError, match=r"^user.py:23: sampler\(\) chooses samples by number, but the samples of a Stream \(a"
     ):
         loader(tmp_path, chosen)
     assert loader(tmp_path, chosen, "valid").is_stream
