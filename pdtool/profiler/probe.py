@@ -367,6 +367,6 @@ def _probe_as_worker(request: ProbeRequest, environment: Mapping[str, str], on_s
         timeout = timedelta(seconds=2 * request.timeout_s)
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     except RuntimeError as error:
-        raise WorkerDiedError("the workers did not come together", "see that all of them are started") from error
+        raise WorkerDiedError("the workers did not all connect", "check that all of them are started") from error
     cluster = run_probe_worker(request, PrefixStore("probe", store), on_step)
     return cluster if rank == 0 else None

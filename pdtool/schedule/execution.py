@@ -1,7 +1,7 @@
 """Execute action lists on paper: prove that they keep the rules, time them, and draw them.
 
-`validate` takes lists that anybody made. `timeline` computes when each action starts under blocking communication, or
-names the workers that deadlock. `gradient_delays` counts how many updates late the gradients of each stage are.
+`validate` takes lists from any source. `timeline` computes when each action starts under blocking communication, or
+names the workers that deadlock. `gradient_delays` counts how many updates late each stage's gradients are.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pdtool.schedule.shape import PipelineShape
 def validate(lists: Sequence[Actions], shape: PipelineShape, minibatches: int) -> None:
     """Prove that the lists can be executed as a schedule of this shape.
 
-    They are complete, have every minibatch on its replica and all updates in order, keep the bounds on minibatches in
-    flight and weight versions, and do not deadlock.
+    The lists must be complete, have every minibatch on its replica and all updates in order, keep the bounds on
+    minibatches in flight and weight versions, and not deadlock.
 
     Raises:
         ScheduleError: a rule is broken; the text holds the grid with the first fault marked.
@@ -45,7 +45,7 @@ def check_executable(kind: ScheduleKind, shape: PipelineShape) -> None:
     """Build the action lists for filling, steady state and draining, and validate them.
 
     Raises:
-        ScheduleError: the schedule deadlocks or breaks a bound; the text says which numbers in flight would not.
+        ScheduleError: the schedule deadlocks or breaks a bound; the text says which numbers in flight would work.
     """
     minibatches = shape.representative_minibatches
     try:
@@ -60,7 +60,7 @@ class _WorkerValidator:
     """Checks one worker's list action by action.
 
     Attributes:
-        missing: actions that are still to come.
+        missing: actions still to come.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class _WorkerValidator:
         self.expected = frozenset(self.missing)
 
     def fault(self, action: Action) -> str:
-        """Say what is wrong with this action as the next one; empty when nothing is."""
+        """Say why this action cannot come next; "" if it can."""
         if action not in self.missing:
             return "happens twice" if action in self.expected else "does not belong to this worker"
         fault = self._out_of_order(action)
@@ -116,7 +116,7 @@ class _WorkerValidator:
         return f"comes before {missing[0]}" if missing else ""
 
     def _early_update(self, action: Action) -> str:
-        """Say what an update lacks: every backward of its round, or an update before it."""
+        """Say what an update lacks: a backward of its round, or an earlier update."""
         stage, due = action.stage, self.tracker.updates[action.stage]
         every, r = self.shape.update_every[stage], self.shape.replicas[stage]
         first = due * every  # all backwards of earlier rounds are done: their updates were
@@ -141,7 +141,7 @@ class StashTracker:
         in_flight: (stage, minibatch) -> weight version that its forward read.
         updates: updates of each stage so far.
         peak: most minibatches in flight at once, over all stages of the worker.
-        delay: most updates between the version that a forward reads and its backward.
+        delay: most updates between a forward's weight version and its backward.
     """
 
     def __init__(self, forward_versions: ForwardVersions, *, stashing: bool = True) -> None:
@@ -151,7 +151,7 @@ class StashTracker:
         self._forward_versions, self._stashing = forward_versions, stashing
         # (stage, version) -> minibatches that still need the version
         self._users = Counter((stage, version) for (stage, _), version in forward_versions.items())
-        self._old_versions: Counter[int] = Counter()  # of each stage, versions kept besides the newest
+        self._old_versions: Counter[int] = Counter()  # for each stage, versions kept besides the newest
 
     def apply(self, action: Action) -> None:
         """Account for one action; a backward must follow the forward of its minibatch."""
@@ -181,7 +181,7 @@ def timeline(lists: Sequence[Actions], forward: float = 1.0, backward: float = 2
     backward at the stage after, an update for every replica's backwards of its round.
 
     Args:
-        forward, backward: time that each takes; each part of a split backward takes half of it.
+        forward, backward: slots that each takes; each part of a split backward takes half.
 
     Raises:
         ScheduleError: the lists cannot be executed to their end; the text shows where each worker is stuck.
@@ -190,7 +190,7 @@ def timeline(lists: Sequence[Actions], forward: float = 1.0, backward: float = 2
     half = backward / 2
     durations = dict(zip(ActionKind, (forward, backward, half, half, 0.0), strict=True))
     ends: dict[Action, float] = {}
-    ready: dict[Action, float] = {}  # when what each action needs, as far as it was seen, had ended
+    ready: dict[Action, float] = {}  # when the inputs of each action, as far as they were seen, had ended
     starts: list[list[float]] = [[] for _ in lists]
     free = [0.0] * len(lists)
     moved = True
@@ -199,7 +199,9 @@ def timeline(lists: Sequence[Actions], forward: float = 1.0, backward: float = 2
         for worker, actions in enumerate(lists):
             while len(starts[worker]) < len(actions):
                 action = actions[len(starts[worker])]
-                needs = needs_of[action]  # an update's are those of all replicas: each is seen once, not once by each
+                needs = needs_of[
+                    action
+                ]  # an update's inputs are those of all replicas: see each once, not once per replica
                 while needs and needs[-1] in ends:
                     ready[action] = max(ready.get(action, 0.0), ends[needs.pop()])
                 if needs:
@@ -215,7 +217,7 @@ def timeline(lists: Sequence[Actions], forward: float = 1.0, backward: float = 2
 
 
 def _dependencies(lists: Sequence[Actions]) -> dict[Action, list[Action]]:
-    """Return for each action those that must have ended, on any worker, before it starts."""
+    """Return for each action the actions, on any worker, that must end before it starts."""
     last = max((a.stage for actions in lists for a in actions), default=0)
     split = {a.stage for actions in lists for a in actions if a.kind is ActionKind.BACKWARD_INPUT}
     needs: dict[Action, list[Action]] = {}
@@ -272,7 +274,7 @@ def draw(lists: Sequence[Actions], forward: int = 1, backward: int = 2, width: i
 
     Args:
         forward, backward: slots that each takes.
-        width: characters after which a line is cut off.
+        width: characters to cut lines at.
     """
     starts = timeline(lists, forward, backward)
     slots = dict(zip(ActionKind, (forward, backward, backward // 2, backward // 2, 0), strict=True))

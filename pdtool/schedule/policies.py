@@ -1,6 +1,6 @@
-"""Weight policies: the version of the weights that each minibatch is computed with, from the action lists alone.
+"""Weight policies: which weight version each minibatch is computed with, from the action lists alone.
 
-A policy also says how many versions a stage holds at most, and after how many minibatches a stage updates.
+A policy also says how many versions a stage holds at most, and after how many minibatches it updates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ForwardVersions = dict[tuple[int, int], int]  # the same of several forwards
 
 
 def _newest(workers: Sequence[Iterable[Action]], worker: int, replicas: Sequence[int]) -> Iterator[ForwardVersion]:
-    """Yield the version that is the newest when a forward runs."""
+    """Yield the newest version at the time of each forward."""
     updates: Counter[int] = Counter()
     for action in workers[worker]:
         if action.kind is ActionKind.UPDATE:
@@ -33,12 +33,12 @@ def _newest_of_first_stage(
 ) -> Iterator[ForwardVersion]:
     """Yield the version that the first stage had when the minibatch's forward ran there.
 
-    The actions of the first stage are followed as far as this worker has come.
+    It follows the first stage's actions as far as this worker has come.
     """
     first = [_newest(workers, replica, replicas) for replica in range(replicas[0])]
     stage_replicas = [(s, k) for s, r in enumerate(replicas) for k in range(r)]
     stage, own = stage_replicas[worker]
-    at_first: dict[int, int] = {}  # of minibatches of this worker that it has not come to
+    at_first: dict[int, int] = {}  # of this worker's minibatches that it has not reached
     for key, version in _newest(workers, worker, replicas):
         _, i = key
         while i not in at_first and (found := next(first[i % replicas[0]], None)):
@@ -51,7 +51,7 @@ def _newest_of_first_stage(
 def _one_update_late(
     workers: Sequence[Iterable[Action]], worker: int, replicas: Sequence[int]
 ) -> Iterator[ForwardVersion]:
-    """Yield version j - 1 for the minibatches of round j; one round is read ahead, to see which that is."""
+    """Yield version j - 1 for the minibatches of round j; read one round ahead to find j."""
     waiting: dict[tuple[int, int], int | None] = {}  # forwards not yet yielded, in order, and the version of each
     newest, ended = Counter[int](), defaultdict[int, list[tuple[int, int]]](list)
     unended: dict[tuple[int, int], int] = {}
@@ -79,17 +79,17 @@ def total_in_flight(replicas: Sequence[int], in_flight: Sequence[int]) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightPolicy:
-    """Which version of the weights each minibatch is computed with.
+    """Which weight version each minibatch is computed with.
 
     Attributes:
         name: in plans, and for `--weights`.
         words: whose weights they are, for help.
-        reads: of (the actions of all workers, the number of one, r of all stages), the version that each of its
-            forwards reads, in order: how many updates of its stage precede it. Made as it is asked for, from actions
-            as far as it must see them.
-        max_versions: of (r, w, k, minibatches in flight at all replicas of the first stage), the maximal number of
-            versions at one replica of a stage, the newest included. For stashing r, w and k may be arrays.
-        intervals: of (r, w) of all stages, k for each stage, unless another is asked for.
+        reads: function of (the actions of all workers, the number of one, r of all stages) that yields the version that
+            each of its forwards reads, in order: how many updates of its stage precede it. It is lazy and reads no more
+            actions than it must.
+        max_versions: function of (r, w, k, minibatches in flight at all replicas of the first stage) that returns the
+            most versions at one replica of a stage, the newest included. For stashing, r, w and k may be arrays.
+        intervals: function of (r, w) of all stages that returns k for each stage, unless the user asks for another.
         stashes: whether old versions are kept for the backwards that need them.
     """
 
@@ -102,11 +102,11 @@ class WeightPolicy:
 
     @property
     def reads_newest(self) -> bool:
-        """Whether each forward reads the newest version there is when it runs."""
+        """Whether each forward reads the newest version at its time."""
         return self.reads is _newest
 
     def forward_versions(self, lists: Sequence[Iterable[Action]], replicas: Sequence[int]) -> list[ForwardVersions]:
-        """Return for each worker what `reads` says of all its forwards.
+        """Return the versions that each worker's forwards read.
 
         Args:
             lists: the actions of all workers.
@@ -115,7 +115,7 @@ class WeightPolicy:
         versions: list[ForwardVersions] = [{} for _ in lists]
         for worker, own in enumerate(versions):
             for forward, version in self.reads(lists, worker, replicas):
-                own.setdefault(forward, version)  # of one that is listed twice the first counts
+                own.setdefault(forward, version)  # if one is listed twice, the first counts
         return versions
 
 
@@ -124,8 +124,8 @@ def _smaller(a: Number, b: Number) -> Number:
     return a - (a > b) * (a - b)
 
 
-# PipeDream, SOSP'19, section 3.3. Between two updates a replica does k/r backwards, so of w minibatches in flight no
-# more than that many were begun with the same weights.
+# PipeDream, SOSP'19, section 3.3. Between two updates a replica does k/r backwards, so at most that many of w
+# minibatches in flight began with the same weights.
 STASH = WeightPolicy(
     name="stash",
     words="those of its forward",
@@ -140,10 +140,10 @@ VERTICAL_SYNC = WeightPolicy(
     max_versions=lambda r, w, k, first: 1 + math.ceil((first - 1) / k),
     intervals=lambda r, w: [math.lcm(*r)] * len(r),
 )
-# The newest when its forward runs, and the newest when its backward runs, which may be another.
+# The newest version at the forward, and the newest at the backward, which may differ.
 NONE = WeightPolicy(name="none", words="the newest ones", max_versions=lambda r, w, k, first: 1, stashes=False)
-# Narayanan et al., ICML'21, section 3.1: one update late everywhere. k is at least all that is in flight, so that a
-# third version is never begun.
+# Narayanan et al., ICML'21, section 3.1: one update late everywhere. k is at least the number in flight, so that a
+# third version never begins.
 TWO_BW = WeightPolicy(
     name="2bw",
     words="those of the update before, at every stage",

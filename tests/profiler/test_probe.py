@@ -203,7 +203,7 @@ def test_a_launch_that_never_comes_together_ends(monkeypatch):
     port = str(free_port())
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(WorkerDiedError, match="the workers did not come together"):
+    with pytest.raises(WorkerDiedError, match="the workers did not all connect"):
         probe(request(2, timeout_s=0.5), Machines(), lambda step: None)
 
 

@@ -219,7 +219,7 @@ def test_a_target_that_no_metric_has_is_refused_before_the_first_epoch(tmp_path:
 
 def test_a_correction_of_what_is_not_late_is_refused(tmp_path: Path) -> None:
     spec = harness.job(tmp_path, CONV2, schedule="gpipe", microbatches=2, correction="nesterov")
-    with pytest.raises(UsageError, match="correction nesterov with schedule gpipe; leave it out"):
+    with pytest.raises(UsageError, match="correction nesterov has no effect with schedule gpipe; leave it out"):
         launch(spec)
 
 

@@ -100,8 +100,8 @@ def _meet(folder: Path, rank: int, stranger: Callable[[Path], None]) -> None:
         (pickled_by_torch, "the settings of the run from rank 1 cannot be read"),
         (another_type, "cannot be read, and none of it was executed ([0]: Input should be an object"),
         (nested, "cannot be read, and none of it was executed (Invalid JSON: recursion limit exceeded"),
-        (too_long, f"would have {2**40} bytes from rank 1, and at most {2**26} are read"),
-        (of_negative_length, "would have -1 bytes from rank 1"),
+        (too_long, f"from rank 1 would have {2**40} bytes, but the limit is {2**26}"),
+        (of_negative_length, "from rank 1 would have -1 bytes"),
         (broadcasts_a_pickle, "the order of the samples from rank 1 cannot be read, and none of it was executed"),
     ],
 )
