@@ -131,9 +131,7 @@ def _length(size: Tensor, rank: int, what: str, limit_bytes: int) -> int:
     """Read how many bytes a message has, [1]."""
     length = int(size)
     if not 0 < length <= limit_bytes:
-        raise PeerError(
-            f"{what} from rank {rank} would have {length} bytes, but the limit is {limit_bytes}", peer=rank
-        )
+        raise PeerError(f"{what} from rank {rank} would have {length} bytes, but the limit is {limit_bytes}", peer=rank)
     return length
 
 

@@ -56,7 +56,7 @@ def test_profile_to_export(road):
     assert "taken from the earlier run: --epochs 2 --target accuracy=1.5" in told
     assert "continuing after epoch 1 of runs/model-2, with 1 epoch(s) to train" in told, "what it was asked for"
     errors = road.pdtool("run", "--resume", "runs/model-2", code=2).stderr
-    assert "already has its 2 epoch(s); give a larger --epochs" in errors
+    assert "has already trained its 2 epoch(s); give a larger --epochs" in errors
 
 
 def test_another_seed_and_other_steps_on_resuming_are_told(road):
@@ -211,10 +211,12 @@ def test_a_trusted_file_that_does_not_fit_is_named(road):
     assert "plans/model-2/stage_0.py: cannot be used (SyntaxError: " in errors
     stage.write_text(text.replace("    return ", "    return None, "))
     errors = road.pdtool("run", "--trust", "--steps", "2", code=1).stderr
-    assert "stage_0.py returns 2 tensors, bundle.yaml says 1; fix it" in errors
+    assert "stage_0.py returns 2 tensors, but bundle.yaml says 1; fix it" in errors
     stage.write_text(text.replace("    return ", "    return None  # "))
     errors = road.pdtool("run", "--trust", "--steps", "2", code=1).stderr
-    assert "stage_0.py returns an output 'middle' that is NoneType, bundle.yaml says a tensor of shape [8, " in errors
+    assert (
+        "stage_0.py returns an output 'middle' that is NoneType, but bundle.yaml says a tensor of shape [8, " in errors
+    )
 
 
 @pytest.mark.parametrize("where", ["import sys; sys.exit(0)", "def model(width=8):\n    import sys; sys.exit(0)"])
@@ -375,7 +377,9 @@ def test_a_folder_that_holds_a_run_is_left_alone(road):
     road.pdtool("run", "-o", "runs/a", "--epochs", "2")
     before = (road.path / "runs/a/metrics.jsonl").read_text()
     assert "holds a run already" in road.pdtool("run", "-o", "runs/a", code=2).stderr
-    assert "already has its 2 epoch(s)" in road.pdtool("run", "--resume", "runs/a", "--epochs", "2", code=2).stderr
+    assert (
+        "has already trained its 2 epoch(s)" in road.pdtool("run", "--resume", "runs/a", "--epochs", "2", code=2).stderr
+    )
     assert (road.path / "runs/a/metrics.jsonl").read_text() == before
 
 

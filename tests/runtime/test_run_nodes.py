@@ -128,9 +128,7 @@ def test_a_machine_that_is_gone_after_it_has_come(tmp_path: Path) -> None:
     begin = time.monotonic()
     code, _, errors = first.end()
     assert (code, time.monotonic() - begin < 60) == (5, True)
-    assert (
-        "rank 1 (stage 1, replica 0) did not answer; it left no record here of what it did; others waited 3 s" in errors
-    )
+    assert "rank 1 (stage 1, replica 0) did not answer; it left no record here; others waited 3 s" in errors
 
 
 class Malicious:

@@ -3,8 +3,8 @@
          stage                   message                 stage
     float32 [8, 64]  ──pack──▶  bfloat16 [8, 64]  ──unpack──▶  float32 [8, 64]        --wire-dtype bf16
 
-A transport carries the parts and knows nothing else of them. A new format is an entry of `WIRE_FORMATS` here, and one
-of `WIRE_BYTES` (pdtool/options.plan_options.py), which says what the formulas charge for it.
+A transport carries the parts and knows nothing else about them. A new format needs an entry in `WIRE_FORMATS` here, and
+one in `WIRE_BYTES` (pdtool/options/plan_options.py) for its size in the formulas.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class WireFormat(Protocol):
         """Return the parts of a tensor of this shape."""
 
     def pack(self, tensor: Tensor) -> list[Tensor]:
-        """Return what goes into the parts, each of its part's shape.
+        """Return the tensors for the parts, each of its part's shape.
 
-        One of another dtype than its part is converted when it is copied into the message, so that no pass over the
-        tensor is needed here.
+        If a dtype differs from its part's, the copy into the message converts it, which saves a pass over the tensor
+        here.
 
         Args:
             tensor: of any shape, without a graph.
         """
 
     def unpack(self, parts: Iterator[Tensor]) -> Tensor:
-        """Take a tensor's parts, and return the tensor; it may be in the memory of a part."""
+        """Return the tensor made from its parts; it may be in the memory of a part."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Cast:
     """One part, of the tensor's shape.
 
     Attributes:
-        dtype: at both stages.
-        sent_as: the dtype in messages.
+        dtype: dtype at both stages.
+        sent_as: dtype in messages.
     """
 
     dtype: torch.dtype
@@ -72,7 +72,7 @@ class Cast:
         return next(parts).to(self.dtype)
 
 
-# What `--wire-dtype` may be -> how float32 activations and gradients travel.
+# Value of `--wire-dtype` -> how float32 activations and gradients travel.
 WIRE_FORMATS: dict[str, WireFormat] = {
     "fp32": Cast(torch.float32, torch.float32),
     "fp16": Cast(torch.float32, torch.float16),
@@ -81,7 +81,7 @@ WIRE_FORMATS: dict[str, WireFormat] = {
 
 
 def format_of(tensor: TensorSpec, wire_dtype: str) -> WireFormat:
-    """Return how a tensor travels: what is not float32, and what the dataset gives, always as it is."""
+    """Return how a tensor travels. Tensors other than float32, and the dataset's, travel unchanged."""
     if tensor.dtype == "float32" and tensor.producer >= 0:
         return WIRE_FORMATS[wire_dtype]
     return Cast(dtype_of(tensor), dtype_of(tensor))
