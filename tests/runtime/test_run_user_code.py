@@ -388,7 +388,7 @@ def test_a_one_cycle_schedule_of_another_length_than_the_run_is_told(tmp_path, c
     file, model = load(tmp_path, more=more), parameters()
     warnings = {n: NamedOptimizer(file, model, model, RunLength(updates=n)).schedule.length_warning for n in (4, 5, 6)}
     assert warnings[6].startswith(
-        "OneCycleLR was made for 5 steps, and the run will take 6: let scheduler(optimizer, to"
+        "OneCycleLR was made for 5 steps, but the run will take 6: let scheduler(optimizer, to"
     )
     assert warnings[4]
     assert not warnings[5]
