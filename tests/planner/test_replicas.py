@@ -137,7 +137,7 @@ def test_2bw_keeps_the_replicas():
 
 def test_there_is_no_such_plan():
     two, cluster = chain([1.0] * 2, parameters=1000), make_cluster((4,), (FAST,))
-    with pytest.raises(NoPlanError, match="--replicas 1-1-1 needs 3 stages, but the model can be cut into 2 at most"):
+    with pytest.raises(NoPlanError, match="--replicas 1-1-1 needs 3 stages, but the model can be cut into at most 2"):
         planned(two, cluster, (1, 1, 1))
     small = make_cluster((4,), (FAST,), memory_bytes=5000)
     lacks = r"no plan with replicas 3-1 fits: .* lacks 1 kB in .* give each worker at least --memory 6kB, .*"

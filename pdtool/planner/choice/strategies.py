@@ -395,7 +395,7 @@ class _AsyncDataParallelPlanner(Planner):
             needed = format_bytes(max(plan.cost.searched_memory_bytes))
             raise NoPlanError(
                 f"{self.strategy.label} of {search.workers} workers does not fit: one worker computes for all of them "
-                f"needs {needed} and has {format_bytes(search.cluster.memory_bytes or 0)}",
+                f"and needs {needed}, but has {format_bytes(search.cluster.memory_bytes or 0)}",
                 "give fewer --workers, or smaller minibatches",
             )
         return [plan]
