@@ -153,7 +153,9 @@ def test_a_number_that_is_asked_for_is_taken(schedule):
     fewer = replace(cluster, memory_bytes=900)
     if schedule == "1f1b-flush":
         assert make_plan(net, "p", fewer, replace(options, in_flight=None)).stages[0].in_flight < 7
-        with pytest.raises(NoPlanError, match="fits with 7 minibatches in flight; give fewer, or leave --in-flight out"):
+        with pytest.raises(
+            NoPlanError, match="fits with 7 minibatches in flight; give fewer, or leave --in-flight out"
+        ):
             make_plan(net, "p", fewer, replace(options, recompute=False))
 
 

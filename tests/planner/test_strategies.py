@@ -288,7 +288,9 @@ def test_strategies_that_make_no_sense(folder, arguments, error):
 
 
 def test_a_model_in_one_piece_has_no_pipeline():
-    with pytest.raises(NoPlanError, match="--strategy pipeline needs 2 stages, but the model can be cut into at most 1"):
+    with pytest.raises(
+        NoPlanError, match="--strategy pipeline needs 2 stages, but the model can be cut into at most 1"
+    ):
         planned(chain([1.0]), make_cluster((2,), (FAST,)), "pipeline")
 
 
@@ -301,7 +303,9 @@ def test_where_a_strategy_does_not_fit_another_one_may():
 
 
 def test_asynchronous_data_parallelism_that_does_not_fit_says_what_it_needs():
-    with pytest.raises(NoPlanError, match=r"of 4 workers does not fit: one worker .* needs 5 kB, but has 4 kB; give fe"):
+    with pytest.raises(
+        NoPlanError, match=r"of 4 workers does not fit: one worker .* needs 5 kB, but has 4 kB; give fe"
+    ):
         planned(chain([1.0], parameters=1000), make_cluster((4,), (FAST,), memory_bytes=4000), "async-data-parallel")
 
 
