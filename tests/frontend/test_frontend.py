@@ -522,7 +522,7 @@ def loss(output, target):
     return nn.functional.cross_entropy(output, target)
 """
 SETTERS = {
-    "torch.set_grad_enabled(False)": "switches gradients off|nothing that the model returns has a gradient",
+    "torch.set_grad_enabled(False)": "switches gradients off|none of the model's outputs has a gradient",
     "torch.set_default_dtype(torch.float64)": r"sets the default dtype to torch.float64 .*at the top of the file",
     "torch.set_default_device('meta')": "sets the default device to meta .*device of --device",
 }
@@ -549,7 +549,7 @@ def test_torchs_defaults_are_changed_at_the_top_of_the_file_or_nowhere(statement
 def test_a_forward_without_gradients_is_refused(decorator, tmp_path, monkeypatch):
     monkeypatch.setattr("pdtool.profiler.measure._BUDGET_S", 0.0)
     empty = dict.fromkeys(["import_", "forward", "model", "dataset", "optimizer", "loss"], "")
-    with pytest.raises(ModelError, match=r"nothing that the model returns has a gradient.*take torch.no_grad\(\)"):
+    with pytest.raises(ModelError, match=r"none of the model's outputs has a gradient.*remove torch.no_grad\(\)"):
         measure(write(tmp_path, DEFAULTS.format(decorator=decorator, **empty)), batch_size=4)
 
 

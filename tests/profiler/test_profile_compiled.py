@@ -213,7 +213,7 @@ def test_without_the_whole_there_is_no_coverage(tmp_path: Path, monkeypatch: pyt
     profile = measure(write(tmp_path), batch_size=8, compiled=True, note=notes.append)
     assert len(profile.segments) == 1
     assert (profile.step_s, profile.coverage, profile.launch_s) == (0, 0, 0)
-    assert "fails for the model as a whole, so that coverage is not known: RuntimeError: no compiler" in notes[1]
+    assert "fails for the model as a whole, so coverage is unknown: RuntimeError: no compiler" in notes[1]
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")

@@ -262,5 +262,5 @@ def test_a_structure_that_no_worker_sends(structure: Structure) -> None:
 def test_a_stranger_answers_a_probe(answer: bytes) -> None:
     store = dist.HashStore()
     store.set("1/1", answer)
-    with pytest.raises(WorkerDiedError, match="coming together: what worker 1 answered cannot be read"):
+    with pytest.raises(WorkerDiedError, match="coming together: the answer of worker 1 cannot be read"):
         Rendezvous(store, 0, 2, 1.0).exchange(0.5, float)
