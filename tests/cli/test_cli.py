@@ -238,7 +238,7 @@ def test_timeouts_have_limits(folder, command, timeout):
         ([], "no cluster is given; give --topology 4x4, or --cluster cluster.yaml"),
         (
             ["--cluster", "c.yaml", "--topology", "2"],
-            "--cluster c.yaml with --topology 2; give the file or the figures",
+            "--cluster c.yaml excludes --topology 2; give the file or the figures",
         ),
         (["--topology", "4y4"], "topology '4y4' is not sizes joined by x"),
         (["--topology", "0"], "topology '0' has 0 workers"),

@@ -159,7 +159,7 @@ class TestCommand:
             (("--slowdown", "2"), "so --scale and --slowdown do not apply"),
         ):
             assert error in folder.pdtool("emulate", "net.yaml", "--compute", "real", *options, code=2).stderr
-        assert "a folder, which cannot go to stdout" in folder.pdtool("emulate", "net.yaml", "-o", "-", code=2).stderr
+        assert "writes a folder, not a file" in folder.pdtool("emulate", "net.yaml", "-o", "-", code=2).stderr
 
     def test_a_folder_that_another_emulation_writes_is_refused(self, folder):
         """While its process lives: nothing has to be tidied up after one that was killed."""

@@ -250,11 +250,11 @@ def test_an_estimate_is_not_calibrated_with_times_of_what_was_compiled() -> None
 @pytest.mark.parametrize(
     ("profiled", "asked", "warning"),
     [
-        (False, True, "torch.compile fuses them, so its predictions do not hold: profile with --compile"),
+        (False, True, "torch.compile fuses them, so the predictions do not apply: profile with --compile"),
         (
             True,
             False,
-            "the run does not compile them, so its predictions do not hold: run with --compile, or profile without it",
+            "the run does not compile them, so the predictions do not apply: run with --compile, or profile without it",
         ),
         (False, False, None),
         (True, True, None),

@@ -95,22 +95,22 @@ def test_other_samples_per_update_on_resuming_are_told_and_the_remedy_gives_the_
 
 
 def test_a_run_that_computes_otherwise_than_was_profiled_is_told(road):
-    warning = "warning: the plan is for {}, the run computes in {}, so its predictions do not hold: profile with"
+    warning = "warning: the plan is for {} but the run computes in {}, so the predictions do not apply: profile with"
     run = ["run", "--steps", "1"]
-    assert "predictions do not hold" not in road.pdtool(*run).stderr
+    assert "predictions do not apply" not in road.pdtool(*run).stderr
     assert warning.format("fp32", "bf16") in road.pdtool(*run, "--precision", "bf16").stderr
     assert "measured for" in (told := road.pdtool("profile", "model.py", "--precision", "bf16").stderr)
     assert "in bf16" in told
     assert Profile.load("profiles/model.json").precision == "bf16"
     road.pdtool("partition", "--topology", "2", "--straight", "--bandwidth", "1GB/s")
-    assert "predictions do not hold" not in road.pdtool(*run, "--precision", "bf16").stderr
+    assert "predictions do not apply" not in road.pdtool(*run, "--precision", "bf16").stderr
     assert warning.format("bf16", "fp32") in road.pdtool(*run).stderr
     road.pdtool("profile", "model.py", "--device", "a100-80gb", "--precision", "bf16")
     road.pdtool("partition", "--topology", "2", "--straight", "--bandwidth", "1GB/s")
     told = road.pdtool(*run, "--precision", "bf16").stderr
     assert "needs more memory" in told
     assert "A100" in told
-    assert "the run computes on cpu, so its predictions do not hold: profile with --device cpu" in told
+    assert "the run computes on cpu, so the predictions do not apply: profile with --device cpu" in told
 
 
 def test_without_a_device_profile_measures_where_run_trains(road, monkeypatch):
@@ -129,7 +129,7 @@ def test_without_a_device_profile_measures_where_run_trains(road, monkeypatch):
 def test_a_plan_for_cpus_that_is_run_on_gpus_is_told(road, monkeypatch):
     monkeypatch.setattr("pdtool.frontend.compute_mode.default_device", lambda: "cuda")
     told = road.pdtool("run", "--steps", "1").stderr  # the workers see that there is none
-    assert "the run computes on cuda, so its predictions do not hold: profile with --device cuda" in told
+    assert "the run computes on cuda, so the predictions do not apply: profile with --device cuda" in told
 
 
 def test_a_plan_for_gpus_leaves_room_for_what_no_tensor_gets(road):
@@ -321,7 +321,7 @@ def test_an_edited_plan_is_checked_predicted_again_and_runs(road):
 
 
 def test_resume_needs_a_folder(road):
-    assert "--resume names no run" in road.pdtool("run", "--resume", code=2).stderr
+    assert "--resume does not say which run" in road.pdtool("run", "--resume", code=2).stderr
     assert "runs/x is not there; name the folder" in road.pdtool("run", "--resume", "-o", "runs/x", code=2).stderr
     assert "runs/x is not there; name the folder" in road.pdtool("export", "runs/x", code=2).stderr
 
