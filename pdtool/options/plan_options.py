@@ -1,4 +1,4 @@
-"""The options of `pdtool profile` and `pdtool partition`; all of them change the artifact that is made."""
+"""The options of `pdtool profile` and `pdtool partition`; all of them change the artifact."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ OUTER_BANDWIDTH, INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network card
 _RUNNING, _CHUNKED = schedule_names(lambda kind: not kind.flushes, "and"), schedule_names(lambda kind: kind.chunked)
 ORDER_OF_WORK = f"Order of work. {_RUNNING} never stop, and keep old weights. The others empty the pipeline to update"
 MICROBATCHES = "Minibatches in one update of a flushing schedule."
-MAX_MINIBATCHES = 10_000  # in an update; more is a slip
-# What `--wire-dtype` may be -> the bytes in messages between stages of so many of a float32 tensor; how it is packed,
-# runtime/messages/wire_formats.py says.
+MAX_MINIBATCHES = 10_000  # in an update; more must be a slip
+# Value of `--wire-dtype` -> the size of a float32 tensor in messages between stages. runtime/messages/wire_formats.py
+# packs it.
 WIRE_BYTES: dict[str, Callable[[int], int]] = {
     "fp32": lambda size_bytes: size_bytes,
     "fp16": lambda size_bytes: size_bytes // 2,
@@ -72,7 +72,7 @@ class ProfileOptions:
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class PartitionOptions:
-    """For which cluster, and how, a profile is partitioned."""
+    """How, and for which cluster, a profile is partitioned."""
 
     topology: str | None = _cluster(
         "--topology NxM",
@@ -82,7 +82,7 @@ class PartitionOptions:
     cluster: str | None = _cluster(
         "--cluster FILE",
         Text(),
-        "Read the topology and all bandwidths from a file that `pdtool probe` wrote.",
+        "Read the topology and all bandwidths from a file of `pdtool probe`.",
         excludes=("topology", "bandwidth", "latency"),
     )
     bandwidth: str | None = _cluster(
@@ -115,7 +115,7 @@ class PartitionOptions:
     )
     schedule: str | None = _plan(
         "--schedule",
-        Choice((*SCHEDULES, "auto"), unset="1f1b, or what --strategy has"),
+        Choice((*SCHEDULES, "auto"), unset="1f1b, or that of --strategy"),
         f"{ORDER_OF_WORK}. auto takes the fastest. It looks at flushing ones only with --microbatches.",
     )
     microbatches: int | None = _plan(
@@ -125,7 +125,7 @@ class PartitionOptions:
     )
     samples_per_update: int | None = _plan(
         "--global-batch-size, --samples-per-update N",
-        Count(unset="what --microbatches makes"),
+        Count(unset="from --microbatches"),
         "Samples that an update of every stage averages, in minibatches of the profiled size. Plans with 1f1b-flush, "
         "unless you pass another --schedule.",
         excludes=("microbatches",),
@@ -137,7 +137,7 @@ class PartitionOptions:
     )
     in_flight: int | None = _plan(
         "--in-flight N",
-        Count(1, MAX_MINIBATCHES, unset="with a flush the fastest, else what the schedule wants, or up to twice that"),
+        Count(1, MAX_MINIBATCHES, unset="with a flush the fastest, else the schedule's number, or up to twice that"),
         "Minibatches in flight at each replica of the first stage. Later stages have fewer. With a flush, none has "
         "more than an update.",
     )

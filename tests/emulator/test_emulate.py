@@ -249,7 +249,7 @@ class TestCommand:
         assert "the largest message between stages has 1" in error("--scale", "400")
         assert "nan is not in the range 1<=x<=1000000" in error("--slowdown", "nan").lower()
         assert "so --scale and --slowdown do not apply" in error("--compute", "real", "--scale", "2")
-        assert "do not learn; add --compute real" in error("--target", "loss<1")
+        assert "cannot reach --target loss<1; add --compute real" in error("--target", "loss<1")
         assert "--against 'gpype' is no strategy" in error("--against", "gpype")
         assert "is too few for the steady state of" in error("--minibatches", "3")
         assert not Path("out/this-plan").exists(), "nothing was written"

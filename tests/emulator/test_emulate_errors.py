@@ -52,7 +52,7 @@ def tied_net() -> Profile:
 @pytest.mark.parametrize("option", [("--seed", "3"), ("--model", "model.py")])
 def test_options_of_training_are_refused_where_workers_sleep(folder, option):
     refused = folder.pdtool("emulate", "plan.yaml", *option, code=2).stderr
-    assert f"{option[0]}: workers that sleep train no model; add --compute real" in refused
+    assert f"{option[0]} has no effect: sleeping workers train no model; add --compute real" in refused
 
 
 def test_a_plan_that_takes_no_time_is_refused():

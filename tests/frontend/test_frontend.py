@@ -307,7 +307,7 @@ def test_hints_are_read(tmp_path):
 
 @pytest.mark.parametrize("value", ["1e999", "-1e999", "1" * 400])
 def test_settings_that_are_no_usable_number_are_refused(value):
-    with pytest.raises(UsageError, match=r"--set width: .*(no finite number|has 400 digits, more than 30)"):
+    with pytest.raises(UsageError, match=r"--set width: .*(not a finite number|has 400 digits, more than 30)"):
         parse_ref("model.py", [f"width={value}"])
 
 

@@ -464,7 +464,7 @@ def test_check_and_show_compute_what_an_edited_plan_says_now(edited, net):
     ("old", "new", "match"),
     [
         ("nodes: [x, ", "nodes: [xx, ", "stage 0 names 'xx', which the profile does not have (did you mean x?)"),
-        ("in_flight:", "in_fligth:", "stages[0].in_fligth: is no field here; did you mean in_flight?"),
+        ("in_flight:", "in_fligth:", "stages[0].in_fligth: is not a field here; did you mean in_flight?"),
         ("schedule: 1f1b", "schedule: 1f1b-flsh", "did you mean 1f1b-flush?"),
     ],
 )

@@ -88,5 +88,5 @@ def test_profiles_that_cannot_be_compared_are_refused(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"were both made with --batch-size 4"):
         pdtool.partition([*paths, tmp_path / "again.json"], **options)
     Profile.load(paths[0]).model_copy(update={"precision": "bf16", "batch_size": 2}).save(tmp_path / "bf16.json")
-    with pytest.raises(UsageError, match="another precision was profiled"):
+    with pytest.raises(UsageError, match="they differ in precision"):
         pdtool.partition([*paths, tmp_path / "bf16.json"], **options)

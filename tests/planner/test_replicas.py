@@ -150,13 +150,13 @@ def test_there_is_no_such_plan():
     ("arguments", "error"),
     [
         (["3-2"], "--replicas 3-2 needs 5 workers, but the cluster has 4; give fewer replicas, or a larger --topology"),
-        (["3-x"], "--replicas '3-x' is no number of workers for each stage; write 15-1 for 15 workers and then one"),
-        (["3-0"], "--replicas '3-0' is no number of workers"),
+        (["3-x"], "--replicas '3-x' is not a list of workers per stage; write 15-1 for 15 workers and then one"),
+        (["3-0"], "--replicas '3-0' is not a list of workers"),
         (
             ["9" * 18 + "-1"],
             "--replicas 999999999999999999-1 needs 1000000000000000000 workers, but the cluster has 4;",
         ),
-        (["9" * 5000], f"--replicas '{'9' * 79} is no number of workers"),
+        (["9" * 5000], f"--replicas '{'9' * 79} is not a list of workers"),
         (["2-1", "--straight"], "--replicas 2-1 and --strategy straight exclude each other; give only one"),
         (["2-1", "--strategy", "hybrid"], "--replicas 2-1 and --strategy hybrid exclude each other; give only one"),
         (["2-1", "--workers", "3"], "--replicas 2-1 and --workers 3 exclude each other; leave --workers out"),

@@ -254,7 +254,7 @@ def test_simulate_shows_samples_and_memory_of_each_rival(folder, monkeypatch):
     assert rows == {"this plan": "8", "data parallelism": "24", "GPipe": "24", "hybrid parallelism": "16"}
     assert re.search(r"^data parallelism \(3\) .* 8.1 kB: does not fit", text, re.MULTILINE)
     errors = folder.pdtool("simulate", "--against", "gpipe,fsdp", code=2).stderr
-    assert "--against 'fsdp' is no strategy to compare with; choose from pipeline, straight, data-parallel" in errors
+    assert "--against 'fsdp' is not a strategy to compare with; choose from pipeline, straight, data-parallel" in errors
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

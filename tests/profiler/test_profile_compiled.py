@@ -237,7 +237,7 @@ def test_profiles_from_before_are_of_operators_one_by_one() -> None:
     old = {name: value for name, value in content.items() if name not in ("compiled", "segments")}
     assert Profile.parse(samples.sealed(old)) == samples.profile()
     assert not samples.profile().compiled
-    with pytest.raises(ArtifactError, match=r"segments\[0\]: 'b' is no node"):
+    with pytest.raises(ArtifactError, match=r"segments\[0\]: 'b' is not a node"):
         Profile.parse(samples.sealed({**content, "segments": [["a", "b"]]}))
 
 

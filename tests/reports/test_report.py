@@ -424,7 +424,7 @@ def test_a_page_goes_to_stdout_and_overwrites_nothing_else(road):
         (["profiles"], 2, "profiles holds neither report.json nor metrics.jsonl"),
         (["gone"], 3, "gone: cannot be read (No such file or directory)"),
         (["a", "b", "c", "d", "e"], 2, "5 plans and runs are too many for one page; name at most 4"),
-        (["--watch", "-o", "-"], 2, "a page that is written again needs a file; name it with -o"),
+        (["--watch", "-o", "-"], 2, "--watch rewrites the page, so it needs a file instead of -o -; name it with -o"),
     ],
 )
 def test_what_is_no_subject_of_a_page(road, arguments, code, error):
