@@ -284,7 +284,7 @@ def test_a_changed_profile_is_stale_by_name(road):
 def test_a_model_that_moved_is_named_and_must_be_the_same(road):
     road.write("elsewhere/net.py", NET)
     (road.path / "model.py").unlink()
-    assert "it was made from model.py, but that is not there" in road.pdtool("codegen", code=3).stderr
+    assert "it was made from model.py, which is not there" in road.pdtool("codegen", code=3).stderr
     road.pdtool("codegen", "--model", "elsewhere/net.py")
     road.write("elsewhere/net.py", NET.replace("nn.ReLU()", "nn.Tanh()"))
     stderr = road.pdtool("codegen", "--model", "elsewhere/net.py", code=3).stderr
