@@ -67,9 +67,7 @@ class WorkerProcesses:
         until_s, is_over = math.inf, False
         while not is_over:
             is_over = len(self.exit_codes) == len(self.processes) or time.monotonic() > until_s
-            for source in wait(
-                list(sources), 0 if is_over else _POLL_S
-            ):  # the last time, for messages that are already there
+            for source in wait(list(sources), 0 if is_over else _POLL_S):  # the last time for messages already there
                 pipe = self.pipes[sources[source]]
                 with suppress(EOFError, ConnectionError):
                     while pipe.poll():

@@ -214,8 +214,7 @@ def read_profile(plan: Plan, path: str) -> Profile:
 
 
 def _named(recorded: ModelRef, text: str) -> ModelRef:
-    """Return the model named on the command line, with the recorded settings, and the recorded function unless it names
-    one.
+    """Return the model named on the command line, with the recorded settings and, unless it names one, function.
 
     Raises:
         UsageError: an artifact cannot hold that name.

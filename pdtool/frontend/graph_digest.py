@@ -65,8 +65,7 @@ def graph_sha256(traced: Traced) -> str | None:
     - the parameters and buffers that operators use: names, shapes, dtypes, which of them are trainable or persistent,
       and which are tied;
     - for an opaque module, the source of its class and of the classes of the modules inside it, without comments; for
-    an
-      autograd.Function its source;
+      an autograd.Function its source;
     - groups of operators that share changing state, and so must stand in one stage.
 
     It does not cover the values of parameters and buffers, which come from the model in each run; parameters that no

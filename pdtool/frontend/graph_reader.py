@@ -248,9 +248,7 @@ class GraphReader:
             return  # torch.export's own note that an earlier operator changed a buffer
         if written and not isinstance(overwritten, State):
             target = self._out_of_place(node, target, overwritten)
-            names = [
-                argument.name for argument in target._schema.arguments
-            ]  # dropout_ has arguments that dropout lacks
+            names = [argument.name for argument in target._schema.arguments]  # dropout_ has some that dropout lacks
             arguments = dict(zip(names, arguments.values(), strict=False))
         outputs = self._aten_operator(node, target, arguments)
         self._values[node] = list(outputs) if isinstance(node.meta["val"], (tuple, list)) else outputs[0]

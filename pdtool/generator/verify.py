@@ -38,9 +38,7 @@ from pdtool.frontend.random_numbers import derive_seed, random_state_kept, seed_
 from pdtool.frontend.user_code import line_of
 from pdtool.frontend.user_modules import user_modules_importable
 
-Attributes = Mapping[
-    tuple[str, str], object
-]  # (path of a module, name) -> a key that stays equal while the value is kept
+Attributes = Mapping[tuple[str, str], object]  # (path of a module, name) -> a key that is equal while it is kept
 _TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 _STAGES = "the generated stages"
 _RANDOM = ("dropout", "attention", "lstm", "gru", "rnn", "rand", "bernoulli", "multinomial", "normal", "rrelu")

@@ -163,9 +163,7 @@ def rivals(name: str, text: str) -> tuple[str, ...]:
 
 def replicas(name: str, text: str) -> tuple[int, ...]:
     """Read `15-1`."""
-    if not re.fullmatch(
-        r"[1-9][0-9]{0,17}(-[1-9][0-9]{0,17})*", text
-    ):  # limited by the cluster, or by the number of digits
+    if not re.fullmatch(r"[1-9][0-9]{0,17}(-[1-9][0-9]{0,17})*", text):  # the cluster or the digits limit it
         raise UsageError(
             f"{name} {text!r:.80} is not a list of workers per stage", "write 15-1 for 15 workers and then one"
         )

@@ -23,10 +23,7 @@ OnNote = Callable[[str], None]  # called with a line for the user
 Seconds = Mapping[str, float]  # by name of an operator, or of a segment
 Segments = dict[str, list[Operator]]  # by name
 _MAX_SEGMENTS = 16  # each takes seconds to compile
-_MIN_SEGMENT_S = {
-    "cpu": 1e-2,
-    "cuda": 1e-3,
-}  # a shorter segment would spend much of its time on the call and copies at its borders
+_MIN_SEGMENT_S = {"cpu": 1e-2, "cuda": 1e-3}  # shorter ones spend much time on the call and copies at borders
 _MAX_REASON = 300  # characters of the reason why something cannot be compiled
 
 

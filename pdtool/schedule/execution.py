@@ -199,9 +199,7 @@ def timeline(lists: Sequence[Actions], forward: float = 1.0, backward: float = 2
         for worker, actions in enumerate(lists):
             while len(starts[worker]) < len(actions):
                 action = actions[len(starts[worker])]
-                needs = needs_of[
-                    action
-                ]  # an update's inputs are those of all replicas: see each once, not once per replica
+                needs = needs_of[action]  # an update needs those of all replicas: see each once, not once per replica
                 while needs and needs[-1] in ends:
                     ready[action] = max(ready.get(action, 0.0), ends[needs.pop()])
                 if needs:

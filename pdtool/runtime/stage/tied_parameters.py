@@ -61,9 +61,7 @@ class TiedParameterSync:
     def __post_init__(self) -> None:
         [(self._name, self.parameter)] = self.optimizer.parameters.items()
         self._all_reduce = HostAllReduce(self.group, self.parameter.device)
-        self._due: deque[tuple[Callable[[], Tensor], float]] = (
-            deque()
-        )  # function that waits for a sum; when that sum was started
+        self._due: deque[tuple[Callable[[], Tensor], float]] = deque()  # waits for a sum; when that sum was started
 
     def start_sum(self, weight: float) -> None:
         """Take this round's gradient, a sum over samples, and start summing it over the holders.

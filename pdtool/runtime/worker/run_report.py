@@ -74,9 +74,7 @@ def assemble_report(
     plan = config.plan
     timed = workers[0].epochs
     train_s = max(worker.epochs.train_s for worker in workers)
-    time_per_minibatch_s = max(
-        worker.epochs.time_per_minibatch_s for worker in workers
-    )  # workers of the last stage know them
+    time_per_minibatch_s = max(worker.epochs.time_per_minibatch_s for worker in workers)  # the last stage knows it
     time_per_minibatch_s = time_per_minibatch_s or train_s / max(1, timed.minibatches)
     minibatches = -(-samples // plan.batch_size)
     return Report(

@@ -96,9 +96,7 @@ def build_model(config: RunConfig, place: Place) -> tuple[WorkerModel, dict[int,
     stages = config.shape.stages_on_same_workers(place.assignment.stage)
     built = WorkerModel.build(file, config.seed, bundle, stages, as_a_whole=is_small(config.plan))
     different = equalize_weights(built.model, bundle, stages, groups) if config.resume is None else []
-    if (
-        place.assignment.rank % place.local_workers == 0
-    ):  # one worker per machine, because its workers read the same files
+    if place.assignment.rank % place.local_workers == 0:  # one per machine, because its workers read the same files
         built.check(lambda model: check_bundle(file, model, bundle, config.check_stage_files))
     reasons = all_gather(printable(built.why_whole), str, groups.world, "the check of the stage files")
     folder, named = config.stage_files or config.bundle_dir, config.bundle_dir
