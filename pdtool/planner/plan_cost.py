@@ -289,8 +289,8 @@ def link_times_s(evaluator: Evaluator, placement: Placement, loads: Sequence[Sta
     edges = stage_edges(profile, placement.stages)
     sides = []
     for edge in edges:
-        # minibatch i is at replica i mod r of both stages: the replicas whose numbers are alike modulo the greatest
-        # common divisor meet, all of them equally often
+        # minibatch i is at replica i mod r of both stages, so replicas meet if their numbers are equal modulo the
+        # greatest common divisor, all equally often
         both = workers[edge.source], workers[edge.destination]
         sides.append([fractions_by_class(model.cluster, numbers, math.gcd(*map(len, both))) for numbers in both])
     fractions = [fractions_by_class(model.cluster, numbers, 1) for numbers in workers]

@@ -103,7 +103,7 @@ def _host_layout(route: Route, batch_size: int, in_flight: Sequence[int]) -> Slo
 
 
 def _device_layout(route: Route, batch_size: int, in_flight: Sequence[int]) -> SlotLayout:
-    """GPU memory is scarce: use slots for the minibatches in flight from the earlier stage on, and few to spare."""
+    """GPU memory is scarce: use a slot per minibatch in flight from the stage nearer the input, and few spares."""
     nearer = min(route.source, route.destination) % len(in_flight)
     return SlotLayout.of(route, batch_size, route.depth(in_flight[nearer]), cuda_ipc.SPARE_SLOTS)
 
