@@ -234,7 +234,9 @@ def test_a_loss_may_take_named_outputs_as_attributes(tmp_path):
 
 def test_a_model_without_anything_to_train_is_refused(tmp_path):
     text = TEXT + "def model(build=model): return build().requires_grad_(False)\n"
-    with pytest.raises(ModelError, match=r"net.py: no parameter of the model requires a gradient, .*; leave requires_grad on"):
+    with pytest.raises(
+        ModelError, match=r"net.py: no parameter of the model requires a gradient, .*; leave requires_grad on"
+    ):
         measure(write(tmp_path, text), batch_size=4)
 
 
