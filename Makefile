@@ -52,7 +52,7 @@ $(STAMP): $(DEMO_STAMP)
 test: $(STAMP) ## run all tests, of large tables the rows of the day (about ten minutes on two cores)
 	$(PYTEST)
 
-test-all: $(STAMP) ## run all tests, with all rows of tables of which `make test` takes those of the day
+test-all: $(STAMP) ## run all tests with all rows of the tables; `make test` runs a part of them each day
 	PDTOOL_ALL_ROWS=1 PDTOOL_MUTATIONS_S=60 $(PYTEST)
 
 test-models: $(STAMP) ## take all models of tests/models, and of the libraries installed, through the commands (half an hour)

@@ -1,7 +1,7 @@
 """pdtool: turn an ordinary PyTorch model into a pipeline-parallel training job.
 
-`pdtool.profile(...)`, `.partition`, `.codegen`, `.run` and the others are the commands in Python, and `pdtool.Plan` and
-its like the files that they exchange. Each is loaded when it is first asked for: importing pdtool loads nothing else.
+`pdtool.profile(...)`, `.partition`, `.codegen`, `.run` and the others are the commands in Python. `pdtool.Plan` and
+other classes are the files that they exchange. Each is loaded at its first use: importing pdtool loads nothing else.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def __getattr__(name: str) -> Any:
     if _MODULES[name].startswith("api."):
         from pdtool.cli.command_line import install_terminal
 
-        install_terminal()  # functions say what they do as commands do: on stderr, with bars on a terminal
+        install_terminal()  # functions report like commands: on stderr, with bars on a terminal
     value = getattr(import_module(f"pdtool.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 
 
 def as_html(artifact: Artifact) -> str:
-    """Return the view of an artifact as HTML, which notebooks ask it for."""
+    """Return the view of an artifact as HTML, for notebooks."""
     from pdtool.cli.view import html
 
     return html(artifact)

@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Run a command; what it needs is imported here, where Ctrl-C ends it without a traceback."""
+    """Run a command; import its modules here, where Ctrl-C ends it without a traceback."""
     try:
         from pdtool.cli.commands.app import main as command
     except KeyboardInterrupt:

@@ -1,8 +1,8 @@
 """The errors that pdtool raises on purpose: what is wrong, with the values, and what to do about it.
 
-Each class has the exit code of the program that it ends. The functions make the parts of a message: `describe_error`
-reads the error of somebody else's code, `suggestion` names what was probably meant, and `printable` shows control
-characters instead of obeying them, for names come from strangers and texts from users' exceptions.
+Each class has the exit code of the program that it ends. The functions make the parts of a message. `describe_error`
+describes an error from other code. `suggestion` guesses the intended name. `printable` escapes control characters,
+because names may come from strangers and texts from users' exceptions.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 # Control characters (C0 but tab and line feed, DEL, C1), line separators, marks that reverse the direction of writing,
-# halves of characters, and what is no character and so not allowed in XML.
-_MAX_TEXT = 2000  # characters of somebody else's error
+# surrogates, and noncharacters, which XML forbids.
+_MAX_TEXT = 2000  # characters of an error from other code
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
 )
@@ -26,7 +26,7 @@ class PdtoolError(Exception):
 
     Args:
         what: what is wrong, with the values that show it.
-        remedy: what the user can do; an imperative clause, or empty.
+        remedy: what to do; an imperative clause, or empty.
     """
 
     exit_code: ClassVar[int] = 1
@@ -41,7 +41,7 @@ class PdtoolError(Exception):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What its class says besides, by name."""
+        """The further attributes of its class, by name."""
         return {name: value for name, value in vars(self).items() if name not in ("what", "remedy")}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -55,15 +55,15 @@ class UsageError(PdtoolError):
 
 
 class ModelError(PdtoolError):
-    """The user's model.py lacks something, or what it returns cannot be used."""
+    """The user's model.py lacks something, or its results cannot be used."""
 
 
 class TraceError(ModelError):
     """The model cannot be traced by torch.export, or its graph cannot be read.
 
     Args:
-        location: `file.py:12` in the user's code, or "" when it is not known.
-        module: path of the module that causes it; None when it is not known, "" for the model itself.
+        location: `file.py:12` in the user's code, or "" if unknown.
+        module: path of the module that causes it; None if unknown, "" for the model itself.
     """
 
     def __init__(self, what: str, remedy: str = "", *, location: str = "", module: str | None = None) -> None:
@@ -73,7 +73,7 @@ class TraceError(ModelError):
 
 
 class PartialWriteError(TraceError):
-    """The model writes into part of a tensor in place, which its graph has to be made functional for."""
+    """The model writes into part of a tensor in place, so its graph must be made functional."""
 
 
 class ArtifactError(PdtoolError):
@@ -90,7 +90,7 @@ class ArtifactError(PdtoolError):
 
 
 class FieldError(ValueError):
-    """A fault in the content of an artifact; whoever reads the file makes an ArtifactError of it.
+    """A fault in the content of an artifact; the reader of the file turns it into an ArtifactError.
 
     Args:
         field: where the fault is, as `stages[2].workers`.
@@ -137,13 +137,13 @@ class TargetMissedError(PdtoolError):
 
 
 def revived(name: str, what: str, remedy: str, fields: Mapping[str, Any]) -> PdtoolError:
-    """Make an error again that has come from another process, by the name of its class and its `fields`.
+    """Rebuild an error from another process, from the name of its class and its `fields`.
 
-    An error of a class that is not known here is a WorkerDiedError.
+    An error of an unknown class becomes a WorkerDiedError.
     """
     kinds = {kind.__name__: kind for kind in _with_subclasses(PdtoolError)}
     kind = kinds.get(name, WorkerDiedError)
-    error = kind.__new__(kind)  # its constructor would put `what` together again
+    error = kind.__new__(kind)  # its constructor would compose `what` again
     PdtoolError.__init__(error, what, remedy)
     vars(error).update(fields)
     return error
@@ -156,7 +156,7 @@ def _with_subclasses(kind: type[PdtoolError]) -> Iterator[type[PdtoolError]]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return `ValueError: text`, whatever the error of somebody else's code does when it is printed."""
+    """Return `ValueError: text`, even if printing an error of other code fails."""
     try:
         text = str(error)
     except Exception:
@@ -172,14 +172,14 @@ def with_article(noun: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is probably meant by one that is not, h100 by `H100`; None where none is near."""
+    """Return the known name that an unknown one probably means, h100 for `H100`; None if none is similar."""
     in_lower_case = {each.lower(): each for each in known}
     near = difflib.get_close_matches(name.lower(), in_lower_case, n=1)
     return in_lower_case[near[0]] if near else None
 
 
 def suggestion(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return `did you mean v100?`, or something else where no known name is near."""
+    """Return `did you mean v100?`, or `otherwise` if no known name is similar."""
     near = nearest(name, known)
     return otherwise if near is None else f"did you mean {near}?"
 

@@ -1,8 +1,8 @@
 """Read files within limits, and replace them atomically.
 
-What an artifact names must be a regular file of a bounded size: reading another could last for ever. A file that is
-written is synced and renamed over the old one, so that a reader sees one of the two whole. `check_replaceable` keeps a
-file of another sort from being overwritten. `open_in_place` follows no link out of a folder that may be a stranger's.
+Files named by an artifact must be regular files of bounded size, because reading others might never end. A new file is
+synced and renamed over the old one, so that a reader sees one of the two whole. `check_replaceable` protects files of
+another sort from being overwritten. `open_in_place` follows no link out of a folder that may be a stranger's.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from typing import BinaryIO
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.units import format_bytes
 
-MAX_FILE_BYTES = 256 * 10**6  # of an artifact, or of a source file that one names; a large artifact has a few MB
+MAX_FILE_BYTES = 256 * 10**6  # limit for artifacts and the source files that they name; a large artifact has a few MB
 _OTHER_FOLDER = "remove it, or name another folder with -o"
-_HEAD_BYTES = 4096  # of an artifact, in which its format stands
-_FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk without space
+_HEAD_BYTES = 4096  # first bytes of an artifact, which contain its format
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk
 
 
 def read_text(path: Path | str, remedy: str = "", *, may_be_pipe: bool = False) -> str:
-    """Read a UTF-8 file of at most MAX_FILE_BYTES (`-` is stdin), without the mark that some editors put first.
+    """Read a UTF-8 file of at most MAX_FILE_BYTES (`-` is stdin), without a byte order mark.
 
     Args:
-        may_be_pipe: the user named it, as `<(...)` or /dev/stdin. What an artifact names must be a regular file:
-            reading another could last for ever.
+        may_be_pipe: whether the user named it, as `<(...)` or /dev/stdin. Files named by an artifact must be regular,
+            because reading others might never end.
 
     Raises:
-        ArtifactError: it cannot be read; with the remedy.
+        ArtifactError: it cannot be read; with a remedy.
     """
     try:
         with nullcontext(sys.stdin.buffer) if str(path) == "-" else _opened(Path(path), may_be_pipe) as file:
@@ -57,7 +57,7 @@ def file_sha256(path: Path | str) -> str:
 
 
 def _opened(path: Path, may_be_pipe: bool) -> BufferedReader:
-    """Open a file to read; raises ArtifactError for what has no end, or is larger than MAX_FILE_BYTES."""
+    """Open a file to read; raises ArtifactError for endless files, and for those above MAX_FILE_BYTES."""
     status = path.stat()
     is_file = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)  # open() says that it is a folder
     if not is_file and not (may_be_pipe and stat.S_ISFIFO(status.st_mode)):
@@ -76,7 +76,7 @@ def check_replaceable(path: Path, what: str, is_what: Callable[[bytes], bool]) -
 
     Args:
         what: the sort, as `a plan`.
-        is_what: whether a file that begins with these bytes is of it; an empty file may always be overwritten.
+        is_what: whether a file with these first bytes is of that sort; an empty file may always be overwritten.
 
     Raises:
         UsageError: another file is there, or one that cannot be read.
@@ -94,12 +94,12 @@ def check_replaceable(path: Path, what: str, is_what: Callable[[bytes], bool]) -
 
 
 def open_in_place(path: Path) -> BinaryIO:
-    """Open a file to read and to change it where it is; make it if it is not there.
+    """Open a file to read and change it in place; make it if it does not exist.
 
     Raises:
-        ArtifactError: it is a link, of either kind, a FIFO or a device: what is written would go elsewhere.
+        ArtifactError: it is a link, of either kind, a FIFO or a device, so that writes would go elsewhere.
     """
-    check_no_link(path)  # before it is opened: that alone can make a device act
+    check_no_link(path)  # before opening it, which alone can make a device act
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     file = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
     if os.fstat(file.fileno()).st_nlink > 1:
@@ -109,10 +109,10 @@ def open_in_place(path: Path) -> BinaryIO:
 
 
 def check_no_link(path: Path, *, is_folder: bool = False) -> None:
-    """Check that a path is that of a regular file (of a folder), or of nothing; a link is neither.
+    """Check that a path is a regular file (or a folder), or does not exist; links are refused.
 
     Raises:
-        ArtifactError: it is something else, through which a file elsewhere could be written.
+        ArtifactError: it is something else, which could redirect writes to another file.
     """
     try:
         status = path.lstat()
@@ -121,23 +121,24 @@ def check_no_link(path: Path, *, is_folder: bool = False) -> None:
     if stat.S_ISLNK(status.st_mode):
         what = "is a link, and links are not followed"
     elif not (stat.S_ISDIR if is_folder else stat.S_ISREG)(status.st_mode):
-        what = f"is no {'folder' if is_folder else 'regular file'}"
+        what = f"is not a {'folder' if is_folder else 'regular file'}"
     else:
         return
     raise ArtifactError(path, what, _OTHER_FOLDER)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text to a file in the way of `replacing`."""
+    """Write a text to a file with `replacing`."""
     with replacing(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file beside the target that is synced and renamed over it at the end: a full disk keeps the old file.
+    """Open a file beside the target, and sync and rename it over the target at the end, so a full disk keeps the old
+    file.
 
-    A link is followed; a pipe or a device is written to, not replaced. A file that is replaced keeps its permissions.
+    It follows links, and writes to a pipe or a device instead of replacing it. A replaced file keeps its permissions.
 
     Raises:
         PdtoolError: the file could not be written; nothing is left behind.
@@ -165,5 +166,5 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_remedy(error: OSError) -> str:
-    """Say what helps when a file could not be written."""
+    """Return the remedy for a file that could not be written."""
     return "free some space or use another folder" if error.errno in _FULL else "name another place"

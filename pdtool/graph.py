@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pdtool.errors import FieldError, suggestion
 
 if TYPE_CHECKING:
-    import networkx as nx  # workers need none of it: 12 MB and a tenth of a second
+    import networkx as nx  # workers do not need it: 12 MB and a tenth of a second
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Graph:
         modules: node name -> path of the module it belongs to ("" is the model itself).
 
     Raises:
-        FieldError: the nodes are not in topological order, or take what is no node.
+        FieldError: the nodes are not in topological order, or take an unknown node.
     """
 
     inputs: Mapping[str, Sequence[str]]
@@ -39,7 +39,7 @@ class Graph:
             for source in sources:
                 if source not in seen:
                     later = "comes after it (a cycle, or not in topological order)"
-                    fault = later if source in self.inputs else "is no node"
+                    fault = later if source in self.inputs else "is not a node"
                     raise FieldError(f"nodes[{index}].inputs", f"node {name!r} takes {source!r}, which {fault}")
             seen.add(name)
 
@@ -60,8 +60,8 @@ class Graph:
     def contracted(self, groups: Iterable[Collection[str]]) -> list[list[str]]:
         """Return blocks of nodes that no cut may separate, in topological order of the blocks.
 
-        Each group becomes one block, together with all nodes on paths between its members (a block must be convex):
-        an edge from each member to the next, and back to the first, makes all of them strongly connected. Overlapping
+        Each group becomes one block with all nodes on paths between its members, because a block must be convex. An
+        edge from each member to the next, and back to the first, makes all of them strongly connected. Overlapping
         groups are joined.
         """
         import networkx as nx
@@ -78,7 +78,7 @@ class Graph:
         return [blocks[i] for i in order]
 
     def stage_faults(self, stages: Sequence[Collection[str]]) -> list[str]:
-        """Say what is wrong with `stages` as a partition of this graph; empty when nothing is.
+        """Say what is wrong with `stages` as a partition of this graph; "" if nothing is.
 
         Every node must be in exactly one stage, and no tensor may go to an earlier stage.
         """
@@ -103,14 +103,14 @@ class Graph:
         return faults
 
     def compress(self, nodes: Collection[str]) -> list[str]:
-        """Write a set of nodes as module paths where it holds all nodes of a module, as node names elsewhere."""
+        """Write a set of nodes as module paths for complete modules, and as node names otherwise."""
         chosen = set(nodes)
         complete = {m for m in self.members if m and self.members[m] <= chosen}
         names = [name for name in self.inputs if name in chosen]
         return list(dict.fromkeys(next((m for m in _prefixes(self.modules[n]) if m in complete), n) for n in names))
 
     def expand(self, entries: Iterable[str]) -> list[str]:
-        """Return the nodes that `compress` wrote as these entries, in topological order; unknown entries are kept."""
+        """Return the nodes behind entries of `compress`, in topological order; keep unknown entries."""
         wanted: set[str] = set()
         unknown = []
         for entry in entries:

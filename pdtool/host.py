@@ -1,7 +1,7 @@
-"""The host of this process: the cores that it may use, its parent and children, its memory and what bounds that.
+"""The host of this process: its usable cores, its parent and children, its memory and the limits on it.
 
-Linux reports all of it; a sandbox that does not leaves the memory unknown.
-Pages of files do not count as memory: the code of libraries becomes resident when it is first used.
+Linux reports all of this. In a sandbox that does not, the memory is unknown. Pages of files do not count as memory,
+because the code of libraries becomes resident at its first use.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ _STATUS, _STATM, _CLEAR_REFS = (Path("/proc/self") / name for name in ("status",
 _STATUS_FIELDS = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # of v2, of v1
-_UNLIMITED_BYTES = 2**60  # v1 writes a number beyond this where there is no limit
+_UNLIMITED_BYTES = 2**60  # v1 writes a number beyond this for no limit
 _TUNABLES = "GLIBC_TUNABLES"
 _MALLOC_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"}
 _M_MXFAST, _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = 1, -1, -2, -3, -4  # of mallopt(3)
 _AT_ONCE_BYTES, _LARGEST_THRESHOLD_BYTES = 2**16, 2**25  # 32 MB: DEFAULT_MMAP_THRESHOLD_MAX of glibc
 _MOST_MMAPS = 2**16  # glibc's default
-# Never trim, grow in steps of 16 MB, allocate nothing by mmap, and join what is freed with its free neighbours at once.
+# Never trim, grow in steps of 16 MB, allocate nothing by mmap, and join freed memory with its free neighbours at once.
 _KEEP_OPTIONS = {_M_TRIM_THRESHOLD: 2**31 - 1, _M_TOP_PAD: 2**24, _M_MMAP_MAX: 0, _M_MXFAST: 0}
 
 
 def usable_cores() -> frozenset[int]:
-    """Return the numbers of the CPU cores that this process may use: those that `taskset` or SLURM has left it."""
+    """Return the numbers of the CPU cores that this process may use, within limits of `taskset` or SLURM."""
     return frozenset(os.sched_getaffinity(0))
 
 
 def end_with_parent(parent: int | None = None, number: signal.Signals = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when its parent ends.
+    """Make the kernel send this process a signal when its parent ends.
 
     Args:
-        parent: its process id, for one that may have ended already; None: the parent that pdtool was imported under.
+        parent: process id of the parent, which may have ended already; None: the parent at pdtool's import.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if parent is None and os.getpid() == _PROCESS_AT_START[0]:
@@ -56,9 +56,9 @@ def end_with_parent(parent: int | None = None, number: signal.Signals = signal.S
 
 
 def check_may_start_processes() -> None:
-    """Raise UsageError in a process that multiprocessing lets have no children."""
+    """Raise UsageError in a process that multiprocessing forbids to have children."""
     if multiprocessing.current_process().daemon:
-        what = "this process may start no workers: it is daemonic, as a worker of multiprocessing.Pool is"
+        what = "this process cannot start workers because it is daemonic, like a worker of multiprocessing.Pool"
         raise UsageError(what, "train in the main process, or in one of concurrent.futures.ProcessPoolExecutor")
 
 
@@ -70,10 +70,10 @@ def process_start_s() -> float:
 
 @contextmanager
 def joining_freed_memory() -> Iterator[None]:
-    """Let glibc, in the processes that are started meanwhile, join freed memory with its free neighbours at once.
+    """In processes started in this context, make glibc join freed memory with its free neighbours at once.
 
-    Tensors are aligned, so up to glibc 2.37 a freed tensor's memory fits the next one of its size only together with
-    the small pieces on both sides of it. The caches for threads keep these pieces apart.
+    Tensors are aligned, so up to glibc 2.37 a freed tensor's memory fits the next tensor of its size only together with
+    the small pieces on both sides. glibc's thread caches would keep these pieces apart.
     """
     if _has_malloc_options():
         yield
@@ -87,11 +87,11 @@ def joining_freed_memory() -> Iterator[None]:
 
 @contextmanager
 def safe_path() -> Iterator[None]:
-    """Keep the current folder off sys.path of the Python processes that are started meanwhile.
+    """Keep the current folder off sys.path in Python processes started in this context.
 
     multiprocessing starts them with `python -c`, which would run a file signal.py there. They get this process's
-    sys.path later. Their environment has PYTHONSAFEPATH: take it away before the user's code runs, which may start
-    Python, too.
+    sys.path later. Their environment has PYTHONSAFEPATH: remove it before running the user's code, which may also start
+    Python.
     """
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
@@ -105,13 +105,13 @@ def safe_path() -> Iterator[None]:
 
 
 def resident_bytes() -> int | None:
-    """Return the bytes that are resident now; None where the system does not say."""
+    """Return the bytes that are resident now; None if unknown."""
     status = _status_bytes()
     return status["RssAnon"] + status["RssShmem"] if status else None
 
 
 def heap_bytes() -> int:
-    """Return the bytes of resident memory that no file and no other process has, in a few microseconds; 0: unknown."""
+    """Return the resident bytes that belong to no file and no other process, in a few microseconds; 0 if unknown."""
     with suppress(OSError, ValueError):
         _, resident, shared, *_ = map(int, _STATM.read_bytes().split())
         return (resident - shared) * mmap.PAGESIZE
@@ -119,16 +119,16 @@ def heap_bytes() -> int:
 
 
 def file_bytes() -> int:
-    """Return the bytes of files that are resident now, such as code of libraries; 0 where the system does not say."""
+    """Return the bytes of files that are resident now, such as code of libraries; 0 if unknown."""
     return _status_bytes().get("RssFile", 0)
 
 
 def peak_resident_bytes(peak_file_bytes: int = 0) -> int | None:
-    """Return the most bytes that were resident since `reset_peak`; None where the system does not say.
+    """Return the most bytes that were resident since `reset_peak`; None if unknown.
 
     Args:
-        peak_file_bytes: the most of `file_bytes` since then. The system's peak includes them, and when memory is short
-            it takes back pages of files: what is resident of them now would leave the others in the peak.
+        peak_file_bytes: the most of `file_bytes` since then, to subtract from the system's peak. The present number
+            would be too small, because the system takes back pages of files when memory is short.
     """
     status = _status_bytes()
     if not status:
@@ -144,16 +144,16 @@ def reset_peak() -> None:
 
 
 def trim_heap() -> None:
-    """Let glibc return freed memory to the system; until then it counts as resident."""
+    """Make glibc return freed memory to the system; until then it counts as resident."""
     ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager
 def returning_freed_memory() -> Iterator[None]:
-    """Let glibc return each large tensor to the system when it is freed, so that what is resident is what is in use.
+    """Make glibc return each freed large tensor to the system, so that resident memory is memory in use.
 
-    Afterwards the thresholds of mallopt(3) are those that glibc itself reaches by and by in a process that frees large
-    blocks; nothing is changed where the environment sets them.
+    At the end, set the thresholds of mallopt(3) to those that glibc itself reaches in a process that frees large
+    blocks. Change nothing if the environment sets them.
     """
     if _has_malloc_options():
         yield
@@ -166,11 +166,11 @@ def returning_freed_memory() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep all freed memory for the next minibatch, which needs as much again.
+    """Make glibc keep all freed memory for the next minibatch, which needs as much again.
 
     By default glibc returns large tensors to the kernel and gets them back as zeroed pages, with one page fault each:
-    five to ten per cent of a training step. Nothing is changed where the environment sets GLIBC_TUNABLES or options of
-    mallopt(3): glibc read them when this process, or its fork server, began.
+    five to ten per cent of a training step. Change nothing if the environment sets GLIBC_TUNABLES or options of
+    mallopt(3), which glibc read when this process or its fork server began.
     """
     if not _has_malloc_options():
         for option, value in _KEEP_OPTIONS.items():
@@ -187,9 +187,9 @@ def _set_thresholds(mmap_bytes: int) -> None:
 
 
 def return_freed_memory() -> None:
-    """Return all freed memory to the system, and from now on each large tensor when it is freed.
+    """Return all freed memory to the system, and from now on each freed large tensor.
 
-    It takes back what `keep_freed_memory` has set. Nothing but the first is done where the environment has options.
+    The second part undoes `keep_freed_memory`. It is skipped if the environment sets options.
     """
     if not _has_malloc_options():
         ctypes.CDLL(None).mallopt(_M_MMAP_MAX, _MOST_MMAPS)
@@ -199,11 +199,11 @@ def return_freed_memory() -> None:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """What bounds the memory of this process.
+    """A limit on the memory of this process.
 
     Attributes:
         name: `this machine`, `the control group` or `ulimit -v`.
-        free_bytes: what of `total_bytes` can still be had.
+        free_bytes: bytes of `total_bytes` that are still available.
     """
 
     name: str
@@ -212,7 +212,7 @@ class MemoryLimit:
 
 
 def memory_limits() -> list[MemoryLimit]:
-    """Return what bounds the memory of this process, as far as the system says; unlimited ones are left out."""
+    """Return the known limits on the memory of this process, without unlimited ones."""
     limits = []
     with suppress(OSError, KeyError):
         machine = _kilobyte_fields(_PROC / "meminfo")
@@ -227,13 +227,12 @@ def memory_limits() -> list[MemoryLimit]:
 
 
 def machine_bytes() -> int | None:
-    """Return the memory that all processes together can have here, that of the machine or of the control group; None:
-    unknown."""
+    """Return the memory of all processes here together: the machine's or the control group's; None if unknown."""
     return min((limit.total_bytes for limit in memory_limits() if limit.name != ULIMIT), default=None)
 
 
 def oom_kills() -> int | None:
-    """Return how many processes the kernel has killed for lack of memory since it started; None: unknown."""
+    """Return how many processes the kernel has killed since its start because memory ran out; None if unknown."""
     with suppress(OSError, ValueError, KeyError):
         counters = dict(line.split() for line in (_PROC / "vmstat").read_text(encoding="ascii").splitlines())
         return int(counters["oom_kill"])
@@ -255,7 +254,7 @@ def _cgroup_limits() -> Iterator[MemoryLimit]:
 
 def _cgroup_limit(folder: Path) -> Iterator[MemoryLimit]:
     for limit_file, usage_file in _CGROUP_FILES:
-        with suppress(OSError, ValueError):  # `max`, where there is none
+        with suppress(OSError, ValueError):  # `max` means no limit
             total_bytes = int((folder / limit_file).read_text(encoding="ascii"))
             used_bytes = int((folder / usage_file).read_text(encoding="ascii"))
             if total_bytes < _UNLIMITED_BYTES:
@@ -269,7 +268,7 @@ def _kilobyte_fields(path: Path) -> dict[str, int]:
 
 
 def _status_bytes() -> dict[str, int]:
-    """The fields of /proc/self/status in bytes; empty when one that is needed is missing."""
+    """The fields of /proc/self/status in bytes; empty if a needed one is missing."""
     with suppress(OSError):
         fields = _kilobyte_fields(_STATUS)
         return fields if fields.keys() >= set(_STATUS_FIELDS) else {}

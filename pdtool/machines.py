@@ -1,7 +1,7 @@
-"""The machines of a launch: which workers each of them starts, and which of them this process belongs to.
+"""The machines of a launch: which workers each machine starts, and which machine this process is on.
 
-The workers of a cluster are divided evenly among the machines, in order; machine 0 is where all workers meet.
-Inside torchrun or srun nothing is launched: the process is one of the workers already.
+The workers of a cluster are divided evenly among the machines, in order. All workers meet at machine 0. Inside torchrun
+or srun nothing is launched, because the process is already one of the workers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pdtool.errors import UsageError
 
-_SLURM_PORTS = range(10_000, 30_000)  # below those that systems give to outgoing connections
+_SLURM_PORTS = range(10_000, 30_000)  # below the ports of outgoing connections
 LOOPBACK = "127.0.0.1"
 _ENDPOINT = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.%]+)\]|(?P<host>[\w.-]+)):(?P<port>[0-9]{1,5})", re.ASCII)
 _MAX_PORT = 2**16 - 1
@@ -40,7 +40,7 @@ class Machines:
             workers: number of workers in the cluster.
 
         Raises:
-            UsageError: the workers cannot be divided evenly, this machine is none of them, or the endpoint is
+            UsageError: the workers cannot be divided evenly, this machine's number is out of range, or the endpoint is
                 missing or malformed.
         """
         if workers % self.count or not 0 <= self.node_rank < self.count:
@@ -58,7 +58,7 @@ class Machines:
 
     @property
     def rendezvous_address(self) -> tuple[str, int]:
-        """(host, port) of the store on machine 0; port 0 means that a free one is to be chosen."""
+        """(host, port) of the store on machine 0; port 0 stands for any free port."""
         return parse_endpoint(self.endpoint) if self.count > 1 else (LOOPBACK, 0)
 
 
@@ -93,11 +93,11 @@ def rank_variables(
 
 
 def worker_environment(environment: Mapping[str, str], endpoint: str = "") -> dict[str, str]:
-    """Return torch's environment variables of the worker that this process is; empty when it is no worker.
+    """Return torch's environment variables of this process's worker; empty if it is not a worker.
 
     Args:
-        environment: of this process, in which torchrun sets RANK and srun sets SLURM_PROCID.
-        endpoint: `host:port` where the workers meet; by default what torchrun or SLURM says.
+        environment: this process's environment; torchrun sets RANK in it and srun sets SLURM_PROCID.
+        endpoint: `host:port` where the workers meet; by default from torchrun or SLURM.
     """
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
@@ -116,7 +116,7 @@ def worker_environment(environment: Mapping[str, str], endpoint: str = "") -> di
 
 
 def _slurm_port(environment: Mapping[str, str]) -> int:
-    """Choose the port of a job step by its numbers, which all its tasks know: other jobs on the node have others.
+    """Choose the port of a job step from its numbers, which all its tasks know and other jobs on the node do not share.
 
     Args:
         environment: with SLURM_JOB_ID and SLURM_STEP_ID.
@@ -136,10 +136,10 @@ def is_worker(environment: Mapping[str, str]) -> bool:
 
 
 def is_first_worker(environment: Mapping[str, str]) -> bool:
-    """Whether this process tells the user what happens: it launched the workers, or is the first of them."""
+    """Whether this process reports to the user: it launched the workers, or is the first of them."""
     return environment.get("RANK", environment.get("SLURM_PROCID", "0")) == "0"
 
 
 def use_loopback(environment: MutableMapping[str, str]) -> None:
-    """Let gloo use the loopback interface, unless another is set: all workers are on this machine."""
+    """Make gloo use the loopback interface, unless another is set, because all workers are on this machine."""
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

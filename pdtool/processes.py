@@ -21,12 +21,12 @@ from typing import Any, Self
 
 from pdtool.host import joining_freed_memory, safe_path
 
-_GRACE_S = 0.5  # after a failure: the one that the others follow from may still be on its way
+_GRACE_S = 0.5  # after a failure, because its root cause may still be on its way
 _POLL_S = 0.2
 
 
 class WorkerProcesses:
-    """The workers that this process has started. At the end of a `with` block all of them are gone.
+    """The workers started by this process. At the end of a `with` block all of them are gone.
 
     Args:
         method: how multiprocessing starts them: `forkserver`, `fork` or `spawn`.
@@ -51,24 +51,24 @@ class WorkerProcesses:
 
     @property
     def exit_codes(self) -> dict[int, int]:
-        """Those of the workers that have ended, by rank; negative for a signal."""
+        """Exit codes of the workers that have ended, by rank; negative for a signal."""
         codes = {rank: process.exitcode for rank, process in self.processes.items()}
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def listen(self, has_failed: Callable[[], bool] = lambda: False) -> Iterator[tuple[int, Any]]:
         """Yield (rank, message) as messages come, until all workers have ended.
 
-        Once one has failed, the others get a little time to say how they end.
+        After a failure, the others get a little time to report how they end.
 
         Args:
-            has_failed: whether a worker has failed that has not ended.
+            has_failed: whether a worker that has not ended has failed.
         """
         sources: dict[Any, int] = {pipe: rank for rank, pipe in self.pipes.items()}
         sources |= {process.sentinel: rank for rank, process in self.processes.items()}
         until_s, is_over = math.inf, False
         while not is_over:
             is_over = len(self.exit_codes) == len(self.processes) or time.monotonic() > until_s
-            for source in wait(list(sources), 0 if is_over else _POLL_S):  # the last time for what is there already
+            for source in wait(list(sources), 0 if is_over else _POLL_S):  # the last time for messages already there
                 pipe = self.pipes[sources[source]]
                 with suppress(EOFError, ConnectionError):
                     while pipe.poll():
@@ -92,10 +92,10 @@ class WorkerProcesses:
 
 
 def start_fork_server(modules: Sequence[str]) -> None:
-    """Start the fork server of this process, unless it runs, and let it import these modules.
+    """Start this process's fork server, unless it runs, and make it import these modules.
 
-    It ignores SIGINT, since Ctrl-C reaches it while it imports. Its malloc has no caches for threads, which would keep
-    the memory of large tensors in pieces (`host.joining_freed_memory`).
+    It ignores SIGINT, because Ctrl-C reaches it while it imports. Its malloc has no thread caches, which would keep the
+    memory of large tensors in pieces (`host.joining_freed_memory`).
     """
     multiprocessing.set_forkserver_preload(list(modules))
     is_main = threading.current_thread() is threading.main_thread()

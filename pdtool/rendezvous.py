@@ -1,7 +1,7 @@
-"""The machines of a launch meet before their workers start, so that whoever is missing is named.
+"""The machines of a launch meet before their workers start, so that missing machines can be named.
 
-Machine 0 listens at the endpoint until every other machine has said what it is. Then it tells all of them what each has
-said, and frees the port for what is started next. Messages are lines of JSON:
+Machine 0 listens at the endpoint until every other machine has sent its facts. Then it sends everyone's facts to all,
+and frees the port for the next program. Messages are lines of JSON:
 
     machine 0 ──▶ machine 1   {"nonce": "5c1e..."}
     machine 1 ──▶ machine 0   {"nonce": "f00d...", "node_rank": 1, "host": "b", ...}  what I am
@@ -9,9 +9,9 @@ said, and frees the port for what is started next. Messages are lines of JSON:
     machine 0 ──▶ machine 1   {"machines": [{...}, {...}, {...}]}                     all are there, or
                               {"what": "two machines were ...", "remedy": "..."}      this one does not belong to them
 
-Anybody can connect. Machine 0 ignores what no machine says, and refuses a machine that does not belong to the launch;
-neither ends it. If the machines share a token (PDTOOL_TOKEN), each message carries the HMAC of the other side's nonce
-and of its content, so that whoever does not know the token is no machine of the launch.
+Anybody can connect. Machine 0 ignores messages that no machine sends, and refuses a machine that does not belong to the
+launch; neither ends it. If the machines share a token (PDTOOL_TOKEN), each message carries the HMAC of the other side's
+nonce and of its content, so that nobody without the token can join.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from pdtool.machines import Machines
 
 GLOO_VARIABLE, NCCL_VARIABLE, TOKEN_VARIABLE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PDTOOL_TOKEN"
 Notify = Callable[[str], None]  # called with a line for the user
-_NOTICE_S = 3.0  # of waiting, before a line says for whom
+_NOTICE_S = 3.0  # of waiting, before a line says for which machines
 _CONNECT_S = 5.0
 _RETRY_S = 0.2
-_MAX_LINE_BYTES, _MAX_HELLO_BYTES = 2**20, 2**12  # of machine 0; of another one
-_MAX_SILENT = 64  # connections that have not said what they are; the oldest makes room for another
+_MAX_LINE_BYTES, _MAX_HELLO_BYTES = 2**20, 2**12  # machine 0's; another machine's
+_MAX_SILENT = 64  # connections without facts so far; the oldest makes room for another
 _HELLO_S = 10.0  # until they must have
 _MAX_NUMBER, _MAX_CHARACTERS = 2**31, 255  # of a machine's facts
 _MAX_REFUSAL = 2000  # characters
-# What reading raises when something else is connected.
+# Errors of reading if something else is connected.
 _NO_MACHINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 _IFREQ_BYTES = 40
 
 
 def gather_machines(machines: Machines, timeout_s: float, notify: Notify = lambda line: None) -> list[MachineFacts]:
-    """Wait until all machines of the launch are there; return what each says of itself, in order of node rank.
+    """Wait until all machines of the launch are there; return each one's facts, in order of node rank.
 
     Args:
-        notify: called with a line that says for whom this machine waits, when that takes more than a few seconds.
+        notify: called with a line that says which machines this one waits for, if that takes more than a few seconds.
 
     Raises:
         PdtoolError: a machine does not come in time, this one does not belong to machine 0 (another has its rank, their
@@ -78,13 +78,13 @@ def gather_machines(machines: Machines, timeout_s: float, notify: Notify = lambd
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """What a machine of a launch says of itself; prints as `machine 1 (hostname)`.
+    """The facts that a machine of a launch sends; prints as `machine 1 (hostname)`.
 
     Attributes:
-        node_rank, count: what it was started with (--node-rank, --nnodes).
-        pid: of the process that starts its workers.
-        gloo_address: where gloo expects the workers of other machines; "" when unknown.
-        interface: network interface towards machine 0 (machine 0's towards another); "" when unknown.
+        node_rank, count: its --node-rank and --nnodes.
+        pid: id of the process that starts its workers.
+        gloo_address: where gloo expects the workers of other machines; "" if unknown.
+        interface: network interface towards machine 0 (machine 0's towards another); "" if unknown.
         is_remote: whether it is another host than machine 0.
         has_own_choice: whether the user has set GLOO_SOCKET_IFNAME there.
     """
@@ -103,12 +103,12 @@ class MachineFacts:
 
     @property
     def taken_interface(self) -> str:
-        """The interface that its workers take; "" where the user has named one, or it is unknown."""
+        """The interface that its workers use; "" if the user has named one, or if unknown."""
         return "" if self.has_own_choice else self.interface
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> MachineFacts:
-        """Read what a machine says of itself; raises ValueError or TypeError when no machine says that."""
+        """Read a machine's facts; raises ValueError or TypeError if no machine could send them."""
         machine = cls(**fields)
         if any(type(getattr(machine, name)) is not kind for name, kind in get_type_hints(cls).items()):
             raise ValueError("a field has the wrong type")
@@ -125,20 +125,20 @@ class MachineFacts:
 def check_reachable(machines: Sequence[MachineFacts]) -> None:
     """Check that the workers of each machine listen where those of other hosts can reach them; raises PdtoolError.
 
-    Where the host name stands for 127.0.0.1 in /etc/hosts, as Debian has it, gloo would listen there.
+    If /etc/hosts maps the host name to 127.0.0.1, as on Debian, gloo would listen there.
     """
     affected = [machine for machine in machines if is_loopback(machine.gloo_address) and not machine.taken_interface]
     if affected and any(machine.is_remote for machine in machines):
         where = ", ".join(f"{machine.gloo_address} on {machine}" for machine in affected)
         settings = ", ".join(f"{GLOO_VARIABLE}=INTERFACE on {machine}" for machine in affected)
         raise PdtoolError(
-            f"gloo would listen at the address of the host name, {where}: no other machine can reach that",
+            f"gloo would listen at the address of the host name, {where}, which no other machine can reach",
             f"set {settings}",
         )
 
 
 def _take_interface(own: MachineFacts, is_remote: bool, notify: Notify) -> None:
-    """Let workers on several hosts talk over the interface that reaches the meeting, unless the user has named one."""
+    """Make workers on several hosts use the interface that reaches the meeting, unless the user has named one."""
     if is_remote and own.taken_interface:
         os.environ[GLOO_VARIABLE] = own.taken_interface
         os.environ.setdefault(NCCL_VARIABLE, own.taken_interface)
@@ -149,8 +149,8 @@ class _Meeting:
     """One machine's part in the meeting.
 
     Attributes:
-        missing: node ranks of the machines that this one waits for, as far as it knows.
-        hint: why they may not have come; "" when nothing is known.
+        missing: node ranks of the machines that this one knows it waits for.
+        hint: why they may not have come; "" if unknown.
     """
 
     def __init__(self, own: MachineFacts, machines: Machines) -> None:
@@ -193,7 +193,7 @@ class _Meeting:
 
 
 class _MeetingServer(_Meeting):
-    """Machine 0's part: it hears from all others, and answers all at once."""
+    """Machine 0's part: it receives from all others, and answers all at once."""
 
     def __init__(self, own: MachineFacts, machines: Machines) -> None:
         super().__init__(own, machines)
@@ -239,13 +239,13 @@ class _MeetingServer(_Meeting):
             raise PdtoolError(what, "give --rdzv-endpoint with another port, the same on all machines") from error
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hear what a machine says of itself; it is present until it hangs up, or says anything more."""
+        """Receive a machine's facts; it is present until it hangs up or sends anything more."""
         with suppress(OSError, asyncio.CancelledError), closing(writer):  # cancelled: the meeting is over
             try:
                 machine, nonce, mac = await self._hello(reader, writer)
             except (OSError, *_NO_MACHINE):
                 self.hint = (
-                    f"{(writer.get_extra_info('peername') or '?')[0]} connected, but is no machine of this launch"
+                    f"{(writer.get_extra_info('peername') or '?')[0]} connected, but is not a machine of this launch"
                 )
                 return
             if self._result.done():
@@ -263,7 +263,7 @@ class _MeetingServer(_Meeting):
     async def _hello(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> tuple[MachineFacts, str, tuple[bytes, bytes]]:
-        """Ask who has connected; return its facts, its nonce, and its HMAC and the one that it should be."""
+        """Ask for a connection's facts; return them, its nonce, its HMAC and the expected HMAC."""
         self._silent[writer] = None
         if len(self._silent) > _MAX_SILENT:
             oldest = next(iter(self._silent))
@@ -312,7 +312,7 @@ class _MeetingServer(_Meeting):
         return None
 
     async def _tell_missing(self) -> None:
-        """Tell all machines who is missing; when nobody is, the meeting is over."""
+        """Tell all machines which ones are missing; if none is, the meeting is over."""
         if self._result.done():
             return
         self.missing = [rank for rank in range(self.own.count) if rank not in self._present]
@@ -328,7 +328,7 @@ class _MeetingServer(_Meeting):
 
 
 class _MeetingClient(_Meeting):
-    """The part of every other machine: it reports to machine 0, again whenever that is lost."""
+    """The part of every other machine: it reports to machine 0, and again whenever the connection is lost."""
 
     async def _meet(self) -> list[MachineFacts]:
         while True:
@@ -341,12 +341,12 @@ class _MeetingClient(_Meeting):
             except OSError as error:
                 self.hint = str(error.strerror or error)
             except _NO_MACHINE:
-                self.hint = "the program that answers there is not a machine 0 that waits for others"
+                self.hint = "another program answers there, not machine 0"
             self.missing = [0]
             await asyncio.sleep(_RETRY_S)
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> list[MachineFacts]:
-        """Say what this machine is, and hear who is missing until nobody is."""
+        """Send this machine's facts, and receive the list of missing machines until none is missing."""
         here, there = (str(writer.get_extra_info(name)[0]) for name in ("sockname", "peername"))
         own = replace(self.own, interface=interface_with(here), is_remote=here != there)
         nonce = secrets.token_hex(16)
@@ -355,7 +355,7 @@ class _MeetingClient(_Meeting):
         while True:
             answer = dict(json.loads(await reader.readline()))
             mac = answer.pop("mac").encode()
-            if "what" in answer:  # also of a machine 0 with another token
+            if "what" in answer:  # also from a machine 0 with another token
                 raise PdtoolError(*(printable(str(answer[part]))[:_MAX_REFUSAL] for part in ("what", "remedy")))
             if not hmac.compare_digest(mac, _mac(nonce, answer).encode()):
                 raise ValueError("it does not know the token")
@@ -370,7 +370,7 @@ class _MeetingClient(_Meeting):
 
 
 async def _tell(writer: asyncio.StreamWriter, message: Mapping[str, object], nonce: str = "") -> None:
-    """Send a message as a line of JSON; raises OSError when it is not taken in time."""
+    """Send a message as a line of JSON; raises OSError if nobody takes it in time."""
     writer.write(json.dumps({**message, "mac": _mac(nonce, message)}).encode() + b"\n")
     async with asyncio.timeout(_HELLO_S):
         await writer.drain()
@@ -392,10 +392,10 @@ def _list(numbers: Sequence[int], conjunction: str) -> str:
 
 
 def gloo_address() -> str:
-    """Return the address at which gloo expects the other workers; "" when it cannot be told.
+    """Return the address at which gloo expects the other workers; "" if unknown.
 
-    That is the address of the interface in GLOO_SOCKET_IFNAME; where that is not set, the first of the host name's
-    addresses that belongs to this machine, as `ProcessGroupGloo::createDefaultDevice` of torch chooses it.
+    That is the address of the interface in GLOO_SOCKET_IFNAME. If that is not set, it is the first address of the host
+    name that belongs to this machine, as in torch's `ProcessGroupGloo::createDefaultDevice`.
     """
     if name := os.environ.get(GLOO_VARIABLE, "").partition(",")[0]:
         return interface_addresses().get(name, "")
@@ -405,7 +405,7 @@ def gloo_address() -> str:
 
 
 def loopback_hint() -> str:
-    """Return what to do where gloo listens at an address that no other machine reaches; "" where it does not."""
+    """Return a remedy if gloo listens at an address that no other machine reaches; "" otherwise."""
     address = gloo_address()
     if not is_loopback(address):
         return ""
@@ -413,7 +413,7 @@ def loopback_hint() -> str:
 
 
 def interface_with(address: str) -> str:
-    """Return the name of the interface with an IPv4 address that others reach; "" when none is known to have it."""
+    """Return the name of the interface with this IPv4 address, if others reach it; "" if none is known."""
     if is_loopback(address):
         return ""
     return next((name for name, its in interface_addresses().items() if its == address), "")
@@ -439,7 +439,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _own_addresses(host: str) -> Iterator[str]:
-    """Yield those of a host's addresses that belong to this machine; raises OSError when it cannot be resolved."""
+    """Yield a host's addresses that belong to this machine; raises OSError if the host cannot be resolved."""
     for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
         if _can_bind(family, str(address[0])):
             yield str(address[0])

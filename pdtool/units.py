@@ -16,7 +16,7 @@ _SIZE = re.compile(rf"{_NUMBER}(?:({_PREFIX})[bB]?|B)")
 _TIME = re.compile(rf"{_NUMBER}(s|ms|us|ns)")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))  # as they are printed
-# Values outside of these are slips, and those of artifacts have limits too: (smallest, largest, both in words).
+# Values outside of these must be slips; those of artifacts have limits too: (smallest, largest, both in words).
 _RATES = (1e-3, 1e18, "0.001B/s to 1000PB/s")
 _SIZES = (1, 1e18, "1B to 1000PB")
 _TIMES = (1e-12, 30 * 86400.0, "0.001ns to 30 days")
@@ -26,7 +26,7 @@ def parse_bandwidth(text: str) -> float:
     """Read `10Gbit/s`, `10Gbps`, `12GB/s` or `12GBps` as bytes per second: `b` is a bit, `B` a byte.
 
     Raises:
-        UsageError: it does not say whether bits or bytes (`10`, `10G`); or a slip.
+        UsageError: it does not say whether bits or bytes (`10`, `10G`), or is out of range.
     """
     remedy = "write 10Gbit/s or 10Gbps for bits, 1.25GB/s for bytes"
     match = _matched(_RATE, "bandwidth", text, "a positive rate in bits or bytes", remedy)
@@ -63,7 +63,7 @@ def _number(match: re.Match[str], text: str) -> float:
 
 
 def _scaled_number(match: re.Match[str], text: str) -> float:
-    """The number times its prefix, which may be written small or large."""
+    """The number times its prefix, in lower or upper case."""
     return _number(match, text) * _FACTORS[(match[2] or "").lower()]
 
 
@@ -80,8 +80,7 @@ def _short(text: str) -> str:
 
 
 def bytes_option(count: float) -> str:
-    """Write bytes as an option takes them, `4.82GB`, rounded up to three significant figures: what fits into `count`
-    bytes fits into these."""
+    """Write bytes for an option, `4.82GB`, rounded up to three significant figures, so that they hold `count` bytes."""
     step = max(1.0, 10.0 ** (math.floor(math.log10(max(count, 1.0))) - 2))
     return format_bytes(math.ceil(count / step) * step).replace(" ", "")
 

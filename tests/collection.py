@@ -113,7 +113,7 @@ class Outcome:
         message: what it said.
         wrong: where the trained weights are not those of a plain loop.
         stages: of the plan.
-        opaque: modules that are called whole.
+        opaque: modules that are never split.
     """
 
     code: int = 0

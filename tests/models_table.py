@@ -106,7 +106,7 @@ def _sentence(name: str, outcome: Outcome) -> str:
         return f"WRONG: {outcome.wrong[0]}"
     if outcome.code:
         return f"refused: {outcome.message.removeprefix('error: ')}"
-    whole = f"; called whole: {', '.join(outcome.opaque)}" if outcome.opaque else ""
+    whole = f"; opaque: {', '.join(outcome.opaque)}" if outcome.opaque else ""
     return f"trained on {outcome.stages} stage(s){whole}"
 
 

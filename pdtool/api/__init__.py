@@ -1,5 +1,5 @@
-"""The program as functions, which take and return the artifacts themselves; the command line is their shell.
+"""The program as functions that take and return the artifacts themselves; the command line is a shell around them.
 
-`profiling`, `planning`, `training`, `emulating` and `reporting` have the functions that `pdtool` offers; `inputs` reads
-what they start from, `staleness` says what is out of date, and what they have to say goes through `console`.
+`profiling`, `planning`, `training`, `emulating` and `reporting` have the functions that `pdtool` offers. `inputs` reads
+their inputs, `staleness` says which files are out of date, and `console` shows their messages.
 """

@@ -1,6 +1,6 @@
 """The process that calls pdtool: the functions of the API leave it as they found it.
 
-What the user's files change while they are loaded, `undoing_user_changes` of the frontend undoes.
+`undoing_user_changes` of the frontend undoes the changes that the user's files make while they are loaded.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 @contextmanager
 def unchanged_caller() -> Iterator[None]:
-    """Leave the random generators, the environment, and multiprocessing as they are now.
+    """Restore the random generators, the environment, and multiprocessing at the end.
 
-    Its fork server and its resource tracker end if they were not running, unless the program has started processes
+    Its fork server and resource tracker end if they were not running before, unless the program has started processes
     meanwhile.
     """
     with ExitStack() as undo:
@@ -39,7 +39,7 @@ def _random_state() -> Callable[[], None]:
         random.setstate(python)
         if numpy:
             numpy.random.set_state(of_numpy)
-        elif loaded := sys.modules.get("numpy"):  # it begins as if it had been loaded just now
+        elif loaded := sys.modules.get("numpy"):  # as if it had just been loaded
             loaded.random.seed()
         if torch:
             torch.set_rng_state(of_torch)
@@ -77,7 +77,7 @@ def _multiprocessing() -> Callable[[], None]:
         with suppress(OSError):  # of one that has died
             if not had_server:
                 server._stop()
-        with suppress(OSError):  # ends when nobody has its pipe, and the fork server has
+        with suppress(OSError):  # ends when nobody holds its pipe, but the fork server does
             if not had_tracker:
                 tracker._stop()
 

@@ -1,7 +1,7 @@
-"""What the functions of the API say while they work, and who hears it.
+"""Messages of the API's functions while they work, and the listener that shows them.
 
-By default notes are lines on stderr, and nothing shows how far something is. The command line installs its terminal,
-with bars and a line for each epoch, and so does `pdtool.run(...)` in Python.
+By default notes are lines on stderr, and nothing shows progress. The command line installs its terminal, with bars and
+a line for each epoch, and so does `pdtool.run(...)` in Python.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from pdtool.artifacts.metrics import MetricsLine
 
 OnProgress = Callable[[int, int], None]  # called with (done, total)
-OnStep = Callable[[str], None]  # called with what is done now
+OnStep = Callable[[str], None]  # called with the current step
 OnEvent = Callable[["MetricsLine"], None]  # called with each line of metrics.jsonl, soon after it is written
 
 
 class Listener:
-    """Hears notes and progress; this one writes the notes to stderr, and a subclass may show more."""
+    """Receives notes and progress. This class writes the notes to stderr; a subclass may show more."""
 
     def note(self, text: str) -> None:
-        """Print a line; where nobody reads it any more the work goes on."""
+        """Print a line; if nobody reads it any more, the work goes on."""
         with suppress(OSError):
             sys.stderr.write(f"{printable(text)}\n")
 
@@ -35,16 +35,16 @@ class Listener:
         """Print an artifact on stdout.
 
         Args:
-            folder: where it stands; None: unknown.
+            folder: its folder; None: unknown.
         """
         sys.stdout.write(artifact.dump())
 
     def progress(self, label: str) -> AbstractContextManager[OnProgress]:
-        """Show how much is done while the context lasts."""
+        """Show how much is done, in this context."""
         return nullcontext(lambda done, total: None)
 
     def status(self, label: str) -> AbstractContextManager[OnStep]:
-        """Show which step is done while the context lasts."""
+        """Show the current step, in this context."""
         return nullcontext(lambda step: None)
 
     def training(self, out: Path, epochs: int, log_every: int | None) -> AbstractContextManager[OnEvent]:
@@ -52,8 +52,8 @@ class Listener:
 
         Args:
             out: the run's folder.
-            epochs: that the run is to have in all.
-            log_every: updates between two lines; None: as often as the listener sees fit.
+            epochs: total epochs of the run.
+            log_every: updates between two lines; None: the listener decides.
         """
         return nullcontext(lambda event: None)
 
@@ -63,18 +63,18 @@ class _Muted(Listener):
         pass
 
 
-_installed = Listener()  # one for the process: stderr is, too
+_installed = Listener()  # one per process, as stderr
 
 
 def install(listener: Listener) -> None:
-    """Let `listener` hear what the functions of the API say from now on."""
+    """Send all messages of the API's functions to `listener` from now on."""
     global _installed
     _installed = listener
 
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Say nothing while the context lasts."""
+    """Say nothing in this context."""
     listener = _installed
     install(_Muted())
     try:
@@ -98,15 +98,15 @@ def show(artifact: Artifact, folder: Path | None) -> None:
 
 
 def progress(label: str) -> AbstractContextManager[OnProgress]:
-    """Show how much is done while the context lasts."""
+    """Show how much is done, in this context."""
     return _installed.progress(label)
 
 
 def status(label: str) -> AbstractContextManager[OnStep]:
-    """Show which step is done while the context lasts."""
+    """Show the current step, in this context."""
     return _installed.status(label)
 
 
 def training_progress(out: Path, epochs: int, log_every: int | None) -> AbstractContextManager[OnEvent]:
-    """Show how the training in the folder `out` goes on while the context lasts."""
+    """Show the progress of the training in the folder `out`, in this context."""
     return _installed.training(out, epochs, log_every)

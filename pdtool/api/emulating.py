@@ -1,4 +1,4 @@
-"""Run a plan's workers, and those of its rivals, on a pretend cluster of this machine: what `pdtool emulate` does.
+"""Run a plan's workers, and its rivals', on a pretend cluster of this machine (`pdtool emulate`).
 
 Workers sleep the times of the profile, or train the model on this CPU.
 """
@@ -60,22 +60,22 @@ def emulate(
 
     Args:
         plan: the plan, or the path of its file.
-        against: rivals by strategy, which are emulated, too.
+        against: strategies of rivals to emulate as well.
         compute: "sleep" the times of the profile, or train the "real" model on this CPU.
         minibatches: in an epoch; None: enough for steady state.
-        epochs: at most; None: 1, or 2 with "real", of which the first is to warm up.
-        target: at which a model that computes is trained enough, as "accuracy>=0.98".
-        seed: fixes everything that a model that computes draws.
+        epochs: at most; None: 1, or 2 with "real", the first of which warms up.
+        target: stop when a "real" model's validation reaches it, as "accuracy>=0.98".
+        seed: seed of all random numbers of a "real" model.
         output: folder of the emulation; None: a new one in runs/.
-        model: the model's file, when it has moved since; for "real".
-        options: others of `pdtool emulate --help`: `scale`, `slowdown`, `timeout`.
+        model: the model's file, if it has moved; for "real".
+        options: other options of `pdtool emulate --help`: `scale`, `slowdown`, `timeout`.
 
     Returns:
-        times and bytes of each plan, as they would be on the cluster itself.
+        Times and bytes of each plan, scaled back to the cluster itself.
 
     Raises:
         UsageError: the options make no sense together, or the folder holds an emulation.
-        PdtoolError: this machine can make no such links, or the workers would not fit in its memory.
+        PdtoolError: this machine cannot make such links, or the workers would not fit in its memory.
         WorkerDiedError: a worker ended or did not answer.
     """
     names = against if isinstance(against, str) else ",".join(against)
@@ -87,14 +87,16 @@ def emulate(
 
 
 def check_emulation(asked: EmulateOptions) -> None:
-    """Check that this machine has the tools for an emulation, and that workers which sleep, or compute, can do it.
+    """Check that this machine has the tools for an emulation, and that the options suit sleeping or computing workers.
 
     Raises:
-        UsageError: they cannot.
+        UsageError: they do not.
         PdtoolError: a tool is missing.
     """
     if asked.compute == "sleep" and asked.target is not None:
-        raise UsageError(f"--target {asked.target}: sleeping workers do not learn", "add --compute real")
+        raise UsageError(
+            f"sleeping workers do not learn, so they cannot reach --target {asked.target}", "add --compute real"
+        )
     if asked.compute == "real" and any(factor not in (None, 1.0) for factor in (asked.scale, asked.slowdown)):
         what = "--compute real runs the model itself, so --scale and --slowdown do not apply"
         raise UsageError(what, "leave out --scale and --slowdown")
@@ -103,7 +105,7 @@ def check_emulation(asked: EmulateOptions) -> None:
 
 
 def emulated(plan: Plan | Path | str, output: str | None, asked: EmulateOptions) -> tuple[Emulation, Path]:
-    """Emulate a plan and its rivals as `asked` says; return the emulation, which is saved, and its folder.
+    """Emulate a plan and its rivals as `asked` says; save the emulation, and return it with its folder.
 
     Args:
         output: the folder; None: a new one.
@@ -111,7 +113,7 @@ def emulated(plan: Plan | Path | str, output: str | None, asked: EmulateOptions)
     inputs = Inputs.load(plan, asked.model) if asked.compute == "real" else None
     chosen, profile = (inputs.plan, inputs.profile) if inputs else planned(plan)
     if output == "-":
-        raise UsageError("-o -: an emulation writes a folder, which cannot go to stdout", "name a folder")
+        raise UsageError("-o - is not possible: an emulation writes a folder, not a file", "name a folder")
     folder = Path(output) if output else new_folder(Path("runs") / f"{chosen.name}-emulated")
     if RunDir(folder).emulation_file.exists():
         raise UsageError(f"{folder} already contains an emulation", "name another folder with -o")
@@ -134,7 +136,7 @@ def emulated(plan: Plan | Path | str, output: str | None, asked: EmulateOptions)
 
 
 def _others(chosen: Plan, rivals: Mapping[str, Plan]) -> dict[str, Plan]:
-    """Return the rivals that are not the chosen plan, whose two emulations would differ by noise alone."""
+    """Return the rivals that differ from the chosen plan; two emulations of one plan would differ only by noise."""
     others = {name: plan for name, plan in rivals.items() if _run_by(plan) != _run_by(chosen)}
     for name in rivals.keys() - others.keys():
         note(f"{name} is the same as this plan, so it is not emulated again")
@@ -142,7 +144,7 @@ def _others(chosen: Plan, rivals: Mapping[str, Plan]) -> dict[str, Plan]:
 
 
 def _warn_of_busy_cores() -> None:
-    """Warn where other programs keep the cores busy: workers that sleep would wake late."""
+    """Warn if other programs keep the cores busy, because sleeping workers would wake late."""
     cores, busy = len(usable_cores()), os.getloadavg()[0]
     if busy > _BUSY_PART_OF_CORES * cores:
         what = f"other programs keep {busy:.1f} of {cores} core(s) busy"
@@ -150,19 +152,19 @@ def _warn_of_busy_cores() -> None:
 
 
 def _warn_of_another_device(profile: Profile, compute: Literal["sleep", "real"]) -> None:
-    """Warn where a model computes here, and its simulated times are those of a device that is not here."""
+    """Warn if a model computes here but its simulated times are for another device."""
     if compute == "real" and not profile.is_measured_on_cpu:
         name = profile.device.name
         note(f"warning: the simulated times are those of {name} ({profile.device.kind}), but the model computes here")
 
 
 def _run_by(plan: Plan) -> tuple[object, ...]:
-    """Return what decides how a plan's workers run."""
+    """Return the facts that decide how a plan's workers run."""
     return plan.stages, plan.schedule, plan.weights, plan.microbatches, plan.update_every, plan.chunks, plan.copies
 
 
 def _scalings(plans: Mapping[str, Plan], profile: Profile, asked: EmulateOptions) -> dict[str, Scaling]:
-    """Return the scaling of each plan: what it needs, for others may need more; warn where the user's is too small."""
+    """Return the scaling that each plan needs, which may differ; warn if the user's is too small."""
     if asked.compute == "real":
         return dict.fromkeys(plans, Scaling())
     factors = asked.scale, asked.slowdown
@@ -180,10 +182,10 @@ def _configs(
     scalings: Mapping[str, Scaling],
     asked: EmulateOptions,
 ) -> dict[str, RunConfig]:
-    """Write what each plan's workers execute into `folder`, and return the configuration of their run.
+    """Write the stage files of each plan's workers into `folder`, and return the configuration of their run.
 
     Args:
-        source: of what they do: the model that they train, or the profile whose times they sleep.
+        source: the model that they train, or the profile whose times they sleep.
     """
     folders = {name: RunDir(folder).emulated(name).path for name in plans}
     if isinstance(source, Profile):
@@ -195,7 +197,7 @@ def _configs(
 
 
 def _check_length(inputs: Inputs, asked: EmulateOptions) -> None:
-    """Check that an epoch has a number of minibatches; raises UsageError for a stream without a length."""
+    """Check that the number of minibatches in an epoch is known; raises UsageError for a stream without a length."""
     if asked.minibatches or not asked.target:
         return
     from pdtool.frontend.user_code import undoing_user_changes

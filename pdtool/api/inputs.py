@@ -1,8 +1,7 @@
-"""Read what a command starts from: a plan, its profile and its model, which must still fit together.
+"""Read a command's inputs: a plan, its profile and its model, which must still fit together.
 
-A plan that was edited by hand gets the figures of what it says now. A run may have another schedule than its plan, and
-other settings of model.py, as long as the model's operators stay the same. Where no path is given, `candidate` finds
-the only file there is.
+A plan edited by hand gets new figures. A run may have a different schedule than its plan, and different settings of
+model.py, as long as the model's operators stay the same. If no path is given, `candidate` finds the only file there is.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ class Inputs:
     """A plan with the profile and the model that it was made from.
 
     Attributes:
-        path: of the plan; `-` is stdin.
-        model: where the model is now.
-        trusted: the model was named on the command line.
+        path: path of the plan; `-` is stdin.
+        model: the present place of the model.
+        trusted: whether the model was named on the command line.
     """
 
     path: str
@@ -51,19 +50,18 @@ class Inputs:
 
     @classmethod
     def load(cls, plan: Plan | Path | str, model: str | None) -> Inputs:
-        """Take a plan, or read it, and its profile; compute the predictions of a plan edited by hand again.
+        """Take a plan, or read it, and its profile; recompute the predictions of a plan edited by hand.
 
-        Whether the model still has the operators that were profiled is seen when it is traced, by codegen and by the
-        workers of a run.
+        Codegen and the workers of a run trace the model, and check then that it still has the profiled operators.
 
         Raises:
             StaleError: the profile changed after the plan was made; or the model's file did, and no operator graph is
                 recorded.
-            ArtifactError: the plan, or an edit of it, does not hold together.
+            ArtifactError: the plan, or an edit of it, is inconsistent.
         """
         chosen, profile, path = read_plan(plan)
         ref = chosen.model or profile.model
-        if ref is None:  # not even with --model: the operators of such a plan are those of no model that we can read
+        if ref is None:  # not even with --model: we can read no model with such a plan's operators
             remedy = "plan from a profile that `pdtool profile` wrote"
             raise ArtifactError(path, f"{chosen.profile} comes without a model", remedy, field="model")
         inputs = cls(path, chosen, profile, _named(ref, model) if model else ref, trusted=model is not None)
@@ -72,7 +70,7 @@ class Inputs:
 
     @property
     def folder(self) -> Path:
-        """Where the stage files go unless told otherwise."""
+        """The default folder of the stage files."""
         return bundle_folder(self.path, self.plan)
 
     def model_file(self) -> ModelFile:
@@ -82,11 +80,11 @@ class Inputs:
         return ModelFile.load(self.model, trusted=self.trusted, digests=self.plan.digests)
 
     def _check_model(self, recorded: ModelRef) -> None:
-        """Compare the source file with the one that was profiled; nothing is imported.
+        """Compare the source file with the profiled one, without importing it.
 
         Raises:
-            StaleError: it changed, and the plan does not record the operator graph that it was made for.
-            UsageError: the plan names a file outside the current folder, and the user does not.
+            StaleError: it changed, and the plan does not record its operator graph.
+            UsageError: the plan names a file outside the current folder, but the user does not.
         """
         from pdtool.frontend.user_code import check_local, find_source
 
@@ -102,13 +100,13 @@ class Inputs:
         if not self.plan.graph_sha256:
             raise StaleError(self.path, changed, "profile and partition it again")
         note(
-            f"{changed}. The plan stays valid if its operators are the same, which is checked. "
-            "The costs of loss and optimizer, and HINTS, are those of the profile"
+            f"{changed}. The plan stays valid if the operators are the same, which is checked. "
+            "The costs of loss and optimizer, and HINTS, are still from the profile"
         )
 
 
 def find_model(path: str, source: str) -> Path:
-    """Find the model's file that the plan in `path` names; raises StaleError when it is not there."""
+    """Find the model's file that the plan in `path` names; raises StaleError if it does not exist."""
     from pdtool.frontend.user_code import find_source
 
     try:
@@ -116,13 +114,13 @@ def find_model(path: str, source: str) -> Path:
     except UsageError as error:
         is_there = Path(source).is_file()
         reason = "is not a Python file" if is_there else f"is not there (searched from {Path.cwd()})"
-        what = f"it was made from {source}, but that {reason}"
+        what = f"it was made from {source}, which {reason}"
         remedy = "go to the folder where it was made, put the file back, or pass it to codegen and run with --model"
         raise StaleError(path, what, remedy) from error
 
 
 def bundle_folder(path: str, plan: Plan) -> Path:
-    """The folder of a plan's stage files: beside the plan, which stands in `path`; `plans/NAME` for one from stdin."""
+    """The folder of a plan's stage files: beside the plan in `path`; `plans/NAME` for a plan from stdin."""
     return Path("plans") / file_name(plan.name) if path == "-" else Path(path).with_suffix("")
 
 
@@ -137,18 +135,17 @@ def bundle_of(plan: Plan, folder: Path) -> Bundle | None:
 
 
 def planned(plan: Plan | Path | str) -> tuple[Plan, Profile]:
-    """Read a plan and its profile as Inputs.load does, for commands that need no model."""
+    """Read a plan and its profile as Inputs.load does, for commands that do not need the model."""
     chosen, profile, _ = read_plan(plan)
     return checked(chosen, profile), profile
 
 
 def profile_of(plan: Plan, path: str) -> Profile:
-    """Read the profile that `plan`, which stands in `path`, was made from.
+    """Read the profile that the plan in `path` was made from.
 
     Raises:
-        StaleError: it changed since.
-        ArtifactError: it has minibatches of another size; or the plan does not say where it is, because it came through
-            a pipe.
+        StaleError: it has changed since.
+        ArtifactError: its minibatch size differs; or the plan does not name it, because it came through a pipe.
     """
     profile = read_profile(plan, path)
     if not was_made_from(plan, profile):
@@ -162,10 +159,10 @@ def profile_of(plan: Plan, path: str) -> Profile:
 
 
 def of_profile_as_it_is(plan: Plan, profile: Profile, path: str) -> Plan:
-    """Return a plan, without its figures, of a profile that was made again since.
+    """Return a plan without figures for a profile that was made again since.
 
     Raises:
-        StaleError: the profile has other operators or minibatches now.
+        StaleError: the profile's operators or minibatch size have changed.
     """
     planned_for = (plan.graph_sha256 or profile.graph_sha256, plan.batch_size)
     if planned_for != (profile.graph_sha256, profile.batch_size):
@@ -176,14 +173,14 @@ def of_profile_as_it_is(plan: Plan, profile: Profile, path: str) -> Plan:
 
 
 def was_made_from(plan: Plan, profile: Profile) -> bool:
-    """Whether `profile` has the content that the plan was made from; a plan that records none fits any."""
+    """Whether the plan was made from `profile`'s content; a plan that records no digest fits any."""
     return (plan.digests.get(plan.profile) or plan.digests.get("-")) in (None, profile.content_sha256)
 
 
 def path_of_profile(profile: Profile, path: str) -> str:
-    """Return where a plan finds its profile again: `path`, or for one that came through a pipe a file in profiles/.
+    """Return the path under which a plan finds its profile: `path`, or after a pipe a file in profiles/.
 
-    Unless a file there holds this very profile, one is written, beside any other profile of its name.
+    That file is written unless it exists with the same content; other profiles of its name are kept.
     """
     if path != "-":
         return path
@@ -200,11 +197,10 @@ def path_of_profile(profile: Profile, path: str) -> str:
 
 
 def read_profile(plan: Plan, path: str) -> Profile:
-    """Read the profile that a plan names, whether it has changed or not.
+    """Read the profile that a plan in `path` names, whether or not it has changed.
 
     Raises:
-        ArtifactError: it is not there; or the plan, which stands in `path`, does not say where it is, because it came
-            through a pipe.
+        ArtifactError: it does not exist; or the plan does not name it, because it came through a pipe.
     """
     if plan.profile == "-":
         what = "the profile was read from stdin, so the plan does not say where it is"
@@ -218,10 +214,10 @@ def read_profile(plan: Plan, path: str) -> Profile:
 
 
 def _named(recorded: ModelRef, text: str) -> ModelRef:
-    """Return the model named on the command line, with the recorded settings, and function unless it names one.
+    """Return the model named on the command line, with the recorded settings and, unless it names one, function.
 
     Raises:
-        UsageError: no artifact can hold that name.
+        UsageError: an artifact cannot hold that name.
     """
     source, _, function = text.partition(":")
     with fields_checked(lambda fault: UsageError(f"--model {text!r:.80}: {fault}", "give it another path or name")):
@@ -229,7 +225,7 @@ def _named(recorded: ModelRef, text: str) -> ModelRef:
 
 
 def checked(plan: Plan, profile: Profile) -> Plan:
-    """Check that the plan can be executed, and compute its predictions again after an edit by hand."""
+    """Check that the plan can be executed, and recompute its predictions after an edit by hand."""
     plan.stage_nodes(profile)
     plan.check_schedule()
     if not plan.edited:
@@ -241,10 +237,10 @@ def checked(plan: Plan, profile: Profile) -> Plan:
 
 
 def rescheduled(inputs: Inputs, asked: RunOptions) -> Plan:
-    """Return the plan with the same stages, run as `asked` says; None keeps what the plan says.
+    """Return the plan with the same stages, run as `asked` says; None keeps the plan's value.
 
     Raises:
-        UsageError: the schedule has no such thing, or cannot have these stages.
+        UsageError: the schedule excludes an option, or cannot have these stages.
     """
     plan, microbatches, weights, update_every = inputs.plan, asked.microbatches, asked.weights, asked.update_every
     if asked.wire_dtype not in (None, plan.wire_dtype):
@@ -264,11 +260,11 @@ def rescheduled(inputs: Inputs, asked: RunOptions) -> Plan:
     kept = plan.weights if name == plan.schedule else kind.policy_names[0]
     if weights and weights not in kind.policy_names:
         remedy = f"give {' or '.join(kind.policy_names)}" if len(kind.policies) > 1 else "leave --weights out"
-        raise UsageError(f"--weights {weights} with schedule {name}", remedy)
+        raise UsageError(f"schedule {name} excludes --weights {weights}", remedy)
     if kind.chunked != (plan.chunks > 1):
         chunked = schedule_names(lambda other: other.chunked)
-        remedy = f"partition with --schedule {chunked}, which have several, or use another schedule"
-        raise UsageError(f"schedule {name} with {plan.chunks} stage(s) on each worker", remedy)
+        remedy = f"use another schedule, or partition with --schedule {chunked} for several stages"
+        raise UsageError(f"schedule {name} cannot have {plan.chunks} stage(s) on each worker", remedy)
     if kind.flushes:
         interval = {"microbatches": microbatches or max(plan.microbatches, 4), "update_every": None}
     else:
@@ -277,10 +273,10 @@ def rescheduled(inputs: Inputs, asked: RunOptions) -> Plan:
 
 
 def as_it_is(artifact: Artifact, file: str) -> tuple[Artifact, ArtifactError | None]:
-    """Return (an artifact, a plan edited by hand with figures of what it says now; why there are none).
+    """Return (the artifact, or an edited plan with new figures; the reason if there are none).
 
     Args:
-        file: where it stands, for errors.
+        file: its path, for errors.
 
     Raises:
         ArtifactError, ScheduleError: the edited plan cannot be executed.
@@ -296,13 +292,13 @@ def as_it_is(artifact: Artifact, file: str) -> tuple[Artifact, ArtifactError | N
 
 
 def with_settings(inputs: Inputs, given: Sequence[str]) -> Inputs:
-    """Return what a run starts from with other settings of model.py, and say them; as it is where none are given.
+    """Return the inputs of a run with other settings of model.py, and note these; without any, return them unchanged.
 
     Args:
-        given: as `lr=0.01`.
+        given: settings, as `lr=0.01`.
 
     Raises:
-        UsageError: no function of model.py takes one of them; or one changes the operators that were planned.
+        UsageError: no function of model.py takes one of them, or one changes the planned operators.
         ModelError: the model cannot be built with them.
     """
     from pdtool.frontend.user_code import parse_settings, undoing_user_changes
@@ -323,7 +319,7 @@ def with_settings(inputs: Inputs, given: Sequence[str]) -> Inputs:
 
 
 def _check_names(file: ModelFile, changes: Mapping[str, Setting]) -> None:
-    """Raise UsageError for a setting that no function has a parameter for."""
+    """Raise UsageError if no function has a parameter for a setting."""
     for key in (key for key in changes if not file.takes_setting(key)):
         takers = {function: names for function, names in file.setting_names.items() if names}
         listed = ", ".join(f"{function}({', '.join(names)})" for function, names in takers.items())
@@ -334,7 +330,7 @@ def _check_names(file: ModelFile, changes: Mapping[str, Setting]) -> None:
 
 
 def _check_operators(file: ModelFile, profile: Profile, changes: Mapping[str, Setting]) -> None:
-    """Raise UsageError where the model has other operators with these settings than were profiled."""
+    """Raise UsageError if these settings change the model's operators since the profile."""
     from pdtool.frontend.graph_digest import check_profile
     from pdtool.frontend.tracing import trace_file
 
@@ -352,7 +348,7 @@ def candidate(kind: str, given: str | None) -> str:
     """Return the path given, or else the only profile in `profiles/` or plan in `plans/`.
 
     Raises:
-        UsageError: there is none, or there are several, which are listed.
+        UsageError: there is none, or there are several; it lists them.
     """
     if given:
         return given
@@ -366,21 +362,21 @@ def candidate(kind: str, given: str | None) -> str:
 
 
 def file_name(name: str) -> str:
-    """Make a file name of an artifact's name; a name in an artifact never leads to another folder."""
+    """Make a file name from an artifact's name, which never leads to another folder."""
     return re.sub(r"[^A-Za-z0-9_.+-]", "_", name).lstrip(".") or "unnamed"
 
 
 def default_plan_path(plan: Plan) -> str:
-    """Return where `partition` writes a plan unless told otherwise."""
+    """Return the path to which `partition` writes a plan by default."""
     return f"plans/{file_name(plan.name)}.yaml"
 
 
 def located_plan(plan: Plan | Path | str) -> tuple[Plan, str]:
-    """Return a plan and its path; one that is given as it is stands where `partition` writes it.
+    """Return a plan and its path; for a Plan object, the path to which `partition` writes it.
 
     Raises:
         TypeError: it is neither a plan nor a path.
-        ArtifactError: it does not hold together.
+        ArtifactError: it is inconsistent.
     """
     if not isinstance(plan, (Plan, Path, str)):
         raise TypeError(f"a plan or its path is needed, not a {type(plan).__name__}")
@@ -392,18 +388,18 @@ def located_plan(plan: Plan | Path | str) -> tuple[Plan, str]:
 
 
 def read_plan(plan: Plan | Path | str) -> tuple[Plan, Profile, str]:
-    """Return a plan, its profile and its path; raises StaleError when the profile has changed since."""
+    """Return a plan, its profile and its path; raises StaleError if the profile has changed since."""
     chosen, path = located_plan(plan)
     return chosen, profile_of(chosen, path), path
 
 
 def assignments(settings: Settings | None) -> tuple[str, ...]:
-    """Write settings as the command line has them, with texts in quotes: "8" stays a text; raises UsageError."""
+    """Write settings as on the command line, with quotes around texts, so that "8" stays a text; raises UsageError."""
     if not isinstance(settings, Mapping | None):
-        raise UsageError(f"settings={settings!r:.80} is not a dict of names and values", "give a dict, as {'lr': 0.01}")
+        raise UsageError(f"settings={settings!r:.80} is not a dict of names and values", "pass one, as {'lr': 0.01}")
     for name, value in (settings or {}).items():
         if not isinstance(value, (str, int, float)) or (isinstance(value, float) and not math.isfinite(value)):
-            raise UsageError(f"setting {name}={value!r:.80} is not a text, number or truth", "give one of these")
+            raise UsageError(f"setting {name}={value!r:.80} is not a str, number or bool", "pass one of these")
     return tuple(f"{name}={value!r}" for name, value in (settings or {}).items())
 
 
@@ -411,8 +407,8 @@ def path_text(path: Path | str) -> str:
     """Return a path as a text.
 
     Raises:
-        TypeError: it is no path.
-        UsageError: it is empty, such as that of a variable that is not set.
+        TypeError: it is not a path.
+        UsageError: it is empty, as from an unset variable.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"a path is needed, not a {type(path).__name__}")

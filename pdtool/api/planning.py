@@ -1,6 +1,6 @@
-"""Plan a profiled model for a cluster, simulate a plan, check what it claims; nothing here loads torch.
+"""Plan a profiled model for a cluster, simulate a plan, check its claims; nothing here loads torch.
 
-The memory that a worker may use is what `--memory` gives, or else that of the device that was profiled.
+A worker may use the memory given by `--memory`, or else that of the profiled device.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from pdtool.planner.choice.comparison import SimulatedPlan
     from pdtool.planner.choice.plan_check import Finding
 
-_ALIKE = ("model", "graph_sha256", "device", "precision", "compiled")  # of profiles whose times are compared
-NO_LIMIT = "none"  # what --memory takes besides a size
+_ALIKE = ("model", "graph_sha256", "device", "precision", "compiled")  # fields in which compared profiles must agree
+NO_LIMIT = "none"  # value of --memory besides a size
 
 
 @unchanged_caller()
@@ -65,10 +65,10 @@ def partition(
     """Divide a profiled model into stages for the fastest pipeline on a cluster.
 
     Args:
-        profile: the profile, or the path of its file; with `samples_per_update` the paths of several, which were
-            measured with other batch sizes: the plan is for the fastest of these.
+        profile: the profile, or the path of its file; with `samples_per_update`, paths of several profiles with
+            different batch sizes: the plan is for the fastest of these.
         topology: sizes of the cluster's nested levels, the outermost first, as "4x4".
-        cluster: a file that `pdtool probe` wrote, in place of `topology`, `bandwidth` and `latency`.
+        cluster: a file from `pdtool probe`, instead of `topology`, `bandwidth` and `latency`.
         bandwidth: of one link of each level, in bits or bytes per second, as "10Gbit/s,12GB/s".
         latency: of one message at each level, as "50us,5us".
         memory: of each device, as "16GB", or "none" for no limit; None: that of the profiled device.
@@ -77,13 +77,13 @@ def partition(
         schedule: as "1f1b" or "gpipe".
         microbatches: minibatches in one update of a flushing schedule.
         output: file to write; None: plans/NAME-TOPOLOGY.yaml.
-        options: others of `pdtool partition --help`, as `workers=3` or `simplest="0%"`.
+        options: other options of `pdtool partition --help`, as `workers=3` or `simplest="0%"`.
 
     Returns:
-        the plan; `plan.predicted` has seconds per minibatch, and bytes of memory of each stage.
+        The plan; `plan.predicted` has seconds per minibatch, and bytes of memory of each stage.
 
     Raises:
-        UsageError: the options make no sense together, or on this cluster; or the profiles cannot be compared.
+        UsageError: the options make no sense together or on this cluster, or the profiles cannot be compared.
         ArtifactError: a file cannot be read.
         NoPlanError: no plan fits the memory, the pins or the number of operators.
     """
@@ -115,29 +115,29 @@ def simulate(
 
     Args:
         plan: the plan, or the path of its file.
-        schedule: another than the plan's.
+        schedule: a schedule other than the plan's; None: the plan's own.
         minibatches: length of the simulation; None: enough to fill the pipeline, run steadily and drain.
         against: rivals by strategy, as "gpipe".
         bandwidths: bytes per second of the outermost level, to compare the plan with data parallelism at each.
 
     Returns:
-        seconds per minibatch and samples per second of the plan (`.result`), its rivals (`.comparison`), and both over
+        Seconds per minibatch and samples per second of the plan (`.result`), its rivals (`.comparison`), and both over
         bandwidths (`.sweep`).
 
     Raises:
         ArtifactError: the plan or its profile cannot be read, or do not belong together.
-        UsageError: the schedule goes with other stages; or an option has no such value.
+        UsageError: the schedule does not suit the stages, or an option has no such value.
     """
     from pdtool.planner.choice.comparison import simulated
 
     names = [against] if isinstance(against, str | Real) else list(against)
     rates = [bandwidths] if isinstance(bandwidths, int | float) else list(bandwidths)
     if not all(isinstance(name, str) for name in names):
-        raise UsageError(f"against={against!r:.80} are no names of strategies", "write against=['gpipe']")
+        raise UsageError(f"against={against!r:.80} is not a list of strategies", "write against=['gpipe']")
     given = {"schedule": schedule, "minibatches": minibatches, "against": ",".join(names)}
     asked = read_options("simulate", SimulateOptions, given)
     if wrong := [rate for rate in rates if not isinstance(rate, Real) or not 0 < rate < math.inf]:
-        raise UsageError(f"bandwidth {wrong[0]} is no rate in bytes per second", "give positive numbers, as 1.25e9")
+        raise UsageError(f"bandwidth {wrong[0]} is not a rate in bytes per second", "give positive numbers, as 1.25e9")
     chosen, profile = planned(plan)
     return simulated(chosen, profile, asked.schedule, asked.minibatches, asked.against, rates)
 
@@ -148,17 +148,17 @@ def check(plan: Plan | Path | str, *, fresh: bool = False) -> Sequence[Finding] 
 
     Args:
         plan: the plan, or the path of its file.
-        fresh: compare the model as it is now, the profile, the plan and the stage files instead.
+        fresh: instead, compare the current model with the profile, the plan and the stage files.
 
     Returns:
-        what was found of each claim: `.holds` is True, False, or None where that cannot be said, `.words` says it.
+        A finding for each claim: `.holds` is True, False, or None if unknown; `.words` explains it.
 
     Raises:
         ArtifactError: the plan or its profile cannot be read, or do not belong together.
         ModelError: with `fresh`, the model cannot be traced.
     """
     if fresh:
-        from pdtool.api.staleness import freshness_findings  # which traces the model, and loads torch for that
+        from pdtool.api.staleness import freshness_findings  # it traces the model, and loads torch for that
 
         chosen, path = located_plan(plan)
         return list(freshness_findings(path, chosen, read_profile(chosen, path)))
@@ -169,10 +169,10 @@ def check(plan: Plan | Path | str, *, fresh: bool = False) -> Sequence[Finding] 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be planned, with all that the options leave open filled in.
+    """A request for a plan, with defaults filled in.
 
     Attributes:
-        path: where the plan finds its profile.
+        path: path under which the plan finds its profile.
         cluster: with the memory of each worker.
     """
 
@@ -183,7 +183,7 @@ class PlanRequest:
 
     @classmethod
     def read(cls, path: str, asked: PartitionOptions) -> PlanRequest:
-        """Read the profile in `path` (`-` is stdin) and the cluster, and say what is assumed of it.
+        """Read the profile in `path` (`-` is stdin) and the cluster, and note our assumptions about it.
 
         Raises:
             UsageError: the options make no sense together or on this cluster.
@@ -194,29 +194,29 @@ class PlanRequest:
 
     @classmethod
     def read_sizes(cls, paths: Sequence[str], asked: PartitionOptions) -> list[PlanRequest]:
-        """Read profiles of one model that were made with several batch sizes, those that divide an update's samples.
+        """Read profiles of one model with several batch sizes, and keep those that divide an update's samples.
 
         Raises:
-            UsageError: as `read`; or the profiles are not of one model on one device, or none of their sizes divides
-                the samples.
+            UsageError: as `read`; or the profiles differ in model or device, or none of their sizes divides the
+                samples.
             ArtifactError: as `read`.
         """
         samples, cluster = asked.samples_per_update, _cluster(asked)
         if samples is None:
-            what = f"{len(paths)} profiles without --samples-per-update, which their batch sizes would have to divide"
+            what = f"{len(paths)} profiles need --samples-per-update, which their batch sizes must divide"
             raise UsageError(what, "give --samples-per-update, or name one profile")
         profiles = {path: Profile.load(path) for path in paths}
         first, of_size = profiles[paths[0]], {profile.batch_size: path for path, profile in profiles.items()}
         for path, profile in profiles.items():
             if (known := of_size[profile.batch_size]) != path:
-                what = f"{path} and {known} both were made with --batch-size {profile.batch_size}"
+                what = f"{path} and {known} were both made with --batch-size {profile.batch_size}"
                 raise UsageError(what, "name one of them")
             unlike = [name for name in _ALIKE if getattr(profile, name) != getattr(first, name)]
             if unlike or profile.graph.names != first.graph.names:
-                what = f"{path} and {paths[0]} cannot be compared: another {(unlike or ['model'])[0]} was profiled"
-                raise UsageError(what, "name profiles that differ in --batch-size only")
+                what = f"{path} and {paths[0]} cannot be compared: they differ in {(unlike or ['model'])[0]}"
+                raise UsageError(what, "name profiles that differ only in --batch-size")
         if not (sizes := sorted(size for size in of_size if samples % size == 0)):
-            what = f"--samples-per-update {samples} is a multiple of none of the batch sizes {sorted(of_size)}"
+            what = f"none of the batch sizes {sorted(of_size)} divides --samples-per-update {samples}"
             raise UsageError(what, f"profile with a --batch-size that divides {samples}")
         if left_out := sorted(of_size.keys() - sizes):
             note(f"leaving out batch sizes {left_out}, which do not divide {samples} samples")
@@ -230,12 +230,12 @@ class PlanRequest:
         return cls(path_of_profile(profile, path), profile, cluster, search_options)
 
     def plan(self) -> Plan:
-        """Return the best plan; raises NoPlanError where none fits the memory, the pins or the number of operators."""
+        """Return the best plan; raises NoPlanError if none fits the memory, the pins or the number of operators."""
         return make_plan(self.profile, self.path, self.cluster, self.options)
 
 
 def planned_for(paths: Sequence[str], asked: PartitionOptions) -> Plan:
-    """Return the best plan for a profile; of several, made with other batch sizes, for the fastest of these.
+    """Return the best plan for a profile, or for the fastest of several with different batch sizes.
 
     Raises:
         UsageError, ArtifactError: see `PlanRequest.read` and `PlanRequest.read_sizes`.
@@ -249,32 +249,34 @@ def planned_for(paths: Sequence[str], asked: PartitionOptions) -> Plan:
             plans.append(request.plan())
         except NoPlanError as failed:
             note(f"no plan for minibatches of {request.profile.batch_size}: {failed}")
-            error = error or failed  # of the smallest, which is the last not to fit
+            error = error or failed  # the error of the smallest, which is the last not to fit
     if not plans and error:
         raise error
     return with_fastest_size(plans)
 
 
 def keep_edits(path: str) -> None:
-    """Raise UsageError where a plan that someone has edited, or written comments into, would be overwritten."""
+    """Raise UsageError if this would overwrite a plan that someone has edited or commented."""
     if path == "-" or not Path(path).is_file():
         return
     try:
         text = read_text(path)
         was_edited = Plan.parse(text, path).edited or has_comments(text)
-    except ArtifactError:  # another file, which is refused, or one that nobody can use
+    except ArtifactError:  # a different file, which is refused, or an unusable one
         return
     if was_edited:
         raise UsageError(f"{path} was edited by hand and would be overwritten", "give another -o, or delete it first")
 
 
 def _cluster(asked: PartitionOptions) -> Cluster:
-    """Read the cluster from its file, or make it of the figures given; raises UsageError for both and for neither."""
+    """Read the cluster from its file, or make it from the given figures; raises UsageError for both or neither."""
     file, topology, bandwidth, latency = asked.cluster, asked.topology, asked.bandwidth, asked.latency
     if file:
         for name, figures in (("--topology", topology), ("--bandwidth", bandwidth), ("--latency", latency)):
             if figures:
-                raise UsageError(f"--cluster {file} with {name} {figures}", "give the file or the figures, not both")
+                raise UsageError(
+                    f"--cluster {file} excludes {name} {figures}", "give the file or the figures, not both"
+                )
         return ClusterFile.load(file, may_be_pipe=True).cluster()
     if topology is None:
         raise UsageError("no cluster is given", "give --topology 4x4, or --cluster cluster.yaml from `pdtool probe`")
@@ -288,13 +290,13 @@ def _cluster(asked: PartitionOptions) -> Cluster:
 
 
 def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) -> Cluster:
-    """Return the cluster with the memory that the tensors of one worker can have, and tell where the figure is from.
+    """Return the cluster with the memory for one worker's tensors, and note the source of the figure.
 
     Args:
-        given: of `--memory`, a size or NO_LIMIT; None: that of the cluster's file, or else of the profiled device.
+        given: `--memory`, a size or NO_LIMIT; None: from the cluster's file, or else from the profiled device.
 
     Raises:
-        UsageError: the size cannot be read, or the reserve of a GPU leaves nothing of it.
+        UsageError: the size cannot be read, or the reserve of a GPU leaves nothing.
     """
     if given == NO_LIMIT:
         return replace(cluster, memory_bytes=None)
@@ -308,8 +310,8 @@ def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) ->
         purpose = "CUDA's context, communicators and workspaces"
         memory_bytes -= reserved_bytes
         if profile.is_measured_on_cpu:
-            purpose = "a worker's part of what processes need besides tensors"
-            memory_bytes = max(1, memory_bytes)  # no plan fits, and the error says what would do
+            purpose = "a worker's share of process overhead"
+            memory_bytes = max(1, memory_bytes)  # no plan fits, and the error says what would help
         if memory_bytes <= 0:
             raise UsageError(f"{whole} of memory, but {reserved} are for {purpose}", "give the memory of a device")
         note(f"leaving {reserved} of {whole} of memory for {purpose}")
@@ -317,9 +319,9 @@ def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) ->
 
 
 def _profiled_bytes(cluster: Cluster, profile: Profile) -> int | None:
-    """Return the memory of the profiled device, or a worker's share of the memory of a machine whose CPU was profiled.
+    """Return the memory of the profiled device, or for a CPU a worker's share of the machine's memory.
 
-    The workers of one member of the innermost level are taken to be on one machine, so a single level is one machine.
+    We assume that the members of an innermost level are on one machine, so a single level is one machine.
     """
     device = profile.device
     if device.memory_bytes is None:

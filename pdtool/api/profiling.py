@@ -34,25 +34,25 @@ def profile(
     calibrate: str | None = None,
     output: Path | str | None = None,
 ) -> Profile:
-    """Measure what each operator of a model costs, or estimate it for a device that is not here.
+    """Measure the cost of each operator of a model, or estimate it for a device that is not here.
 
     Args:
         model: `model.py`, `model.py:FUNCTION`, `package.module` or `package.module:FUNCTION`.
         settings: keyword arguments of the model's function.
         batch_size: samples in one minibatch, the size that will run.
-        device: `cpu` or `cuda` measures here, `auto` on cuda where there is one; a name of `pdtool devices`, or a YAML
+        device: `cpu` or `cuda` measures here, `auto` on cuda if there is one; a name from `pdtool devices`, or a YAML
             file, estimates.
-        threads: CPU threads to measure with, as many as each worker will have; None: all cores.
-        precision: what is measured or estimated; None: what the model has.
-        compile: measure what `run(compile=True)` runs.
-        calibrate: path of a measured profile, to which the estimate is fitted.
+        threads: CPU threads to measure with; use as many as each worker will have; None: all cores.
+        precision: precision to measure or estimate; None: the model's own.
+        compile: measure the compiled model, for `run(compile=True)`.
+        calibrate: path of a measured profile to fit the estimate to.
         output: file to write; None: profiles/NAME.json.
 
     Returns:
-        the profile, with times in seconds and sizes in bytes.
+        The profile, with times in seconds and sizes in bytes.
 
     Raises:
-        UsageError: the options make no sense together, or the file to write is another than a profile.
+        UsageError: the options make no sense together, or the existing output file is not a profile.
         ModelError: the model cannot be imported, traced or executed.
     """
     given = {"batch_size": batch_size, "device": device, "threads": threads, "precision": precision}
@@ -67,7 +67,7 @@ def profiled(model: str, output: str | None, asked: ProfileOptions) -> tuple[Pro
     """Profile a model as `asked` says; return the profile, and the path to write it to.
 
     Raises:
-        UsageError: the options make no sense together; or the file to write is another than a profile.
+        UsageError: the options make no sense together, or the existing output file is not a profile.
         ModelError: the model cannot be imported, traced or executed.
     """
     from pdtool.frontend.compute_mode import default_device
@@ -84,11 +84,11 @@ def profiled(model: str, output: str | None, asked: ProfileOptions) -> tuple[Pro
     folder = Path.cwd()
     label = "estimating" if spec else "measuring"
     with undoing_user_changes(), progress(f"{label} operators") as on_progress:
-        file = ModelFile.load(parse_ref(model, asked.model_settings), trusted=True)  # which may go to another folder
+        file = ModelFile.load(parse_ref(model, asked.model_settings), trusted=True)  # this may change the folder
         if not is_local(file.path, folder):
             note(f"{model} is outside this folder: pass it to codegen and run too, with --model {file.ref.source}")
         target = output or f"profiles/{file_name(file.name)}.json"
-        Profile.check_target(folder / target)  # now, not when all is measured
+        Profile.check_target(folder / target)  # now, not after measuring
         if spec is None:
             result = measure(
                 file,
@@ -114,7 +114,7 @@ def profiled(model: str, output: str | None, asked: ProfileOptions) -> tuple[Pro
 
 
 def _check_options(asked: ProfileOptions) -> None:
-    """Raise UsageError for options that only measuring, or only estimating, takes."""
+    """Raise UsageError for options that apply only to measuring or only to estimating."""
     device = asked.device
     if device not in _MEASURED_DEVICES:
         if asked.threads:
@@ -142,7 +142,7 @@ def _calibrated(spec: DeviceSpec, path: str, precision: Precision | None) -> Dev
 
 
 def _with_loading(result: Profile, file: ModelFile) -> Profile:
-    """Add what loading a minibatch costs; a profile itself needs no sample but those of the first minibatch."""
+    """Add the loading time of a minibatch; the profile itself needs only the samples of the first minibatch."""
     from pdtool.profiler.measure import measure_loading_s
 
     try:

@@ -35,13 +35,13 @@ def show(what: Artifact | Path | str) -> None:
         what: the artifact, the path of its file, or the folder of a bundle, a run or a checkpoint.
 
     Raises:
-        ArtifactError: there is none, or it is damaged; or a plan edited by hand cannot be executed, or has no profile.
+        ArtifactError: there is none, or it is damaged; or an edited plan cannot be executed, or its profile is missing.
     """
     shown(what if isinstance(what, Artifact) else path_text(what))
 
 
 def shown(what: Artifact | str) -> None:
-    """Print an artifact, or that of a file or folder, `-` being stdin; errors as of `show`."""
+    """Print an artifact, or that of a file or folder (`-` is stdin); raises as `show` does."""
     path = None if isinstance(what, Artifact) or what == "-" else Path(what)
     artifact = what if isinstance(what, Artifact) else load_any(what)
     artifact, fault = as_it_is(artifact, str(path or "-"))
@@ -52,42 +52,42 @@ def shown(what: Artifact | str) -> None:
 
 @unchanged_caller()
 def report(*what: Path | str, output: Path | str = "report.html") -> Path:
-    """Draw plans, runs and emulations as one HTML page, beside each other.
+    """Draw plans, runs and emulations side by side on one HTML page.
 
     Args:
         what: paths of plans, or folders of runs and emulations; at most four.
         output: the page to write.
 
     Returns:
-        the path of the page.
+        The path of the page.
 
     Raises:
-        UsageError: one of them is none of these, or the file to write is something else than such a page.
+        UsageError: one of them is none of these, or the existing output file is not such a page.
         ArtifactError: a file is damaged, or a plan's profile is missing or has changed.
     """
     names, path = tuple(map(path_text, what)), Path(path_text(output))
     if "-" in (*names, str(path)):
-        raise UsageError("- stands for stdin and stdout on the command line only", "name a file")
+        raise UsageError("- means stdin or stdout only on the command line", "name a file")
     check_page(names, path)
     write_atomically(path, page_of(names, {})[0])
     return path
 
 
 def check_page(names: Sequence[str], path: Path) -> None:
-    """Check that so many can stand on one page, and that no other file would be overwritten; raises UsageError."""
+    """Check that a page can show so many, and that no other file would be overwritten; raises UsageError."""
     if not names:
         raise UsageError("no plan or run is named", "name one, as plans/mnist-2.yaml or runs/mnist-2")
     if len(names) > _MAX_SUBJECTS:
-        raise UsageError(f"{len(names)} plans and runs on one page", f"name at most {_MAX_SUBJECTS}")
+        raise UsageError(f"{len(names)} plans and runs are too many for one page", f"name at most {_MAX_SUBJECTS}")
     if str(path) != "-":
         check_replaceable(path, "a page of pdtool", lambda head: GENERATOR.encode() in head)
 
 
 def page_of(names: Sequence[str], simulations: dict[str, SimulatedPlan]) -> tuple[str, list[Subject]]:
-    """Return the page of some plans and runs, and what it shows.
+    """Return the page of some plans and runs, and its subjects.
 
     Args:
-        simulations: taken from here, and new ones put there, for who makes the page again and again.
+        simulations: cache of simulations, for callers that make the page again and again.
     """
     subjects = [read_subject(name) for name in names]
     with status("simulating"):
@@ -103,7 +103,7 @@ def export(run_dir: Path | str, output: Path | str = "model.pt") -> Path:
         output: file to write.
 
     Returns:
-        the path of the file.
+        The path of the file.
 
     Raises:
         UsageError: there is no complete checkpoint.
@@ -159,7 +159,7 @@ def _read_folder(folder: RunDir) -> Subject:
 
 
 def _plan_here(run: RunRecord) -> Path | None:
-    """Return the file in plans/ of the plan that a run's report is of; None where there is none."""
+    """Return the file in plans/ of a report's plan; None if there is none."""
     wanted = run.report.digests.get("plan") if run.report else None
     for path in sorted(Path("plans").glob("*.yaml")) if wanted else ():
         with suppress(ArtifactError):

@@ -1,4 +1,4 @@
-"""What `--resume` goes on with: a run's own plan and options, where no others are given; what changes is said."""
+"""The plan and options of a resumed run: the run's own, unless others are given; changes are noted."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from pdtool.options.run_options import RunOptions
 if TYPE_CHECKING:
     from pdtool.runtime.config import RunConfig
 
-_SETTINGS = "model_settings"  # which go on by name, each of them
+_SETTINGS = "model_settings"  # each name is kept unless it is given anew
 
 
 def recorded(asked: RunOptions) -> dict[str, Any]:
-    """Return the options of a run as run.json records them: those that are set, as the command line takes them."""
+    """Return the options of a run for run.json: those that are set, in their form on the command line."""
     values = {name: getattr(asked, name) for name in _lasting_options()}
     kept = {name: value for name, value in values.items() if value not in (None, ())}
     return {name: value if isinstance(value, (bool, int, float, tuple)) else str(value) for name, value in kept.items()}
 
 
 def as_asked(plan: str | None, asked: RunOptions, given: Collection[str]) -> tuple[str | None, RunOptions]:
-    """Return the plan and the options of a run, with those of the run that it resumes where none are given.
+    """Return the plan and options of a run, completed from the run that it resumes.
 
-    A run that has no checkpoint yet is begun again, with its options.
+    A run without a checkpoint starts again, with its options.
 
     Args:
-        plan: the path of the plan; None: the one of the run.
-        given: names of the options that stand on the command line, or in the call.
+        plan: path of the plan; None: the run's.
+        given: names of the options on the command line, or in the call.
 
     Raises:
-        UsageError: an option that run.json records is none of today's values.
+        UsageError: run.json records a value that an option no longer takes.
         ArtifactError: run.json is damaged, and no plan is given.
     """
     folder = asked.resumed
@@ -65,7 +65,7 @@ def as_asked(plan: str | None, asked: RunOptions, given: Collection[str]) -> tup
 
 
 def _state(run: RunDir, plan: str | None) -> RunState | None:
-    """Return what a run was asked for; None where that is not recorded, or is damaged, which is said."""
+    """Return the options of a run; None if they are not recorded, or damaged, which is noted."""
     try:
         return RunState.load(run.state_file) if run.state_file.is_file() else None
     except ArtifactError as error:
@@ -76,7 +76,7 @@ def _state(run: RunDir, plan: str | None) -> RunState | None:
 
 
 def note_options(before: RunOptions, asked: RunOptions) -> None:
-    """Say which options of the run that is resumed are taken, and when it has to begin again."""
+    """Note which options come from the resumed run, and whether it starts again."""
     if before.resume and not asked.resume:
         note(f"{asked.output} has no checkpoint yet, so its run starts again")
     values = {name: (option, getattr(asked, name)) for name, option in _lasting_options().items()}
@@ -93,12 +93,12 @@ def _typed(option: Option, value: Any) -> str:
 
 
 def _lasting_options() -> dict[str, Option]:
-    """Return the options that a run keeps when it is resumed: all but where it runs, and what only its user can say."""
+    """Return the options that a resumed run keeps: all except its place, and those that only the user may give."""
     return {name: each for name, each in declared(RunOptions).items() if each.in_file and each.section != "Machines"}
 
 
 def plan_resumed(config: RunConfig) -> Plan | None:
-    """Return the plan of the run that is resumed; None where it cannot be read."""
+    """Return the plan of the resumed run; None if it cannot be read."""
     if config.resume:
         with suppress(ArtifactError, UsageError):
             folder = RunDir(config.resume).latest_checkpoint().path.parent.parent
@@ -107,10 +107,10 @@ def plan_resumed(config: RunConfig) -> Plan | None:
 
 
 def note_resumption(config: RunConfig, before: Plan | None) -> None:
-    """Say after which epoch a resumed run goes on, and what is different from then on.
+    """Note after which epoch a resumed run continues, and what differs from then on.
 
     Args:
-        before: the plan that it was trained with until now.
+        before: the plan that it was trained with so far.
     """
     if not config.resume:
         return
@@ -127,7 +127,7 @@ def note_resumption(config: RunConfig, before: Plan | None) -> None:
 
 
 def _note_other_updates(before: Plan, plan: Plan) -> None:
-    """Say it when a resumed run averages another number of samples in an update than the one that it goes on from."""
+    """Warn if a resumed run averages a different number of samples in an update than before."""
     earlier, now = (each.predicted and each.predicted.samples_per_update for each in (before, plan))
     if not earlier or not now or earlier == now:
         return

@@ -1,8 +1,8 @@
-"""What `train` and `profile --if-stale` use again: an artifact that was made with the same options, of the same things.
+"""Artifacts that `train` and `profile --if-stale` reuse: those made with the same options from the same inputs.
 
-What a command does follows from its options and pdtool.toml, never from what was asked for before. An artifact that was
-made with other options is kept, and the new one has a name of its own: the digest of its options, so that these find it
-again. While one `train` profiles and partitions, others in the same folder wait (`one_at_a_time`).
+A command depends only on its options and pdtool.toml, never on earlier commands. An artifact made with other options is
+kept, and the new one gets its own name from the digest of its options, so that the same options find it again. While
+one `train` profiles and partitions, others in the same folder wait (`one_at_a_time`).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from pdtool.units import format_bits_rate, format_seconds
 
 _DIGEST_LENGTH = 8
 _POLL_S = 0.2
-_MAX_WAIT_S = 3600.0  # for another pdtool that profiles: a large model takes minutes
+_MAX_WAIT_S = 3600.0  # wait for another pdtool that profiles: a large model takes minutes
 
 
 def own_path(path: str, kind: type[Artifact], is_other: Callable[[Any], str], *made_from: Any) -> tuple[str, str]:
-    """Return where an artifact that is made with some options stands, and why it does not stand in `path`.
+    """Return the path of an artifact made with some options, and why it is not `path`.
 
     Args:
-        is_other: says of an artifact with which other options it was made; "" for the same ones.
-        made_from: the options, and what else the artifact is made from.
+        is_other: says with which other options an artifact was made; "" for the same ones.
+        made_from: the options and other inputs of the artifact.
     """
     try:
         why = is_other(kind.load(path)) if Path(path).exists() else ""
@@ -57,13 +57,13 @@ def own_path(path: str, kind: type[Artifact], is_other: Callable[[Any], str], *m
 
 
 def why_not_reused(path: str, ref: ModelRef, asked: ProfileOptions) -> str:
-    """Say why the profile in a file is not the one that is asked for; "" when it is, which is noted.
+    """Say why the profile in a file is not the requested one; "" if it is, with a note.
 
     Raises:
         ModelError: the model cannot be traced.
     """
     if not Path(path).exists():
-        return "it is not there"
+        return "it does not exist"
     try:
         known = Profile.load(path)
     except ArtifactError:
@@ -78,10 +78,10 @@ def why_not_reused(path: str, ref: ModelRef, asked: ProfileOptions) -> str:
 
 
 def is_fresh(model: str, output: str | None, asked: ProfileOptions) -> bool:
-    """Return whether the file that `profile` would write is there and is what it would measure, and say which.
+    """Return whether the file that `profile` would write exists and is up to date, and say which file it is.
 
     Args:
-        model: as the command takes it.
+        model: in the form for the command.
         output: file to write; None: profiles/NAME.json.
     """
     ref = parse_ref(model, asked.model_settings)
@@ -93,9 +93,9 @@ def is_fresh(model: str, output: str | None, asked: ProfileOptions) -> bool:
 
 
 def other_profile(profile: Profile, ref: ModelRef, asked: ProfileOptions) -> str:
-    """Say with which other options, or of which other model, a profile was made; "" for the same."""
+    """Say with which other options, or for which other model, a profile was made; "" for the same."""
     if profile.model is None or profile.model != ref:
-        return f"it is of {profile.model or 'no model'}, not of {ref}"
+        return f"it is for {profile.model or 'no model'}, not for {ref}"
     had = profile.made_with
     known_same = {"model_settings": True, "device": _is_device(profile, had.device, asked.device)}
     known_same["threads"] = asked.threads in (had.threads, profile.threads)
@@ -107,7 +107,7 @@ def other_profile(profile: Profile, ref: ModelRef, asked: ProfileOptions) -> str
 
 
 def _is_device(profile: Profile, had: str, asked: str) -> bool:
-    """Whether a profile is of the device asked for: of the same name, or of the one here that `auto` stands for."""
+    """Whether a profile is for the requested device: of the same name, or of the one here that `auto` stands for."""
     if profile.device.kind == "estimated":
         return had == asked
     measured = "cpu" if profile.is_measured_on_cpu else "cuda"
@@ -115,7 +115,7 @@ def _is_device(profile: Profile, had: str, asked: str) -> bool:
 
 
 def why_plan_is_stale(plan: Plan, request: PlanRequest) -> str:
-    """Say why a plan is not the one that is asked for, or not of the profile as it is; "" when it is."""
+    """Say why a plan is not the requested one, or not from the current profile; "" if it is."""
     if plan.profile == request.path and not was_made_from(plan, request.profile):
         return f"it was made from an earlier version of {request.path}"
     return other_plan(plan, request)
@@ -152,7 +152,7 @@ def _text(value: Any) -> str:
 
 @contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold a folder while artifacts are made in it: two that were measured at once would both be too slow.
+    """Lock a folder while artifacts are made in it, because two measured at once would both be too slow.
 
     Raises:
         PdtoolError: another pdtool has held it for an hour.
@@ -175,7 +175,7 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Take the lock of a folder; True, too, where the file system has no locks."""
+    """Take the lock of a folder; also True if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,7 +1,7 @@
-"""Say what is stale: a profile, plan or bundle that the model, or the options that are given, do not fit any more.
+"""Find stale files: a profile, plan or bundle that no longer fits the model or the given options.
 
-`check --fresh` says it of each file of a plan; `train` and `profile --if-stale` (api/reuse.py) ask it of a profile. The
-model is traced for that, so this module loads torch.
+`check --fresh` checks each file of a plan. `train` and `profile --if-stale` (api/reuse.py) check a profile. They trace
+the model, so this module loads torch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pdtool.frontend.user_code import find_source, undoing_user_changes
 
 @dataclass(frozen=True)
 class FreshnessFinding:
-    """Whether one file is still what it was made to be.
+    """Whether one file is still fresh.
 
     Attributes:
         claim: the file: `profile`, `plan`, `bundle`, `stage files`; `source` for a note on the model's file.
-        holds: whether it is fresh; None for a note, and where there is nothing to compare.
-        words: what was found.
+        holds: whether it is fresh; None for a note, and if there is nothing to compare.
+        words: the finding, in words.
         remedy: what to do about it.
     """
 
@@ -40,7 +40,7 @@ class FreshnessFinding:
 
 
 def freshness_findings(path: str, plan: Plan, profile: Profile) -> Iterator[FreshnessFinding]:
-    """Compare a plan, which stands in `path`, with its profile, the model as it is now, and the stage files.
+    """Compare the plan in `path` with its profile, the current model, and the stage files.
 
     Raises:
         ModelError: the model, which is compared first, cannot be traced.
@@ -77,7 +77,7 @@ def _bundle_findings(path: str, plan: Plan, traced: Traced | None) -> Iterator[F
     if bundle.digests.get("plan") != plan.plan_sha256:
         yield FreshnessFinding("bundle", False, f"{folder}/ was not made from the current {path}", remedy)
     elif traced and bundle.graph_sha256 not in (None, graph_sha256(traced)):
-        yield FreshnessFinding("bundle", False, f"{folder}/ was made from a model with other operators", remedy)
+        yield FreshnessFinding("bundle", False, f"{folder}/ was made from a model with different operators", remedy)
     else:
         yield FreshnessFinding("bundle", True, f"{folder}/ was made from the current {path}")
     try:
@@ -90,9 +90,9 @@ def _bundle_findings(path: str, plan: Plan, traced: Traced | None) -> Iterator[F
 
 
 def why_model_differs(profile: Profile, path: str) -> str:
-    """Say what differs between a model and its profile, which stands in `path`; "" where nothing does.
+    """Say what differs between a model and its profile in `path`; "" for no difference.
 
-    The model is traced: an operator that changed in a module that model.py imports is seen, too.
+    This traces the model, so it also detects changed operators in modules that model.py imports.
 
     Raises:
         ModelError: the model cannot be traced.
@@ -106,12 +106,12 @@ def why_model_differs(profile: Profile, path: str) -> str:
 
 
 def profile_findings(profile: Profile, path: str, source: str, traced: Traced) -> Iterator[FreshnessFinding]:
-    """Compare a profile with the model, and the bytes of the model's file with those that were profiled.
+    """Compare a profile with the model, and the bytes of the model's file with the profiled ones.
 
     Args:
-        path: of the profile.
+        path: path of the profile.
         source: the model's file.
-        traced: the model as it is now.
+        traced: the current model.
     """
     recorded = profile.digests.get(source)
     changed = recorded is not None and file_sha256(find_source(source)) != recorded
@@ -124,5 +124,5 @@ def profile_findings(profile: Profile, path: str, source: str, traced: Traced) -
         is_fresh, words = False, f"{source}: {first_difference(profile, traced, source)}"
     yield FreshnessFinding("profile", is_fresh, words, "" if is_fresh else "profile and partition it again")
     if changed and is_fresh:
-        words = f"{source} has changed since it was profiled: its loss and optimizer may have other costs"
-        yield FreshnessFinding("source", None, f"{words}, and the plan keeps the HINTS that it was made with")
+        words = f"{source} has changed since it was profiled: the costs of its loss and optimizer may have changed"
+        yield FreshnessFinding("source", None, f"{words}, and the plan keeps its old HINTS")

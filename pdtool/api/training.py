@@ -1,7 +1,7 @@
-"""Write a plan's stage files, and train them: what `pdtool codegen` and `pdtool run` do.
+"""Write a plan's stage files, and train them (`pdtool codegen` and `pdtool run`).
 
-A run takes the stage files beside its plan, and has them written where they are missing. What is unusual about a run is
-said before its workers start.
+A run takes the stage files beside its plan, and generates missing ones. It notes anything unusual before its workers
+start.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def codegen(plan: Plan | Path | str, *, model: Path | str | None = None, output:
 
     Args:
         plan: the plan, or the path of its file.
-        model: the model's file, when it has moved since.
+        model: the model's file, if it has moved.
         output: folder to write; None: the plan's path without `.yaml`.
 
     Raises:
         StaleError: the profile or the model's operators changed after the plan was made.
-        ArtifactError: the plan does not hold together.
+        ArtifactError: the plan is inconsistent.
         ModelError: the model cannot be imported or traced.
         PdtoolError: the stages are not equal to the model; nothing is written.
     """
@@ -81,27 +81,27 @@ def run(
 ) -> Report:
     """Train a plan's stages, each on its workers, which this process starts and waits for.
 
-    Stage files that are missing are written first. `report.target_reached` says whether the target was reached.
+    It first writes missing stage files. `report.target_reached` says whether the target was reached.
 
-    An argument that is None is what the resumed run was asked for, else the default of `pdtool run --help`.
+    An argument of None means the resumed run's value, else the default of `pdtool run --help`.
 
     Args:
         plan: the plan, or the path of its file; None: that of the resumed run, or the only one in plans/.
-        epochs: in all, those of a resumed run included.
+        epochs: total epochs, including those of a resumed run.
         steps: minibatches in an epoch, at most.
         target: stop when the validation reaches it, as "accuracy>=0.98".
-        seed: fixes everything drawn.
-        device: to train on; "auto" is cuda where there is one.
-        precision: what stages compute in.
+        seed: seed of all random numbers.
+        device: device to train on; "auto" is cuda if there is one.
+        precision: precision of the computation.
         compile: put each stage through torch.compile.
-        resume: folder of a run to go on from.
+        resume: folder of a run to continue.
         output: folder of the run; None: a new one in runs/, or that of `resume`.
-        model: the model's file, when it has moved since.
-        settings: of the functions of model.py, in place of those of the plan, as {"lr": 0.01}.
-        options: others of `pdtool run --help`, as `schedule="gpipe"` or `timeout="60s"`.
+        model: the model's file, if it has moved.
+        settings: settings of functions in model.py that replace the plan's, as {"lr": 0.01}.
+        options: other options of `pdtool run --help`, as `schedule="gpipe"` or `timeout="60s"`.
 
     Raises:
-        StaleError: the profile or the model's operators changed after the plan was made, or stage files were edited.
+        StaleError: the profile or the model's operators changed since the plan was made, or stage files were edited.
         ModelError: the user's functions fail.
         WorkerDiedError: a worker ended, or did not answer.
         KeyboardInterrupt: Ctrl-C; all workers are gone.
@@ -116,11 +116,11 @@ def run(
 
 
 def generated(inputs: Inputs, folder: Path) -> Bundle:
-    """Generate the bundle, and say on stderr what was proved."""
+    """Generate the bundle, and note what was proved."""
     from pdtool.frontend.user_code import undoing_user_changes
     from pdtool.generator.generate import generate
 
-    target = folder.absolute()  # the user's module may go to another folder
+    target = folder.absolute()  # the user's module may change the folder
     edited = {path: path.read_bytes() for path in _edited_files(target)}
     with undoing_user_changes(), status("generating") as step:
         bundle = generate(inputs.plan, inputs.profile, inputs.model_file(), target, step)
@@ -141,11 +141,11 @@ def generated(inputs: Inputs, folder: Path) -> Bundle:
 def to_train(
     plan: Plan | Path | str | None, asked: RunOptions, given: Collection[str]
 ) -> tuple[Inputs, Plan, RunOptions]:
-    """Return what a run starts from, its plan with the schedule that is asked for, and its options.
+    """Return the inputs of a run, its plan with the requested schedule, and its options.
 
     Args:
         plan: None: that of the resumed run, or the only one in plans/.
-        given: names of the options that stand on the command line, or in the call.
+        given: names of the options on the command line, or in the call.
     """
     from pdtool.frontend.user_code import check_trainable, find_source
 
@@ -160,10 +160,10 @@ def to_train(
 
 
 def trained(inputs: Inputs, plan: Plan, asked: RunOptions) -> tuple[RunConfig, Report]:
-    """Train as `asked` says, and return what was run and what came of it.
+    """Train as `asked` says, and return the configuration and the report.
 
     Args:
-        plan: the plan of `inputs`, with the schedule that was asked for.
+        plan: the plan of `inputs`, with the requested schedule.
     """
     check_run(asked, plan.cluster.workers)
     config = replace(_config(inputs, _bundle(inputs, trust=asked.trust), asked), plan=plan)
@@ -172,14 +172,14 @@ def trained(inputs: Inputs, plan: Plan, asked: RunOptions) -> tuple[RunConfig, R
 
 
 def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:
-    """Return the plan's bundle; generate it when it is missing, or made from something else.
+    """Return the plan's bundle; generate it if it is missing, or made from something else.
 
     Args:
-        trust: take the stage files as they are.
+        trust: take the stage files unchecked.
 
     Raises:
-        StaleError: a stage file was edited, and is not trusted; or the bundle is to be generated, and this process is
-            one worker of several, started by torchrun or srun.
+        StaleError: a stage file was edited and is not trusted; or the bundle must be generated, but this process is one
+            of several workers started by torchrun or srun.
     """
 
     folder = inputs.folder
@@ -189,7 +189,7 @@ def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:
     if bundle:
         _prove_update_again(inputs, bundle)
         return bundle
-    if edited := _edited_files(folder):  # what someone wrote is not overwritten unasked
+    if edited := _edited_files(folder):  # never overwrite a user's edits unasked
         remedy = "use --trust to train it as it is, or `pdtool codegen` to write it again"
         raise StaleError(edited[0], "was changed since codegen wrote it", remedy)
     if is_worker(os.environ):
@@ -199,10 +199,10 @@ def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:
 
 
 def _prove_update_again(inputs: Inputs, bundle: Bundle) -> None:
-    """Prove the update again where model.py or its settings are not those that codegen proved it with.
+    """Prove the update again if model.py or its settings have changed since codegen's proof.
 
     Raises:
-        ModelError: the stages' updates are not those of the model.
+        ModelError: the stages' updates differ from the model's.
     """
     from pdtool.frontend.user_code import find_source, undoing_user_changes
 
@@ -216,7 +216,7 @@ def _prove_update_again(inputs: Inputs, bundle: Bundle) -> None:
 
 
 def _edited_files(folder: Path) -> list[Path]:
-    """Return the stage files that are not as codegen wrote them."""
+    """Return the stage files that have changed since codegen wrote them."""
     try:
         bundle = Bundle.load(folder / Bundle.FILE)
     except ArtifactError:
@@ -251,31 +251,34 @@ def _config(inputs: Inputs, bundle: Bundle, asked: RunOptions) -> RunConfig:
 
 
 def check_run(asked: RunOptions, workers: int) -> None:
-    """Check what can be said of a run before its stage files, and its plan, are there.
+    """Check what can be checked before the plan and the stage files exist.
 
     Args:
-        workers: of the cluster.
+        workers: number of workers in the cluster.
 
     Raises:
-        UsageError: it has no folder, or another run's, or nothing to resume; or a machine has no share of the workers.
+        UsageError: the run has no folder, or another run's, or nothing to resume; or a machine has no share of the
+            workers.
     """
     asked.machines.node_workers(workers)
     output, resume = asked.output, asked.resumed
     if output == "-":
-        raise UsageError("-o -: a run writes a folder, which cannot go to stdout", "name a folder")
+        raise UsageError("-o - is not possible: a run writes a folder, not a file", "name a folder")
     if asked.resume and resume is None:
-        raise UsageError("--resume names no run", "give its folder: --resume runs/NAME, or -o runs/NAME --resume")
+        raise UsageError(
+            "--resume does not say which run", "give its folder: --resume runs/NAME, or -o runs/NAME --resume"
+        )
     if resume is not None:
         RunDir(resume).latest_checkpoint()
     is_one_by_one = asked.nnodes > 1 or is_worker(os.environ)
     if output is None and is_one_by_one and (resume is None or not RunDir(resume).checkpoints_folder.is_dir()):
-        raise UsageError("workers that are started one by one need a common folder for the run", "name it with -o")
+        raise UsageError("workers started one by one need a common folder for the run", "name it with -o")
     if output and RunDir(Path(output)).checkpoints() and (resume is None or resume.resolve() != Path(output).resolve()):
         raise UsageError(f"{output} holds a run already", "continue it with --resume, or name another folder with -o")
 
 
 def _with_loader_workers(config: RunConfig, loading_s: float | None, asked: int | None) -> RunConfig:
-    """Let the run have as many loader workers as are asked for, else as the profile's loading time needs; say so."""
+    """Set the run's loader workers: the requested number, else as many as the profile's loading time needs; note it."""
     from pdtool.runtime.loading.minibatch_source import LoadingCost, at_most_the_cores
 
     cost = LoadingCost.of(loading_s, config.plan)
@@ -299,13 +302,13 @@ def _launched(config: RunConfig, profile: Profile, log_every: int | None) -> Rep
 
     if not is_first_worker(os.environ):
         return launch(config, notify=note)
-    before = plan_resumed(config)  # the launch puts its own in place of it
+    before = plan_resumed(config)  # the launch replaces it by its own
     with training_progress(config.out, config.epochs, log_every) as on_metrics:
         return launch(config, on_metrics, note, partial(_note_start, config, profile, before))
 
 
 def _note_start(config: RunConfig, profile: Profile, before: Plan | None) -> None:
-    """Say what begins, and what is unusual about it."""
+    """Note what begins, and anything unusual about it."""
     plan = config.plan
     if config.target and config.target.interpretation:
         note(config.target.interpretation)
@@ -318,7 +321,7 @@ def _note_start(config: RunConfig, profile: Profile, before: Plan | None) -> Non
 
 
 def _note_crowding(config: RunConfig) -> None:
-    """Say it when the workers of this machine have more threads than it has cores, as the profile asks for."""
+    """Warn if the profile's threads give this machine's workers more threads than it has cores."""
     from pdtool.runtime.launch.launcher import local_assignments
 
     if (
@@ -339,18 +342,20 @@ def _note_crowding(config: RunConfig) -> None:
 
 
 def _warn_about_predictions(config: RunConfig, profile: Profile) -> None:
-    """Say it when the run computes in another way than the profile says that it was measured or estimated."""
+    """Warn if the run computes in a different way than the profile's measurement or estimate."""
     from pdtool.frontend.compute_mode import default_device
 
     def warn(what: str, remedy: str) -> None:
-        note(f"warning: {what}, so its predictions do not hold: {remedy}")
+        note(f"warning: {what}, so the predictions do not apply: {remedy}")
 
     device = default_device() if config.device == "auto" else config.device
     if (device == "cpu") != profile.is_measured_on_cpu:
-        warn(f"the plan is for {profile.device.name}, the run computes on {device}", f"profile with --device {device}")
+        warn(
+            f"the plan is for {profile.device.name} but the run computes on {device}", f"profile with --device {device}"
+        )
     profiled = "fp32" if profile.precision in (None, "tf32") else profile.precision
     if config.precision != profiled:
-        what = f"the plan is for {profiled}, the run computes in {config.precision}"
+        what = f"the plan is for {profiled} but the run computes in {config.precision}"
         warn(what, f"profile with --precision {config.precision}")
     elif profiled == "bf16" and profile.device.kind == "estimated":
         note("warning: the plan was estimated for bf16 weights, but the run keeps them in fp32 and needs more memory")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def artifact_class(kind: str, path: Path | str = "") -> type[Artifact]:
     """Return the class of a kind; raises ArtifactError, which names `path`, for an unknown one."""
-    # Here and not above: whoever imports one artifact needs no other, and pydantic takes its time for each class.
+    # Imported here, because one artifact does not need the others, and pydantic takes time for each class.
     from pdtool.artifacts.bundle import Bundle
     from pdtool.artifacts.cluster import ClusterFile
     from pdtool.artifacts.device import Devices
@@ -35,7 +35,7 @@ def artifact_class(kind: str, path: Path | str = "") -> type[Artifact]:
 
 
 def load_any(file: str) -> Artifact:
-    """Read an artifact of any kind from a file (`-` is stdin), or that which a folder holds.
+    """Read an artifact of any kind from a file (`-` is stdin), or from its folder.
 
     Raises:
         ArtifactError: there is none, or it is damaged.

@@ -1,8 +1,8 @@
 """The base of all artifacts, the files that the parts of pdtool exchange.
 
-It hides the format tag and its versions, the seal that shows whether a file was altered, the digests of what an
-artifact was made from, and the strict reading of JSON and YAML. Its errors name the file, the field, and the command
-that writes it again.
+It hides the format tag and its versions, the seal that shows whether a file was altered, the digests of an artifact's
+inputs, and the strict reading of JSON and YAML. Its errors name the file, the field, and the command that writes it
+again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FrozenModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-# The same of a dataclass that others compute with: only where it becomes a part of an artifact is it checked.
+# The same for a dataclass that others compute with: it is checked only as a part of an artifact.
 STRICT = ConfigDict(extra="forbid", strict=True, revalidate_instances="always")
 
 
@@ -66,12 +66,12 @@ class Artifact(FrozenModel):
 
     Attributes:
         MAKER: the command that writes this kind.
-        VERSION: of the format of this kind.
+        VERSION: version of this kind's format.
         format: `pdtool/KIND/VERSION`.
         tool_version: the pdtool that wrote it.
-        digests: SHA-256 of every input it was made from, by path, and of the model's operator graph under
-            OPERATOR_GRAPH. What is made from an artifact takes its digests over.
-        sha256: of the artifact itself, in its file only, to detect alterations; plans and clusters, which people
+        digests: SHA-256 of every input, by path, and of the model's operator graph under OPERATOR_GRAPH. An artifact
+            made from this one copies its digests.
+        sha256: digest of the artifact itself, only in its file, to detect alterations; plans and clusters, which people
             edit, have none.
     """
 
@@ -92,7 +92,7 @@ class Artifact(FrozenModel):
             cls.__annotations__["format"] = Literal[cls.format]
 
     def __repr__(self) -> str:
-        """Say which artifact it is, in a line; `pdtool.show` and notebooks tell the rest."""
+        """Name the artifact in one line; `pdtool.show` and notebooks show the rest."""
         named = {key: getattr(self, key, None) for key in _IDENTIFY}
         fields = (f"{key}={value!r}" for key, value in named.items() if value is not None)
         return f"{type(self).__name__}({', '.join(fields)})"
@@ -100,8 +100,8 @@ class Artifact(FrozenModel):
     __str__ = __repr__
 
     def _repr_html_(self) -> str:
-        """Return what `pdtool show` prints, for notebooks."""
-        from pdtool import as_html  # only the package itself may know what shows artifacts
+        """Return the output of `pdtool show`, for notebooks."""
+        from pdtool import as_html  # only the package itself may know how to show artifacts
 
         return as_html(self)
 
@@ -117,21 +117,21 @@ class Artifact(FrozenModel):
         """Read and check a file (`-` is stdin).
 
         Args:
-            may_be_pipe: the user named it, not an artifact.
+            may_be_pipe: whether the user named it, and not an artifact.
 
         Raises:
-            ArtifactError: missing, truncated, altered, of another format, or with fields out of range.
+            ArtifactError: it is missing, truncated, altered, of another format, or has fields out of range.
         """
         if os.path.isdir(path):
             raise ArtifactError(
-                path, f"is a folder, not {with_article(cls.KIND)}", f"name a file that `{cls.MAKER}` writes"
+                path, f"is a folder, not {with_article(cls.KIND)}", f"name a file written by `{cls.MAKER}`"
             )
         text = read_text(path, f"write it with `{cls.MAKER}`", may_be_pipe=may_be_pipe)
         return cls.parse(text, "stdin" if str(path) == "-" else path)
 
     @classmethod
     def parse(cls, text: str, path: Path | str = "<text>") -> Self:
-        """Check a text that was read already; `path` is named in errors."""
+        """Check a text that has been read already; errors name `path`."""
         try:
             content = cls._decode(text, path)
         except ArtifactError as error:
@@ -147,7 +147,7 @@ class Artifact(FrozenModel):
                 path, f"is not {with_article(cls.KIND)} (no format field)", f"write it with `{cls.MAKER}`"
             )
         if version is None:
-            what = f"has format {tag!r:.80}, this pdtool reads {cls._tag(cls.VERSION)!r}"
+            what = f"has format {tag!r:.80}, but this pdtool reads {cls._tag(cls.VERSION)!r}"
             raise cls._rewritable(path, what, field="format")
         if cls.SEALED and content.pop("sha256", None) != _seal(content):
             raise cls._rewritable(path, "was altered or damaged since it was written", field="sha256")
@@ -157,7 +157,7 @@ class Artifact(FrozenModel):
         return artifact
 
     def check_again(self, path: Path | str) -> None:
-        """Check what model_copy() may have changed, as if it were read from `path`; raises ArtifactError."""
+        """Check changes by model_copy(), as if the artifact were read from `path`; raises ArtifactError."""
         self._checked(lambda: self.model_validate(vars(self)), path)
 
     @classmethod
@@ -174,9 +174,9 @@ class Artifact(FrozenModel):
 
     @classmethod
     def upgraded(cls, content: dict[str, Any], version: int) -> dict[str, Any]:
-        """Return the content of a file of some version as today's fields have it.
+        """Convert the content of a file of some version to today's fields.
 
-        An earlier pdtool may have written other fields, of an earlier version or of this one.
+        An earlier pdtool may have written different fields, under an earlier version or this one.
         """
         return content
 
@@ -187,7 +187,7 @@ class Artifact(FrozenModel):
         """Write atomically (`-` is stdout): a reader sees the old file or the new one, never half of one.
 
         Raises:
-            UsageError: another file than an artifact of this kind is there.
+            UsageError: a file that is not an artifact of this kind is there.
             PdtoolError: the file could not be written.
         """
         if str(path) == "-":
@@ -198,29 +198,29 @@ class Artifact(FrozenModel):
 
     @classmethod
     def check_target(cls, path: Path) -> None:
-        """Check that no other file than an artifact of this kind would be overwritten; raises UsageError.
+        """Check that only an artifact of this kind would be overwritten; raises UsageError.
 
-        A file that cannot be read may be any: its folder alone decides whether it can be replaced.
+        An unreadable file passes, because its folder alone decides whether it can be replaced.
         """
         if path.name != "-":
             check_replaceable(path, with_article(cls.KIND), lambda head: f"pdtool/{cls.KIND}/".encode() in head)
 
     @property
     def content_sha256(self) -> str:
-        """Digest of the content, as other artifacts record it.
+        """Digest of the content, which other artifacts record.
 
-        Neither fields with their default value nor the version of pdtool change it: what an earlier one wrote holds.
+        Default values and the version of pdtool do not change it, so digests of earlier versions stay valid.
         """
         return _seal(self.model_dump(mode="json", exclude={"sha256", "tool_version"}, exclude_defaults=True))
 
     @property
     def graph_sha256(self) -> str | None:
-        """Digest of the operator graph that it was made for (frontend/graph_digest.py); None where none was recorded:
-        then the model's file must have the bytes that it had."""
+        """Digest of the operator graph that it was made for (frontend/graph_digest.py). None if none was recorded; then
+        the model's file must be unchanged, byte for byte."""
         return self.digests.get(OPERATOR_GRAPH)
 
     def with_graph(self, sha256: str | None) -> Self:
-        """Record the digest of the operator graph that it was made for; None leaves the artifact as it is."""
+        """Record the digest of the operator graph that it was made for; None changes nothing."""
         digests = {**self.digests, OPERATOR_GRAPH: sha256} if sha256 else self.digests
         return self.model_copy(update={"digests": digests})
 
@@ -247,7 +247,7 @@ class Artifact(FrozenModel):
             return None
         found = "Python file" if kind in ("", cls.KIND) else kind
         own = with_article(cls.KIND)
-        return ArtifactError(path, f"is {with_article(found)}, not {own}", f"name {own}, which `{cls.MAKER}` writes")
+        return ArtifactError(path, f"is {with_article(found)}, not {own}", f"name {own}, written by `{cls.MAKER}`")
 
     @classmethod
     def _rewritable(cls, path: Path | str, what: str, *, or_else: str = "", field: str = "") -> ArtifactError:
@@ -256,7 +256,7 @@ class Artifact(FrozenModel):
 
 
 class YamlArtifact(Artifact):
-    """Base of artifacts kept as YAML, which is read with the safe loader only; their JSON is read, too."""
+    """Base of artifacts kept as YAML, read only with the safe loader; they can also be read as JSON."""
 
     @classmethod
     def _encode(cls, content: dict[str, Any]) -> str:
@@ -288,7 +288,7 @@ def declared_kind(text: str) -> str:
 
 @contextmanager
 def fields_checked(error_of: Callable[[str], PdtoolError]) -> Iterator[None]:
-    """Raise what `error_of` makes of `field: what is wrong` where the body makes an artifact that nobody could read."""
+    """Raise the error from `error_of("field: what is wrong")` if the body makes an unreadable artifact."""
     try:
         yield
     except ValidationError as error:

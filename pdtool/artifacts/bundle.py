@@ -53,10 +53,10 @@ class StageModule(FrozenModel):
         file: `stage_0.py`, beside bundle.yaml.
         class_name: the nn.Module in it.
         inputs: tensors its forward takes, in order of the arguments.
-        outputs: tensors its forward returns, in order: one as it is, several as a tuple. Empty for the last stage,
-            which returns the model's own output.
+        outputs: tensors its forward returns, in order: one alone, several as a tuple. Empty for the last stage, which
+            returns the model's own output.
         parameters, buffers: names of its state, as in the original model.
-        opaque: paths of the modules that it takes from the model, which its constructor then has as an argument.
+        opaque: paths of the modules that it takes from the model, which is then an argument of its constructor.
     """
 
     file: Annotated[str, StringConstraints(pattern=r"^stage_[0-9]{1,6}\.py$")]
@@ -69,12 +69,12 @@ class StageModule(FrozenModel):
     opaque: tuple[ModulePath, ...] = ()
 
     def is_in(self, path: Path) -> bool:
-        """Whether the file is as codegen wrote it."""
+        """Whether the file is unchanged since codegen wrote it."""
         return file_sha256(path) == self.sha256
 
 
 class TiedParameter(FrozenModel):
-    """One parameter held by several stages; `names[i]` is what stage `stages[i]` calls it."""
+    """One parameter held by several stages; `names[i]` is its name in stage `stages[i]`."""
 
     stages: tuple[Number, ...]
     names: tuple[Name, ...]
@@ -91,13 +91,13 @@ class Bundle(YamlArtifact):
     Attributes:
         FILE: its name in the folder.
         inputs: the model's inputs in order of its arguments, each a tensor with producer -1.
-        arguments: what the model is called with, tensors as `input_ids` and constants as `use_cache=False`; () where
-            all arguments are tensors by position.
-        autocast_off: the lines where the model switches autocast off, which the stages do not.
+        arguments: the model's arguments, tensors as `input_ids` and constants as `use_cache=False`; () if all are
+            tensors by position.
+        autocast_off: lines where the model switches autocast off; the stages would not.
         proof: how codegen proved the files equal to the model: `values` (outputs, gradients and buffers of three
             consecutive minibatches, training and evaluation) or `shapes` (under fake tensors only).
-        optional_gradients: whether a tensor may have no gradient in some minibatch, which is then said in the messages:
-            the model returns several tensors, and the loss may leave one out.
+        optional_gradients: whether a tensor may have no gradient in some minibatch, so that messages must say so: the
+            model returns several tensors, and the loss may ignore one.
     """
 
     KIND: ClassVar[str] = "bundle"
@@ -137,7 +137,7 @@ class Bundle(YamlArtifact):
                 raise FieldError(f"tied[{i}].stages", f"{list(tied.stages)} of {len(self.stages)} stages")
 
     def check_files(self, folder: Path) -> None:
-        """Raises StaleError when a stage file is missing or not as codegen wrote it."""
+        """Raise StaleError if a stage file is missing or has changed since codegen wrote it."""
         for stage in self.stages:
             path = folder / stage.file
             if not path.is_file() or not stage.is_in(path):
@@ -145,10 +145,10 @@ class Bundle(YamlArtifact):
                 raise StaleError(path, state, "run `pdtool codegen` again (edited files are kept, as stage_0.py~)")
 
     def copy_files(self, folder: Path, target: Path) -> None:
-        """Write the bundle and its stage files, which are in `folder`, into another folder, of which they are all.
+        """Copy the bundle and its stage files from `folder` to another folder, which then contains nothing else.
 
         Raises:
-            StaleError: one is missing, or not as codegen wrote it.
+            StaleError: one is missing, or has changed since codegen wrote it.
             PdtoolError: the folder cannot be written.
         """
         texts = {stage.file: read_text(folder / stage.file) for stage in self.stages}
@@ -159,7 +159,7 @@ class Bundle(YamlArtifact):
         self.check_files(target)
 
     def trusting(self, folder: Path) -> Bundle:
-        """Return the same bundle with the stage files as they are now; raises StaleError when one is missing."""
+        """Return the same bundle with the current stage files; raises StaleError if one is missing."""
         stages = []
         for stage in self.stages:
             path = folder / stage.file

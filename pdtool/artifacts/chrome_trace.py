@@ -37,7 +37,7 @@ class TraceEvent(NamedTuple):
 
 
 class WorkerTrace(NamedTuple):
-    """What a worker did; `stage` is the first of its stages."""
+    """A worker's events; `stage` is the first of its stages."""
 
     worker: int
     stage: int
@@ -51,7 +51,7 @@ def chrome_trace(workers: Mapping[str, Iterable[TraceEvent]], host_tracks: Colle
 
     Args:
         workers: name of each worker -> its events.
-        host_tracks: those whose events are of the host, where others are of a GPU; their names say so.
+        host_tracks: tracks of host events, if others are of a GPU; their names say so.
     """
     events_of = {name: list(events) for name, events in workers.items()}
     origin = min((event.start_s for events in events_of.values() for event in events), default=0.0)
@@ -87,7 +87,7 @@ def _rows(events: Iterable[TraceEvent]) -> list[list[TraceEvent]]:
 
 
 def read_trace(path: Path) -> list[WorkerTrace]:
-    """Read a Chrome trace that a run wrote, its workers by rank; [] where it is missing or damaged."""
+    """Read a run's Chrome trace, its workers by rank; [] if it is missing or damaged."""
     try:
         return _workers(json.loads(read_text(path))["traceEvents"])
     except (PdtoolError, ValueError, KeyError, TypeError, RecursionError, OverflowError):

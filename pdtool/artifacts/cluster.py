@@ -37,19 +37,19 @@ class Level:
 
     @property
     def rate(self) -> float:
-        """Bytes/s of a stream: what a link of this level is shaped to."""
+        """Bytes/s of a stream: the rate to shape a link of this level to."""
         return self.bandwidth_bytes_per_s
 
     def slower(self, factor: float) -> Level:
-        """Return a level whose links take `factor` times as long for each byte."""
+        """Return a level whose links take `factor` times as long per byte."""
         return replace(self, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s / factor)
 
     def time_s(self, size_bytes: Any, messages: Any = 1) -> Any:
         """Return the seconds that a link takes; numbers or arrays.
 
         Args:
-            size_bytes: of all messages together.
-            messages: one after the other; 0: of a stream, in which each is on its way before the last one has arrived.
+            size_bytes: bytes of all messages together.
+            messages: number of messages, one after the other; 0: a stream, whose messages overlap.
         """
         return size_bytes / self.bandwidth_bytes_per_s + messages * self.latency_s
 
@@ -61,7 +61,7 @@ Levels = Annotated[tuple[Level, ...], Field(min_length=1, max_length=_MAX_LEVELS
 class Cluster:
     """Levels, outermost first, and the memory of each device in bytes (None: not limited).
 
-    A part of artifacts, which check it, and what planning computes with.
+    Planning computes with it. Artifacts contain it, and check it.
     """
 
     __pydantic_config__ = STRICT
@@ -86,7 +86,7 @@ class Cluster:
         return "x".join(str(level.size) for level in self.levels)
 
     def link(self, a: int, b: int) -> Level | None:
-        """Return the slowest link on the way from worker `a` to worker `b`; None when they are the same."""
+        """Return the slowest link on the way from worker `a` to worker `b`; None if they are the same."""
         return self.span(min(a, b), max(a, b) + 1)
 
     def span(self, first: int, end: int) -> Level | None:
@@ -133,20 +133,20 @@ def make_cluster(
 
 
 def check_levels(field: str, levels: Levels) -> int:
-    """Return the number of workers; raises FieldError, which names `field`, when these are too many to plan for."""
+    """Return the number of workers; raises FieldError, which names `field`, if there are too many to plan for."""
     workers = math.prod(level.size for level in levels)
     if workers > MAX_WORKERS:
-        raise FieldError(field, f"{workers} workers: at most {MAX_WORKERS}")
+        raise FieldError(field, f"{workers} workers are too many; the limit is {MAX_WORKERS}")
     return workers
 
 
 class LevelMeasured(FrozenModel):
-    """What was measured at one level besides its bandwidth and latency, in bytes per second each way.
+    """Further measurements at one level, besides its bandwidth and latency, in bytes per second each way.
 
     Attributes:
         pair_bytes_per_s: one pair of workers alone, both ways at once.
-        allreduce_bytes_per_s: what a member's link carries while its workers all-reduce, each with its counterparts in
-            the other members, all at once; by the ring formula it equals the level's bandwidth.
+        allreduce_bytes_per_s: rate on a member's link while all its workers all-reduce at once, each with its
+            counterparts in the other members; by the ring formula it equals the level's bandwidth.
     """
 
     pair_bytes_per_s: Rate
@@ -154,7 +154,7 @@ class LevelMeasured(FrozenModel):
 
 
 class NetworkMeasured(FrozenModel):
-    """How the figures were measured: with how many workers, over which backend of which torch version."""
+    """How the figures were measured: the number of workers, the backend, and the version of torch."""
 
     workers: Count
     backend: Literal["gloo", "nccl"]
@@ -166,10 +166,10 @@ class ClusterFile(YamlArtifact):
     """`cluster.yaml`, written by hand or by `pdtool probe`; read by `pdtool partition --cluster`.
 
     Attributes:
-        levels: outermost first. The bandwidth is that of one member's link to the others of its level, shared by all
-            workers inside it, each way.
-        memory_bytes: of each device; None: not limited.
-        measured: absent when the figures were written by hand.
+        levels: outermost first. The bandwidth is that of one member's link to the others of its level, each way; all
+            workers inside the member share it.
+        memory_bytes: memory of each device; None: no limit.
+        measured: absent if the figures were written by hand.
     """
 
     KIND: ClassVar[str] = "cluster"
@@ -189,5 +189,5 @@ class ClusterFile(YamlArtifact):
             raise FieldError("measured.levels", f"{len(self.measured.levels)} of them for {len(self.levels)} level(s)")
 
     def cluster(self) -> Cluster:
-        """Return the value that planning computes with."""
+        """Return the cluster for planning."""
         return Cluster(levels=self.levels, memory_bytes=self.memory_bytes)

@@ -1,6 +1,6 @@
-"""Devices: the one that a profile holds the times of, and the data sheets that a profile can be estimated from.
+"""Devices: the device of a profile's times, and the data sheets for estimated profiles.
 
-`find_device` finds the data sheet that `--device` names, in the table beside this file or in a YAML file of the user's.
+`find_device` finds the data sheet that `--device` names, in the table beside this file or in a user's YAML file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pdtool.errors import FieldError, UsageError, suggestion
 Factor = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 OperatorKind = Literal["conv", "matmul", "rnn", "norm", "embedding", "elementwise", "update"]
-RESERVED_BYTES = 2**30  # stated, not measured: a context of CUDA has half of it, communicators of NCCL the rest
+RESERVED_BYTES = 2**30  # assumed, not measured: half for a CUDA context, the rest for NCCL communicators
 CPU_THREADS = re.compile(r", ([1-9][0-9]*) threads?$")  # at the end of the name of a CPU: `AMD EPYC, 2 threads`
 TABLE = Path(__file__).with_name("devices.yaml")
 
@@ -27,7 +27,7 @@ class Device(FrozenModel):
     """The device that the times are for, and whether they were measured on it or estimated.
 
     Attributes:
-        memory_bytes: all that it has; of a CPU that of its machine, which workers share. None: not recorded.
+        memory_bytes: total memory; for a CPU its machine's, which workers share. None: not recorded.
     """
 
     name: Label
@@ -39,15 +39,15 @@ class DeviceSpec(FrozenModel):
     """One device.
 
     Attributes:
-        name: as its maker calls it.
-        peak_flops_per_s: of matrix products by precision, without sparsity; fp32 is needed, and stands in for what is
-            missing.
+        name: its maker's name for it.
+        peak_flops_per_s: peak rate of matrix products by precision, without sparsity; fp32 is required, and replaces
+            missing ones.
         bandwidth_bytes_per_s: bandwidth of its memory.
         memory_bytes: size of its memory.
-        reserved_bytes: of that, what no tensor gets: CUDA's context and kernels, communicators, workspaces.
-        launch_s: seconds that the launch of each kernel adds.
-        factors: measured over estimated seconds by kind of operator; 1 for a kind that is missing.
-        source: title and address of the data sheet that the figures come from.
+        reserved_bytes: memory not available to tensors: CUDA's context and kernels, communicators, workspaces.
+        launch_s: seconds that each kernel launch adds.
+        factors: measured over estimated seconds by kind of operator; 1 for a missing kind.
+        source: title and address of the data sheet.
     """
 
     name: Annotated[Label, Field(max_length=200)]
@@ -81,8 +81,8 @@ def find_device(name: str) -> DeviceSpec:
     """Return the device of that name in the table, or the one in the file `name`, a path that ends in .yaml or .yml.
 
     Raises:
-        UsageError: not in the table, which is listed, or the file holds several.
-        ArtifactError: the file cannot be read, or a field of it is wrong.
+        UsageError: it is not in the table, which the error lists, or the file holds several.
+        ArtifactError: the file cannot be read, or a field is wrong.
     """
     if not name.endswith((".yaml", ".yml")):
         known = Devices.load(TABLE).devices

@@ -1,7 +1,7 @@
-"""Types of the fields of artifacts, the numbers and the names that one may hold, and what is wrong with a field.
+"""Types of the fields of artifacts, limits of their numbers and names, and words for faults of a field.
 
-A number outside of its limits is a slip or an attack. Within them, sums and ratios of all that is written or measured
-stay far below what a float can hold, so that nothing overflows in the middle of a search.
+A number outside its limits is a slip or an attack. Within them, sums and ratios of all figures stay far below the
+limits of a float, so that nothing overflows in the middle of a search.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _UNKNOWN_FIELD = ("extra_forbidden", "unexpected_keyword_argument")  # of a mode
 
 
 def _as_integer(value: object) -> object:
-    """Read 1.6e10, as people write bytes, as the integer that it is."""
+    """Read 1.6e10, as people write bytes, as an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _zero_or_from(minimum: float) -> AfterValidator:
-    """Refuse smaller numbers than this but 0: what is divided by them would overflow."""
+    """Refuse numbers below this except 0, because dividing by them would overflow."""
 
     def check(value: float) -> float:
         if 0 < value < minimum:
@@ -45,7 +45,7 @@ def _zero_or_from(minimum: float) -> AfterValidator:
     return AfterValidator(check)
 
 
-# What is measured or written by hand. Flops are counted as bytes are.
+# Measured or handwritten figures. Flops have the same limits as bytes.
 Seconds = Annotated[float, Field(ge=0, le=_MAX_SECONDS, allow_inf_nan=False), _zero_or_from(_MIN_SECONDS)]
 Bytes = Annotated[int, BeforeValidator(_as_integer), Field(ge=0, le=_MAX_BYTES)]
 PositiveBytes = Annotated[int, BeforeValidator(_as_integer), Field(ge=1, le=_MAX_BYTES)]
@@ -53,27 +53,28 @@ Count = Annotated[int, BeforeValidator(_as_integer), Field(ge=1, le=_MAX_COUNT)]
 Number = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 Rate = Annotated[float, Field(ge=1e-3, le=1e18, allow_inf_nan=False)]  # of bytes or floating-point operations a second
 StageIndex = Annotated[int, Field(ge=-MAX_WORKERS, lt=MAX_WORKERS)]  # a negative one counts from the end
-# What is computed from them: seconds, rates, ratios; bytes; and counts.
+# Computed figures: seconds, rates, ratios; bytes; and counts.
 Figure = Annotated[float, Field(ge=0, le=_MAX_FIGURE, allow_inf_nan=False), _zero_or_from(_MIN_FIGURE)]
 FigureBytes = Annotated[int, BeforeValidator(_as_integer), Field(ge=0, le=10**100)]
 FigureCount = Annotated[int, BeforeValidator(_as_integer), Field(ge=1, le=10**100)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-# Node, module and parameter names: dotted words, so that none can carry code into a generated file.
+# Node, module and parameter names: dotted words, which cannot carry code into a generated file.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*(@[0-9]+)?$", max_length=500)]
 ModulePath = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*)?$", max_length=500)]
 Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=500)]
-# What an artifact calls itself: it stands in the docstring of generated files, so nothing in it may end a string or
-# reverse the direction of writing.
+# An artifact's name stands in the docstring of generated files, so nothing in it may end a string or reverse the
+# direction of writing.
 _TITLE = r"""^[^\x00-\x1f"'\\/\x7f-\x9f\u2028-\u202e\u2066-\u2069]*$"""
 Title = Annotated[str, StringConstraints(pattern=_TITLE, max_length=500)]
 Label = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]*$", max_length=500)]
 
 
 def first_fault(error: ValidationError, artifact: type[BaseModel] | None = None) -> tuple[str, str]:
-    """Return (field, what is wrong) of the first fault; of an unknown field before that of one that it stands for.
+    """Return (field, what is wrong) of the first fault; an unknown field comes before a missing one that it may stand
+    for.
 
     Args:
-        artifact: what was read, to name the fields that it has.
+        artifact: the content that was read, to name its fields.
     """
     faults = error.errors()
     unknown = [fault for fault in faults if fault["type"] in _UNKNOWN_FIELD]
@@ -83,7 +84,7 @@ def first_fault(error: ValidationError, artifact: type[BaseModel] | None = None)
         missing = [str(f["loc"][-1]) for f in faults if f["type"] == "missing" and f["loc"][:-1] == first["loc"][:-1]]
         known = _field_names(artifact, parents)
         otherwise = f"known are {', '.join(known)}" if known else ""
-        what, meant = "is no field here", suggestion(str(name), missing) or suggestion(str(name), known, otherwise)
+        what, meant = "is not a field here", suggestion(str(name), missing) or suggestion(str(name), known, otherwise)
     elif first["type"] == "missing":
         what, meant = "is missing", ""
     else:
@@ -94,13 +95,13 @@ def first_fault(error: ValidationError, artifact: type[BaseModel] | None = None)
 
 
 def _path(parts: Iterable[int | str]) -> str:
-    """Write where a field stands as `stages[0].replicas`."""
+    """Write the place of a field as `stages[0].replicas`."""
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:80]}" for part in parts)
     return path.removeprefix(".")
 
 
 def _in_words(fault: Mapping[str, Any]) -> str:
-    """Say what is wrong with a value, and what would be right, in the words of a plan rather than of its classes."""
+    """Say what is wrong with a value, and what would be right, in the words of a plan, not of its classes."""
     value = fault.get("input")
     if fault["type"] == "string_type" and isinstance(value, int | float):
         return f"a text is needed: write it in quotes, '{value}'"
@@ -108,7 +109,7 @@ def _in_words(fault: Mapping[str, Any]) -> str:
 
 
 def _field_names(artifact: type[BaseModel] | None, path: Sequence[int | str]) -> list[str]:
-    """The fields of the part of an artifact that stands at `path`, as ("stages", 0)."""
+    """The fields of the part of an artifact at `path`, as ("stages", 0)."""
     kind: Any = artifact
     for part in path:
         types = _field_types(kind)
@@ -125,7 +126,7 @@ def _field_types(kind: Any) -> dict[str, Any]:
 
 
 def _model_in(annotation: Any) -> type[Any] | None:
-    """The part of an artifact that a field's annotation names, as Stage in tuple[Stage, ...]."""
+    """The part of an artifact in a field's annotation, as Stage in tuple[Stage, ...]."""
     if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or is_dataclass(annotation)):
         return annotation
     return next(filter(None, map(_model_in, get_args(annotation))), None)

@@ -1,7 +1,7 @@
 """`metrics.jsonl`: a line for each update and each validation, written by one worker of the last stage.
 
-A line is the JSON of its fields; the user's metrics stand in one of their own, and may have any name but `loss`. A
-column is a field of a line here, and what the worker writes into it (runtime/worker/worker.py).
+A line is the JSON of its fields. The user's metrics have a field of their own, and may have any name but `loss`. To add
+a column, add a field to a line here and write it in the worker (runtime/worker/worker.py).
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from pdtool.errors import ArtifactError, PdtoolError
 from pdtool.files import replacing
 
 _POLL_S = 0.1
-_FLUSH_S = 0.1  # between writes, while updates take less
+_FLUSH_S = 0.1  # between writes, if updates take less
 _MIN_INTERVAL_S = 1e-9  # so that a rate is finite
 _DIGITS = 3  # of times and rates, after the point
-_TAIL_BYTES = 65_536  # of the file, which hold its last lines
+_TAIL_BYTES = 65_536  # at the end of the file, enough for its last lines
 
 
 class UpdateLine(FrozenModel):
-    """An update; older lines lack the fields that have a default.
+    """An update; older lines lack the fields with a default.
 
     Attributes:
-        step: updates so far, of all epochs.
-        samples: of this update.
+        step: updates so far, in all epochs.
+        samples: samples of this update.
         loss: the training loss, the mean over these samples.
         time: Unix time, in seconds.
-        lr: learning rate of the first parameter group; None where it is not known.
+        lr: learning rate of the first parameter group; None if unknown.
         samples_per_s: since the line before, or the beginning of the epoch.
     """
 
@@ -55,10 +55,10 @@ class UpdateLine(FrozenModel):
 
 
 class ValidationLine(FrozenModel):
-    """A validation; `loss` is the validation loss, the rest as of an update.
+    """A validation; `loss` is the validation loss, other fields are as for an update.
 
     Attributes:
-        metrics: those of the user; in older files they stand beside the fields.
+        metrics: the user's metrics; in older files they stand beside the fields.
     """
 
     split: Literal["valid"] = "valid"
@@ -79,12 +79,12 @@ _LINE: TypeAdapter[MetricsLine] = TypeAdapter(Annotated[MetricsLine, Field(discr
 
 
 class MetricsLog:
-    """Appends lines to metrics.jsonl; of a resumed run, lines of epochs that it trains again are dropped first.
+    """Appends lines to metrics.jsonl; a resumed run first drops lines of epochs that it trains again.
 
-    Lines that come quickly are written together, so that an update costs microseconds, and no write.
+    Lines in quick succession are written together, so that an update costs microseconds and not a write.
 
     Raises:
-        ArtifactError: the file of the run that is resumed holds something else than metrics.
+        ArtifactError: the file of the resumed run holds something other than metrics.
     """
 
     def __init__(self, path: Path, *, epochs_done: int) -> None:
@@ -97,7 +97,7 @@ class MetricsLog:
         self._flushed_s = self._update_s = -math.inf  # of time.perf_counter
 
     def epoch_begins(self) -> None:
-        """Take the time from now on for `rate`."""
+        """Start the clock for `rate`."""
         self._update_s = time.perf_counter()
 
     def rate(self, samples: int) -> float:
@@ -106,7 +106,7 @@ class MetricsLog:
         return round(samples / max(self._update_s - since_s, _MIN_INTERVAL_S), _DIGITS)
 
     def add(self, line: MetricsLine) -> None:
-        """Add a line, and write what is due: a validation always is.
+        """Add a line, and write due lines; a validation is due at once.
 
         Raises:
             PdtoolError: the file cannot be written.
@@ -116,7 +116,7 @@ class MetricsLog:
             self._flush()
 
     def close(self) -> None:
-        """Write what is left, and close the file; errors as of `add`."""
+        """Write the remaining lines, and close the file; raises as `add` does."""
         try:
             if self._unwritten:
                 self._flush()
@@ -142,7 +142,7 @@ def unix_time() -> float:
 
 
 def read_metrics(path: Path) -> list[MetricsLine]:
-    """Return all complete lines; [] when there is no file.
+    """Return all complete lines; [] if there is no file.
 
     Raises:
         ArtifactError: a line is not what a run writes.
@@ -151,8 +151,8 @@ def read_metrics(path: Path) -> list[MetricsLine]:
 
 
 def last_update(path: Path) -> UpdateLine | None:
-    """Return the last line of a file that is about an update; None when there is none."""
-    if not path.is_file():  # a FIFO would be waited for, a device has no end
+    """Return a file's last line about an update; None if there is none."""
+    if not path.is_file():  # a FIFO would block, a device has no end
         return None
     with suppress(OSError), path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -166,9 +166,9 @@ def last_update(path: Path) -> UpdateLine | None:
 
 
 class GrowingFile:
-    """Reads what is appended to a file, which may not exist yet; what it holds already is left out.
+    """Reads lines appended to a file, which may not exist yet; skips its present content.
 
-    When another file has taken its place, that is read from its beginning.
+    If another file takes its place, read that from its beginning.
     """
 
     def __init__(self, path: Path) -> None:
@@ -180,7 +180,7 @@ class GrowingFile:
 
     def new_lines(self) -> list[bytes]:
         """Return the complete lines that were appended since the last call."""
-        if not self._path.is_file():  # a FIFO would be waited for
+        if not self._path.is_file():  # a FIFO would block
             return []
         appended = b""
         with suppress(OSError), self._path.open("rb") as file:
@@ -232,7 +232,7 @@ def _as_text(line: MetricsLine) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, MetricsLine]]:
-    """Yield the complete lines of a file, as they are and as they are read; none when there is no file."""
+    """Yield the complete lines of a file, as text and parsed; none if there is no file."""
     if path.is_file():
         for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
             yield text, _parse(text, path, number)

@@ -1,4 +1,4 @@
-"""The artifact Plan: which worker computes what, when, with which weights. It is meant to be edited by hand."""
+"""The artifact Plan: which worker computes what, when, and with which weights. You may edit it by hand."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ AskedScheduleName = Annotated[str, _one_of(*SCHEDULES, "auto")]
 StrategyName = Annotated[str, _one_of(*STRATEGIES)]
 WeightPolicyName = Annotated[str, _one_of(*WEIGHT_POLICIES)]
 
-MAX_IN_FLIGHT = 10_000  # a schedule is a list: a typing error must not fill the memory
+MAX_IN_FLIGHT = 10_000  # a schedule is a list, and a typing error must not fill the memory
 _MAX_MINIBATCHES_TIMES_STAGES = 250_000  # data parallelism on MAX_WORKERS has 200,001
-ONE_WORKER = "one worker"  # the rival that everybody has
-# The fields that the predictions do not depend on: names, and the predictions themselves.
+ONE_WORKER = "one worker"  # a rival of every plan
+# Fields that do not affect predictions: names, and the predictions themselves.
 _NOT_PREDICTED_FROM = {"format", "tool_version", "sha256", "name", "model", "profile", "asked", "predicted", "why"}
 _EARLIER_CERTIFICATE = {"lower_bound_s": "bound_s", "gap": "gap", "proof": "proof"}  # fields of Why, once
 CostModelName = Literal["ours", "pipedream", "pipedream-free"]
@@ -57,7 +57,7 @@ class Stage(FrozenModel):
         workers: their numbers in the cluster.
         in_flight: minibatches in flight at each replica (forward done, backward not yet); with stashing also its weight
             versions. A worker with several stages (chunks) counts those of all of them.
-        recompute: keep only what the stage receives, and run its forward again before its backward.
+        recompute: whether to keep only the stage's inputs, and run its forward again before its backward.
     """
 
     nodes: Annotated[tuple[Label, ...], Field(min_length=1)]
@@ -68,24 +68,24 @@ class Stage(FrozenModel):
 
 
 class Predicted(FrozenModel):
-    """What the cost model and the simulator predict for the plan; times are seconds per minibatch in steady state.
+    """Predictions of the cost model and the simulator; times are seconds per minibatch in steady state.
 
     Attributes:
-        bottleneck_s: time of the whole pipeline by the formulas: that of the slowest stage or transfer, each by itself.
+        bottleneck_s: time of the whole pipeline by the formulas: the slowest stage or transfer, each by itself.
         simulated_s: time in a simulation of the workers' own action lists; None: not simulated.
         data_parallel_s: simulated time of data parallelism on all workers; None: not simulated.
-        throughput_samples_per_s: from simulated_s; where that is missing, from bottleneck_s.
-        gain_over_data_parallel: ratio of the two simulated times; where one is missing, of the two by the formulas.
-        samples_per_update: whose gradients an update averages, at the stage where these are most; None: an earlier
+        throughput_samples_per_s: from simulated_s; if that is missing, from bottleneck_s.
+        gain_over_data_parallel: ratio of the two simulated times; if one is missing, of the two by the formulas.
+        samples_per_update: samples whose gradients one update averages, at the stage with the most; None: an earlier
             pdtool predicted.
-        data_parallel_samples_per_update: the same of the data parallelism that the gain is over.
+        data_parallel_samples_per_update: the same for the data parallelism in the gain.
         compute_s: per stage, forward + backward + update, shared by its replicas.
         allreduce_s: per stage, synchronising the replicas' gradients.
         transfer_s: between stage s and s + 1, activations and gradients.
         memory_bytes: per stage, on one worker.
         traffic_bytes: sent by all workers together for one minibatch.
         cost: whose formulas: `ours`, or those of PipeDream's optimizer, for comparison only.
-        plan_sha256: of the part of the plan that these figures are for; when it differs the plan was edited since.
+        plan_sha256: digest of the part of the plan behind these figures; if it differs, the plan was edited since.
     """
 
     bottleneck_s: Figure
@@ -105,7 +105,7 @@ class Predicted(FrozenModel):
 
     @property
     def time_s(self) -> float:
-        """The simulated time of a minibatch; if there is none, that by the formulas."""
+        """The simulated time of a minibatch, or if there is none, the time by the formulas."""
         return self.bottleneck_s if self.simulated_s is None else self.simulated_s
 
 
@@ -119,7 +119,7 @@ class Rival(FrozenModel):
 
 
 class FasterPlan(FrozenModel):
-    """A plan that is a little faster than the chosen one, and was passed over, for that one is simpler.
+    """A plan that is a little faster than the chosen one, but was passed over because it is less simple.
 
     Attributes:
         begins: the first operator of each stage but the first.
@@ -132,7 +132,7 @@ class FasterPlan(FrozenModel):
 
 
 class MergedOperators(FrozenModel):
-    """Groups of operators that were merged into fewer, so as to have no more than so many cuts to search."""
+    """Groups of operators that were merged into fewer, to limit the number of cuts in the search."""
 
     groups: Count
     merged_into: Count
@@ -140,22 +140,22 @@ class MergedOperators(FrozenModel):
 
 
 class Certificate(FrozenModel):
-    """A time that no plan on this cluster beats by the formulas, and the search that says so.
+    """A time that no plan on this cluster beats by the formulas, and the search that proves it.
 
     Attributes:
         bound_s: seconds per minibatch.
         gap: by which fraction the plan is slower than that.
         kind: strategy whose plans were searched.
-        replicas: of each stage; None: any.
-        max_stages: None: any number.
-        workers: that plans may use; None: an earlier pdtool did not record what it searched.
-        cuts: between which stages may lie.
-        max_workers_per_copy: that were searched, where there are more workers; None: nothing was left out.
-        merged_operators: of a model with too many cuts; None: nothing was left out.
-        all_updates: whether every number of minibatches in an update was searched, which matters for `hybrid` only.
-        without_memory_limit: whether the bound is that of plans of any memory.
-        simulated_plans: from which the plan was chosen; None: not recorded, or the formulas chose.
-        proof: what an earlier pdtool said of its search.
+        replicas: replicas of each stage; None: any.
+        max_stages: most stages of a plan; None: any number.
+        workers: workers that plans may use; None: an earlier pdtool did not record its search.
+        cuts: number of cuts in the search.
+        max_workers_per_copy: limit of the search, if there are more workers; None: nothing was left out.
+        merged_operators: operators merged because of too many cuts; None: nothing was left out.
+        all_updates: whether every number of minibatches in an update was searched, which matters only for `hybrid`.
+        without_memory_limit: whether the bound ignores the memory limit.
+        simulated_plans: number of simulated plans to choose from; None: not recorded, or the formulas chose.
+        proof: an earlier pdtool's words about its search.
     """
 
     bound_s: Figure
@@ -173,7 +173,7 @@ class Certificate(FrozenModel):
     proof: Label = ""
 
     def sentence(self) -> str:
-        """Say why no plan beats the bound; empty if an earlier pdtool did not say it."""
+        """Say why no plan beats the bound; "" if an earlier pdtool did not record it."""
         if self.workers is None or self.cuts is None:
             return self.proof
         on = "1 worker" if self.workers == 1 else f"{self.workers} workers"
@@ -191,7 +191,7 @@ class Certificate(FrozenModel):
         )
 
     def _limits(self) -> Iterator[str]:
-        """Yield what was left out of the search."""
+        """Yield the limits of the search."""
         if self.max_workers_per_copy:
             yield f"one copy of the pipeline has at most {self.max_workers_per_copy} workers"
         if merged := self.merged_operators:
@@ -204,7 +204,7 @@ class Certificate(FrozenModel):
 
 
 class Why(FrozenModel):
-    """What bounds the plan, a lower bound for any plan (None: unknown), and the best plans that were rejected."""
+    """The plan's bottleneck, a lower bound for any plan (None: unknown), and the best rejected plans."""
 
     bottleneck: Label
     certificate: Certificate | None = None
@@ -213,28 +213,28 @@ class Why(FrozenModel):
 
     @property
     def one_worker_s(self) -> float | None:
-        """Seconds per minibatch of one worker alone; None where it was no rival, as when the model does not fit."""
+        """Seconds per minibatch of one worker alone; None if it was not a rival, as when the model does not fit."""
         return next((rival.bottleneck_s for rival in self.rivals if rival.plan == ONE_WORKER), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What a plan was asked for, besides its cluster; each option has the name that it has in `pdtool.partition`.
+    """The options of a plan besides its cluster, by their names in `pdtool.partition`.
 
     Attributes:
-        strategy: see pdtool.schedule.strategies; planner.choice.strategies sets what goes with it.
+        strategy: see pdtool.schedule.strategies; planner.choice.strategies sets options that follow from it.
         straight: one stage on every worker, none replicated; `gpipe` may leave workers idle.
         schedule: see Plan; `auto` takes the fastest.
-        microbatches: of flushing schedules; `auto` looks at those only with more than one.
-        update_every: minibatches in one update of every stage without a flush; None: as the schedule has it.
-        workers: use at most so many, the first ones; None: all. Fewer are used where that is faster.
-        replicas: of each stage, on the first workers of the cluster; None: any number of stages and replicas.
-        in_flight: minibatches in flight at each replica of the first stage; None: what the schedule wants, or more.
-        chunks: stages on each worker, of `interleaved`, which is not searched (choice.make_plan.interleaved_placement).
+        microbatches: microbatches of flushing schedules; `auto` tries these only with more than one.
+        update_every: minibatches in one update of every stage without a flush; None: the schedule decides.
+        workers: use at most so many, the first ones; None: all. A plan uses fewer if that is faster.
+        replicas: replicas of each stage, on the first workers of the cluster; None: any number of stages and replicas.
+        in_flight: minibatches in flight at each replica of the first stage; None: the schedule's number, or more.
+        chunks: stages on each worker for `interleaved`, which is not searched (choice.make_plan.interleaved_placement).
         recompute: whether stages may run their forward twice to save memory.
-        cost_model: whose formulas; see Predicted.
+        cost_model: whose formulas to use; see Predicted.
         simplest: prefer fewer stages (data parallelism first) within this fraction of the best time.
-        max_cuts: of the graph that are searched at most, on 16 workers or fewer; on more workers fewer.
+        max_cuts: limit on the cuts in the search, on 16 workers or fewer; on more workers the limit is lower.
     """
 
     __pydantic_config__ = STRICT
@@ -261,19 +261,19 @@ class Plan(YamlArtifact):
         profile: path of the profile it was made from.
         schedule: as `1f1b` (PipeDream), see pdtool.schedule.kinds for each.
         weights: which version each minibatch is computed with, see pdtool.schedule.policies.
-        microbatches: in one update of a schedule with a flush; each has `batch_size` samples.
-        update_every: of a schedule without a flush, minibatches in one update of every stage. None: each stage updates
-            after as many as it has replicas (PipeDream), with vertical sync and 2bw all after the smallest number that
-            their rules allow.
+        microbatches: microbatches in one update of a schedule with a flush; each has `batch_size` samples.
+        update_every: minibatches in one update of every stage, for a schedule without a flush. None: each stage updates
+            after as many as it has replicas (PipeDream); with vertical sync and 2bw, all update after the smallest
+            number that their rules allow.
         chunks: stages on each worker (chunked schedules only); with v of them the plan has p v stages, and stage s is
             on the workers of stage s mod p.
-        copies: d copies of one pipeline side by side, with the same weights: replica k of every stage belongs to copy
-            k mod d and never meets another copy but to average gradients.
-        wire_dtype: what float32 activations and gradients are sent as between workers; the file has it only if it is
-            not fp32.
-        strategy: what was asked for, see pdtool.schedule.strategies. The figures of `model-parallel` and `hybrid` are
-            by formulas without pipelining.
-        asked: what was asked for; None: an earlier pdtool, which did not record it, or a person made the plan.
+        copies: d copies of one pipeline side by side, with the same weights. Replica k of every stage belongs to copy
+            k mod d; copies meet only to average gradients.
+        wire_dtype: dtype of float32 activations and gradients in messages between workers; the file has it only if it
+            is not fp32.
+        strategy: the requested strategy, see pdtool.schedule.strategies. The figures of `model-parallel` and `hybrid`
+            are from formulas without pipelining.
+        asked: the options; None: an earlier pdtool, which did not record them, or a person made the plan.
     """
 
     KIND: ClassVar[str] = "plan"
@@ -300,7 +300,7 @@ class Plan(YamlArtifact):
 
     @classmethod
     def upgraded(cls, content: dict[str, Any], version: int) -> dict[str, Any]:
-        """Make a certificate of the bound, the gap and the sentence that plans had once."""
+        """Make a certificate from the bound, gap and sentence of an older plan."""
         why = content.get("why")
         if not isinstance(why, dict) or why.keys().isdisjoint(_EARLIER_CERTIFICATE):
             return content
@@ -340,7 +340,7 @@ class Plan(YamlArtifact):
         self._check_predicted()
 
     def _check_predicted(self) -> None:
-        """Figures of another number of stages are those of a plan before an edit."""
+        """Figures for a different number of stages belong to the plan before an edit."""
         stages, predicted = len(self.stages), self.predicted
         counts = {"compute_s": stages, "allreduce_s": stages, "memory_bytes": stages, "transfer_s": stages - 1}
         for name, count in counts.items() if predicted and not self.edited else ():
@@ -373,10 +373,11 @@ class Plan(YamlArtifact):
                     raise FieldError(f"{where}.workers", f"worker {worker} is already used by stage {taken[worker]}")
 
     def stage_nodes(self, profile: Profile) -> list[list[str]]:
-        """Return the nodes of each stage, checked against the profile: each node once, stages in executable order.
+        """Return the nodes of each stage, and check them against the profile: each node once, stages in executable
+        order.
 
         Raises:
-            ArtifactError: a node is missing, doubled, unknown, sent backwards, or separated from its group.
+            ArtifactError: a node is missing, doubled, unknown, separated from its group, or its output goes backwards.
         """
         stages = [profile.graph.expand(stage.nodes) for stage in self.stages]
         faults = profile.graph.stage_faults(stages)
@@ -407,8 +408,7 @@ class Plan(YamlArtifact):
         """Execute the schedule on paper.
 
         Raises:
-            ScheduleError: the numbers in flight make it deadlock, and it names numbers that do not; or it is so long
-                that nobody means it.
+            ScheduleError: the numbers in flight make it deadlock; it names numbers that do not. Or it is far too long.
         """
         shape = self.shape()
         minibatches = shape.representative_minibatches
@@ -420,9 +420,9 @@ class Plan(YamlArtifact):
 
     @property
     def plan_sha256(self) -> str:
-        """Digest of the fields that the predictions depend on."""
+        """Digest of the fields that affect predictions."""
         is_default = self.strategy == Plan.model_fields["strategy"].default
-        unsaid = {"strategy"} if is_default else set()  # as in plans of before it was a field
+        unsaid = {"strategy"} if is_default else set()  # as in plans from before it was a field
         content = self.model_dump(mode="json", exclude=_NOT_PREDICTED_FROM | unsaid)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -432,20 +432,20 @@ class Plan(YamlArtifact):
         return self.predicted is None or self.predicted.plan_sha256 != self.plan_sha256
 
     def updated_text(self, text: str) -> str:
-        """Return the YAML of the plan in which its figures, and what they are of, are those of `self`; comments stay.
+        """Return the plan's YAML with the figures and digests of `self`; comments stay.
 
         Args:
-            text: of the same plan, but for its figures and digests.
+            text: YAML of the same plan, except for its figures and digests.
 
         Raises:
-            FormatError: the text is no YAML mapping.
+            FormatError: the text is not a YAML mapping.
         """
         is_of_same_profile = Plan.parse(text).digests == self.digests
         changed = {"predicted", "why"} if is_of_same_profile else {"digests", "predicted", "why"}
         content = self.model_dump(mode="json", include=changed)
         earlier = _EARLIER_CERTIFICATE.keys() & (read_yaml(text).get("why") or {})
         if earlier:
-            content["why"] |= dict.fromkeys(sorted(earlier))  # a key cannot be taken out of the text
+            content["why"] |= dict.fromkeys(sorted(earlier))  # a key cannot be removed from the text
         new = with_values(text, content)
         assert Plan.parse(new) == self
         return new

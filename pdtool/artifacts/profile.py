@@ -1,4 +1,4 @@
-"""The artifact Profile: what each operator of a model costs on one device."""
+"""The artifact Profile: the costs of a model's operators on one device."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Node(FrozenModel):
     """One operator, at the profile's batch size.
 
     Attributes:
-        name: unique; a module's path for a whole call of it (`features.0`; `relu@0`, `relu@1` where called twice).
+        name: unique; for a module its path (`features.0`; `relu@0`, `relu@1` if called twice).
         op: its usual name: `input`, `Conv2d`, `add`, `loss`.
         module: path of the module that it belongs to.
         inputs: nodes whose outputs it takes.
         forward_s, backward_s: seconds for one minibatch.
         update_s: seconds of the optimizer step on its parameters.
         output_bytes: bytes of the outputs that other nodes take.
-        gradient_bytes: bytes of those outputs that a gradient comes back for.
-        exact_bytes, exact_gradient_bytes: of these two, what is not float32, and so travels between stages as it is,
-            whatever the wire format. The file has only those that are not 0.
+        gradient_bytes: bytes of those outputs that get a gradient back.
+        exact_bytes, exact_gradient_bytes: the parts of these two that are not float32, and so travel between stages
+            unchanged, whatever the wire format. The file has only those that are not 0.
         parameter_bytes: bytes of its parameters (a shared parameter counts at each node; see Profile.shared).
-        stash_bytes: bytes kept from its forward for its backward, parameters not counted.
+        stash_bytes: bytes kept from its forward for its backward, without parameters.
         scratch_bytes: measured bytes that it holds only while it computes, such as reordered copies and gradients of
-            its inner tensors; neither its output nor the gradients of its inputs count.
+            its inner tensors, without its output and the gradients of its inputs.
         flops: floating-point operations of its forward.
     """
 
@@ -75,20 +75,21 @@ class Profile(Artifact):
     Attributes:
         together: groups of nodes that must stand in one stage (shared state, HINTS no_split).
         pin: node -> index of its stage; negative counts from the end.
-        precision: what it computes in. fp32 is the model as it is written; measured in bf16, it ran under autocast, as
-            a run does; estimated in another precision, it is as if cast to that. None: not recorded, most likely fp32.
+        precision: precision of the computation. fp32 is the model as written. A bf16 measurement ran under autocast, as
+            a run does. An estimate in another precision is as if the model were cast to it. None: not recorded, most
+            likely fp32.
         compiled: whether its operators went through torch.compile.
-        segments: groups of nodes that were compiled and timed as a whole: the sum of a group's times was measured, each
-            node has a share of it, in proportion to its time uncompiled. A node in no group was timed uncompiled.
-        reserved_bytes: of a device's memory, what no tensor gets (see DeviceSpec); on a CPU, what a process that has
-            PyTorch loaded holds besides tensors (see `reserved_for_worker`). 0: an earlier pdtool did not measure that.
-        step_s: seconds of one whole training step, measured end to end; 0 when it was not measured.
-        launch_s: seconds that the host needs to launch the kernels of a step on a GPU; 0 where that was not measured.
+        segments: groups of nodes that were compiled and timed together. The sum of a group's times was measured; each
+            node has a share in proportion to its uncompiled time. Nodes outside groups were timed uncompiled.
+        reserved_bytes: device memory not available to tensors (see DeviceSpec); on a CPU, memory of a process with
+            PyTorch loaded besides tensors (see `reserved_for_worker`). 0: an earlier pdtool did not measure it.
+        step_s: seconds of one whole training step, measured end to end; 0 if not measured.
+        launch_s: seconds that the host needs to launch the kernels of a step on a GPU; 0 if not measured.
         coverage: sum of all nodes' forward, backward and update over step_s.
-        loading_s: seconds of loading one minibatch with one thread; None when that was not measured.
+        loading_s: seconds of loading one minibatch with one thread; None if not measured.
         optimizer_state_bytes: bytes of optimizer state for each byte of parameters.
-        opaque: path of a module that cannot be cut, since its operators cannot be seen -> why.
-        asked: the options that it was made with; None: an earlier pdtool made it, which did not record them.
+        opaque: path of an opaque module, which cannot be cut -> why its operators cannot be seen.
+        asked: the options that it was made with; None: an earlier pdtool, which did not record them, made it.
     """
 
     KIND: ClassVar[str] = "profile"
@@ -134,11 +135,11 @@ class Profile(Artifact):
         ):
             for name in group:
                 if name not in known:
-                    raise FieldError(field, f"{name!r} is no node")
+                    raise FieldError(field, f"{name!r} is not a node")
 
     @property
     def made_with(self) -> ProfileOptions:
-        """The options that it was made with; of an earlier pdtool's, those that its other fields tell."""
+        """The options that it was made with; for an earlier pdtool, those that follow from its other fields."""
         settings = () if self.model is None else tuple(f"{k}={v!r}" for k, v in self.model.settings.items())
         return self.asked or ProfileOptions(
             model_settings=settings,
@@ -151,20 +152,20 @@ class Profile(Artifact):
 
     @property
     def threads(self) -> int | None:
-        """The CPU threads that the times were measured with; None when they were not measured on a CPU."""
+        """The CPU threads that the times were measured with; None if they were not measured on a CPU."""
         match = CPU_THREADS.search(self.device.name)
         return int(match[1]) if match and self.device.kind == "measured" else None
 
     @property
     def is_measured_on_cpu(self) -> bool:
-        """Whether its device is a CPU, and the memory of that the machine's."""
+        """Whether its device is a CPU, whose memory is the machine's."""
         return self.threads is not None
 
     def reserved_for_worker(self, sharing: int) -> int:
-        """Return the bytes of a worker's memory that no tensor gets.
+        """Return the bytes of a worker's memory that are not available to tensors.
 
-        On a CPU the launcher and the fork server are two processes that have PyTorch loaded, for all workers of a
-        machine; a worker shares the pages of the fork server, and writes about a fifth of them anew.
+        On a CPU all workers of a machine share two processes with PyTorch loaded, the launcher and the fork server. A
+        worker shares the pages of the fork server, and rewrites about a fifth of them.
 
         Args:
             sharing: workers of one machine.
@@ -185,21 +186,21 @@ class Profile(Artifact):
 
     @property
     def wire_dtype(self) -> str:
-        """What float32 activations and gradients are sent as, in the plans that are made from it."""
+        """The dtype of float32 activations and gradients in messages, for plans made from it."""
         return self._wire_dtype
 
     def sent_as(self, wire_dtype: str) -> Self:
-        """Return the profile for plans whose float32 activations and gradients are sent in this format."""
+        """Return the profile for plans that send float32 activations and gradients in this format."""
         profile = self.model_copy()
         profile._wire_dtype = wire_dtype
         return profile
 
     def sent_bytes(self, name: str) -> tuple[int, int]:
-        """Return the bytes that a node's outputs take in messages between stages, and those of their gradients.
+        """Return the bytes of a node's outputs in messages between stages, and those of their gradients.
 
-        Float32 is sent in the wire format. All else is sent as it is: other dtypes, and what the dataset gives (inputs
-        and targets). An earlier pdtool did not record other dtypes: what it profiled counts as float32, but for what
-        it estimated as if cast to another precision.
+        Float32 is sent in the wire format. Other dtypes, and the dataset's inputs and targets, are sent unchanged. An
+        earlier pdtool did not record other dtypes, so its profiles count as float32, except for estimates as if cast to
+        another precision.
         """
         node = self.by_name[name]
         is_cast = self.device.kind == "estimated" and self.precision not in (None, "fp32", "tf32")
@@ -213,8 +214,8 @@ class Profile(Artifact):
         """Node name -> bytes that it needs only while it computes.
 
         These are its output (or the gradient of that), the gradients of its inputs, and scratch; or, if larger, the
-        temporary tensors of an optimizer step on its parameters: as many as its state (so do PyTorch's own optimizers,
-        one parameter after the other, as is usual on a CPU).
+        temporary tensors of an optimizer step on its parameters. These are as large as the optimizer's state, as in
+        PyTorch's own optimizers that step one parameter after the other, which is usual on a CPU.
         """
         return {node.name: max(self._compute_bytes(node), self._step_bytes(node)) for node in self.nodes}
 

@@ -1,4 +1,4 @@
-"""The artifacts Report, what a run did beside what was predicted, and Emulation, plans on a pretend cluster."""
+"""The artifacts Report, a run's measurements beside its predictions, and Emulation, plans on a pretend cluster."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ Factor = Annotated[float, Field(ge=1, le=1e9, allow_inf_nan=False)]
 
 
 class StageReport(FrozenModel):
-    """What one stage did, per minibatch of the whole pipeline, averaged over its replicas and the measured epochs.
+    """Measurements of one stage, per minibatch of the whole pipeline, averaged over its replicas and the measured
+    epochs.
 
-    busy_s + wait_s + allreduce_s + data_s + rest_s is the whole time of a minibatch. A worker cannot tell whether what
-    it waits for is under way or not computed yet, which a simulation calls communication and idle time: its waits are
-    both.
+    busy_s + wait_s + allreduce_s + data_s + rest_s is the whole time of a minibatch. A simulation distinguishes
+    communication (a message is under way) from idle time (it is not computed yet). A worker cannot tell, so its waits
+    include both.
 
     Attributes:
-        busy_s: seconds of forward, backward and update without waiting; handing over messages is part of it.
+        busy_s: seconds of forward, backward and update without waiting, including handing over messages.
         forward_s, backward_s, update_s: the parts of busy_s, in seconds.
         wait_s: seconds blocked on messages from other stages, and at the end of an epoch on messages to them.
         allreduce_s: seconds blocked on gradients of other replicas, or of other stages with the same parameter.
@@ -33,9 +34,8 @@ class StageReport(FrozenModel):
         sent_bytes: bytes sent to other workers.
         peak_versions: most live weight versions at one replica.
         peak_stashed: most minibatches with a live autograd graph at one replica.
-        peak_memory_bytes: most bytes of one worker while it trained: its parameters and buffers, and all that it held
-            beyond what it held before the first minibatch; tensors on a GPU, resident memory otherwise. None where the
-            system does not say.
+        peak_memory_bytes: most bytes of one worker in training: its parameters and buffers, and all memory added since
+            the first minibatch; tensors on a GPU, resident memory otherwise. None if unknown.
     """
 
     replicas: Count
@@ -60,11 +60,11 @@ class StageReport(FrozenModel):
 
 
 class Measured(FrozenModel):
-    """What was measured of the whole pipeline, in steady state.
+    """Measurements of the whole pipeline, in steady state.
 
     Attributes:
         bottleneck_s: seconds per minibatch.
-        is_steady: whether epochs were long enough for a steady state; else filling and draining are included.
+        is_steady: whether epochs were long enough for a steady state; otherwise it includes filling and draining.
     """
 
     bottleneck_s: Seconds
@@ -76,14 +76,14 @@ class Report(Artifact):
     """`runs/.../report.json`.
 
     Attributes:
-        minibatches: of the last epoch.
-        minibatches_by_epoch: of each epoch, those before a resume included; 0 where an older pdtool trained it. Older
-            reports have none.
-        settings: that the functions of model.py were given.
-        cores: of the first machine that its workers may use; None where GPUs computed.
-        local_workers: that shared them.
-        loader_workers: of each replica of the first stage; None: an older report does not say.
-        includes_compilation: whether torch.compile compiled the stages within the time that was measured.
+        minibatches: minibatches of the last epoch.
+        minibatches_by_epoch: minibatches of each epoch, including those before a resume; 0 if an older pdtool trained
+            it. Older reports have none.
+        settings: settings for the functions of model.py.
+        cores: cores of the first machine that its workers may use; None if GPUs computed.
+        local_workers: workers that shared these cores.
+        loader_workers: per replica of the first stage; None: an older report, which lacks them.
+        includes_compilation: whether the measured time includes compilation by torch.compile.
     """
 
     KIND: ClassVar[str] = "report"
@@ -111,31 +111,31 @@ class Report(Artifact):
 
     @property
     def epochs_by_length(self) -> list[tuple[int, int]]:
-        """Epochs in a row that had the same number of minibatches, and that number; 0: unknown."""
+        """Numbers of consecutive epochs with equal minibatches, and these minibatches; 0: unknown."""
         if not self.minibatches_by_epoch:
             return [(self.epochs, self.minibatches)]
         return [(len(list(alike)), minibatches) for minibatches, alike in groupby(self.minibatches_by_epoch)]
 
     @property
     def is_crowded(self) -> bool:
-        """Whether workers computed on fewer cores than they are."""
+        """Whether there were more computing workers than cores."""
         return self.cores is not None and self.local_workers is not None and self.local_workers > self.cores
 
 
 class EmulatedPlan(FrozenModel):
-    """One plan, in steady state; times and bytes are those of the cluster, not of its pretended copy.
+    """One plan, in steady state; times and bytes are those of the cluster, not of its pretend copy.
 
     Attributes:
-        name: `this plan`, or which rival it is.
-        minibatches: of an epoch.
+        name: `this plan`, or the rival's name.
+        minibatches: minibatches of an epoch.
         bottleneck_s: seconds per minibatch.
         is_steady: whether epochs were long enough for a steady state; else filling and draining are included.
         simulated_s: seconds per minibatch in a simulation.
-        sent_bytes: by all workers together for one minibatch.
-        epochs: trained in all, or until the target was reached.
-        training_s: seconds that these took, without validation.
-        target_reached: None where there is no target.
-        scale, slowdown: of this plan's workers; None: those of the emulation.
+        sent_bytes: sent by all workers together for one minibatch.
+        epochs: epochs in total, or until the target was reached.
+        training_s: seconds of these epochs, without validation.
+        target_reached: None if there is no target.
+        scale, slowdown: for this plan's workers; None: those of the emulation.
     """
 
     name: Label
@@ -168,8 +168,8 @@ class Emulation(Artifact):
         compute: `sleep`: workers slept the times of the profile; `real`: they trained the model.
         scale: bytes and bandwidths were divided by it, for the first of the plans.
         slowdown: times were multiplied by it, and bandwidths divided once more, for the first of the plans.
-        cores: of the machine.
-        target: metric and value at which the training of each plan ended; None: there was none.
+        cores: cores of the machine.
+        target: metric and value at which the training of each plan ended; None: no target.
         plans: the plan, then its rivals.
     """
 
@@ -187,5 +187,5 @@ class Emulation(Artifact):
     plans: Annotated[tuple[EmulatedPlan, ...], Field(min_length=1)]
 
     def factors(self, plan: EmulatedPlan) -> tuple[float, float]:
-        """Return the scale and the slowdown that one of the plans was emulated with."""
+        """Return the scale and the slowdown of one plan's emulation."""
         return plan.scale or self.scale, plan.slowdown or self.slowdown

@@ -1,7 +1,7 @@
-"""The folder of a run: its files, its lock, its checkpoints, and how far it is; nothing here needs torch.
+"""The folder of a run: its files, its lock, its checkpoints, and its progress; nothing here needs torch.
 
-runs/NAME/run.json         what was asked for, and how it ended (RunState)
-         /plan.yaml        what is trained
+runs/NAME/run.json         its options, and how it ended (RunState)
+         /plan.yaml        the plan
          /metrics.jsonl    a line for each update and each validation
          /report.json      where the time went, written at the end
          /trace.json       when each worker did what
@@ -9,9 +9,9 @@ runs/NAME/run.json         what was asked for, and how it ended (RunState)
          /failure.txt      if it failed, what each worker was doing
          /.lock            held by the process that trains
          /.workers/        what each worker is doing, while it trains
-         /.token           by which machines see that they share the folder
+         /.token           shows the machines that they share the folder
          /stages/          its own copy of the stage files
-         /emulation.json   of an emulation, what was measured of all its plans, whose runs are folders beside it
+         /emulation.json   for an emulation, the measurements of all its plans, whose runs are folders beside it
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from pdtool.artifacts.report import Report
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.files import check_no_link, open_in_place
 
-UNWRITABLE = (OSError, PdtoolError)  # of a full disk, say: the record is no reason to end a run
+UNWRITABLE = (OSError, PdtoolError)  # of a full disk, say: a failed record must not end a run
 _FLOCK = struct.Struct("@hhqqi")  # struct flock of Linux: type, whence, start, length, process
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks is used without one
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # on a file system without locks, go on without one
 _MAX_RUNS = 5  # that an error lists
 StageFile = Annotated[str, StringConstraints(pattern=r"^stage-[0-9]{1,6}\.safetensors$")]
 
 
 class StoredFile(FrozenModel):
-    """A file as it was written.
+    """A file in its original state.
 
     Attributes:
         bytes: its size.
@@ -61,17 +61,17 @@ class CheckpointManifest(Artifact):
     """`checkpoints/epoch-N/checkpoint.json`.
 
     Attributes:
-        epoch: epochs that were trained.
-        epochs: that the run was to have in all; 0: an older checkpoint, which does not say.
-        seed: of the run.
-        metrics: of the validation after that epoch; finite.
-        validation_losses: of each epoch until then, which learning-rate schedules may depend on; finite. Older
+        epoch: epochs trained so far.
+        epochs: total epochs of the run; 0: an older checkpoint, which lacks it.
+        seed: seed of the run.
+        metrics: metrics of the validation after that epoch; finite.
+        validation_losses: one for each epoch so far, because learning-rate schedules may depend on them; finite. Older
             checkpoints have none.
-        minibatches: of each epoch until then; 0 where an older pdtool trained it, which did not say. Older checkpoints
-            have none.
-        samples: of each epoch until then. Older checkpoints have none.
-        tied: name of a parameter or buffer -> the first name of the same tensor in the model, where that is another.
+        minibatches: minibatches of each epoch so far; 0 if an older pdtool, which did not record them, trained it.
             Older checkpoints have none.
+        samples: samples of each epoch so far. Older checkpoints have none.
+        tied: name of a parameter or buffer -> the first name of the same tensor in the model, if it differs. Older
+            checkpoints have none.
         files: the safetensors files in the same folder, each with the state of one stage.
     """
 
@@ -90,18 +90,18 @@ class CheckpointManifest(Artifact):
 
 
 class RunState(Artifact):
-    """`runs/.../run.json`: what a run was asked for, and how it ended.
+    """`runs/.../run.json`: the options of a run, and how it ended.
 
     Attributes:
         plan: name of the plan.
-        plan_path: of its file; "" where an earlier pdtool trained it, which did not say.
-        epochs: that the run is to have in all.
-        epochs_done: those whose checkpoint is complete.
-        resumed_after: epochs that it had when it began, of the run that it resumes.
-        asked: its options, by the names of RunOptions, as the command line takes them. An earlier pdtool did not
+        plan_path: path of the plan; "" if an earlier pdtool, which did not record it, trained it.
+        epochs: total epochs of the run.
+        epochs_done: epochs with a complete checkpoint.
+        resumed_after: epochs of the resumed run when this one began.
+        asked: its options, by the names of RunOptions, in their form on the command line. An earlier pdtool did not
             record them.
-        updates, samples: of an epoch; None until the workers have opened the training set.
-        end: how it ended; None while it goes on, and where nobody could say (a power cut).
+        updates, samples: updates and samples of an epoch; None until the workers have opened the training set.
+        end: how it ended; None while it goes on, and if nobody could record it (a power cut).
         reason: why it stopped or failed.
     """
 
@@ -124,18 +124,18 @@ class RunState(Artifact):
 
     @classmethod
     def upgraded(cls, content: dict[str, Any], version: int) -> dict[str, Any]:
-        if version == 1 and "epochs_done" in content:  # it meant those of the run before
+        if version == 1 and "epochs_done" in content:  # there it meant the epochs of the run before
             return content | {"resumed_after": content["epochs_done"]}
         return content
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run has left in its folder so far.
+    """The content of a run's folder so far.
 
     Attributes:
         report: None unless it has finished.
-        workers: those of its trace, by rank.
+        workers: workers of its trace, by rank.
     """
 
     is_running: bool
@@ -145,13 +145,13 @@ class RunRecord:
 
     @property
     def phase(self) -> str:
-        """Where it stands."""
+        """Its state, in words."""
         return "running" if self.is_running else "finished" if self.report else "stopped before its end"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint of a run: the folder at `path`, which is complete when its manifest is there."""
+    """A checkpoint of a run: the folder at `path`, which is complete if its manifest exists."""
 
     MANIFEST: ClassVar[str] = "checkpoint.json"
 
@@ -164,11 +164,11 @@ class Checkpoint:
 
     @property
     def partial(self) -> Checkpoint:
-        """Where workers write it together, until all of it is there."""
+        """The folder in which workers write it together, until it is complete."""
         return Checkpoint(self.path.with_name(f".{self.path.name}.partial"))
 
     def stage_file(self, stage: int) -> Path:
-        """Return the file with the state of a stage."""
+        """Return the path of a stage's file."""
         return self.path / f"stage-{stage}.safetensors"
 
     @property
@@ -178,7 +178,7 @@ class Checkpoint:
 
     @property
     def epoch(self) -> int | None:
-        """The epoch that the folder's name tells; None for another name."""
+        """The epoch in the folder's name; None for another name."""
         match = re.fullmatch(r"epoch-([0-9]+)", self.path.name)
         return int(match[1]) if match else None
 
@@ -186,8 +186,8 @@ class Checkpoint:
         """Read the manifest.
 
         Raises:
-            ArtifactError: it is missing, damaged, or of another epoch than its folder; the checkpoint before it is
-                named.
+            ArtifactError: it is missing, damaged, or of a different epoch than its folder; the error names the
+                checkpoint before it.
         """
         path = self.manifest_file
         try:
@@ -201,7 +201,7 @@ class Checkpoint:
         return manifest
 
     def remedy(self) -> str:
-        """Say what to do when it is damaged."""
+        """Return the remedy if it is damaged."""
         complete = RunDir(self.path.parent.parent).checkpoints()
         earlier = [epoch for epoch in complete if self.epoch and epoch < self.epoch]
         if earlier:
@@ -214,15 +214,15 @@ class RunDir:
     """The folder of a run, or of an emulation, which holds the runs of its plans.
 
     Attributes:
-        path: of the folder.
+        path: path of the folder.
         state_file, plan_file, metrics_file, report_file, trace_file, emulation_file, failure_file, token_file: see
             above.
-        workers: folder of what each worker is doing.
+        workers: folder of the workers' states.
         stages: folder of its stage files.
-        checkpoints_folder: that of all checkpoints, complete or not.
+        checkpoints_folder: folder of all checkpoints, complete or not.
     """
 
-    ARTIFACTS = ("report.json", "run.json", "emulation.json")  # the first that is there stands for the folder
+    ARTIFACTS = ("report.json", "run.json", "emulation.json")  # the first that exists stands for the folder
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -237,14 +237,14 @@ class RunDir:
         return self.workers / f"{rank}.{kind}"
 
     def emulated(self, plan: str) -> RunDir:
-        """Return the run of a plan of an emulation, by its name there."""
+        """Return the run of one of an emulation's plans, by its name there."""
         return RunDir(self.path / plan.replace(" ", "-"))
 
     def check_written(self) -> None:
-        """Check that what a run writes stays in its folder, which may be a stranger's.
+        """Check that a run's writes stay in its folder, which may be a stranger's.
 
         Raises:
-            ArtifactError: a file or folder that the run writes is a link, or no regular file or folder.
+            ArtifactError: a file or folder that the run writes is a link, or not a regular file or folder.
         """
         files = (self._lock_file, self.token_file, self.state_file, self.plan_file, self.metrics_file)
         for path in (*files, self.report_file, self.trace_file, self.emulation_file, self.failure_file):
@@ -254,10 +254,10 @@ class RunDir:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Make the folder and hold it for one run; the system takes the lock back when this process ends.
+        """Make the folder and lock it for one run; the system releases the lock when this process ends.
 
         Raises:
-            UsageError: another run holds it.
+            UsageError: another run has locked it.
             ArtifactError: a link in it leads elsewhere.
             PdtoolError: the folder cannot be written.
         """
@@ -275,10 +275,10 @@ class RunDir:
             yield
 
     def is_running(self) -> bool:
-        """Return whether a process holds the folder; it is asked for the lock, which is not taken."""
+        """Return whether a process has locked the folder, without taking the lock."""
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         try:
-            if not self._lock_file.is_file():  # a FIFO would be waited for
+            if not self._lock_file.is_file():  # a FIFO would block
                 return False
             with self._lock_file.open("rb") as file:
                 answer = fcntl.fcntl(file, fcntl.F_GETLK, asked)
@@ -287,32 +287,32 @@ class RunDir:
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
     def state(self) -> RunState | None:
-        """Return what the run was asked for and how it ended; None where nobody has recorded that, or it is damaged."""
+        """Return the run's options and how it ended; None if that is not recorded, or damaged."""
         with suppress(PdtoolError):
             return RunState.load(self.state_file)
         return None
 
     def update_state(self, **changes: Any) -> None:
-        """Change fields of the state, as far as it is there and can be written."""
+        """Change fields of the state, if it exists and can be written."""
         with suppress(*UNWRITABLE):
             if state := self.state():
                 state.model_copy(update=changes).save(self.state_file)
 
     def resume_command(self) -> str:
-        """Return the command that goes on with the run, or begins it again where it has no checkpoint yet."""
+        """Return the command that continues the run, or starts it again if it has no checkpoint yet."""
         return f"pdtool run -o {shlex.quote(str(self.path))} --resume"
 
     def report(self) -> Report | None:
-        """Return the report; None where the run has none yet; raises ArtifactError when it is damaged."""
+        """Return the report, or None if there is none yet; raises ArtifactError if it is damaged."""
         return Report.load(self.report_file) if self.report_file.is_file() else None
 
     def put_report_aside(self, epochs_done: int) -> None:
-        """Keep the report of the run that is resumed here under another name: it is not that of this run."""
+        """Rename the report of the resumed run in this folder, because it does not belong to this run."""
         with suppress(OSError):
             os.replace(self.report_file, self.path / f"report.epoch-{epochs_done}.json")
 
     def read(self) -> RunRecord:
-        """Read what the run has left so far; a report of fewer epochs than there are metrics of is an earlier one.
+        """Read the run's folder; a report with fewer epochs than the metrics belongs to an earlier run.
 
         Raises:
             ArtifactError: a file is damaged.
@@ -323,7 +323,7 @@ class RunDir:
         return RunRecord(is_running, report, metrics, read_trace(self.trace_file) if report else [])
 
     def checkpoint(self, epoch: int) -> Checkpoint:
-        """Return the checkpoint after an epoch, which may not be there."""
+        """Return the checkpoint after an epoch, which may not exist."""
         return Checkpoint(self.checkpoints_folder / f"epoch-{epoch}")
 
     def checkpoints(self) -> dict[int, Checkpoint]:
@@ -344,13 +344,13 @@ class RunDir:
                 "export them with the pdtool that wrote them",
             )
         if not folder.is_dir():
-            fault = "is no folder" if folder.exists() else "is not there"
+            fault = "is not a folder" if folder.exists() else "is not there"
             raise UsageError(f"{folder} {fault}", f"name the folder of a run{self._runs_beside()}")
         what = f"{folder} contains no complete checkpoint"
         raise UsageError(what, "name the folder of a run that has one: a run writes the first after its first epoch")
 
     def _runs_beside(self) -> str:
-        """Return `: runs/a, runs/b`, the newest runs beside a folder that is not there; "" when there are none."""
+        """Return `: runs/a, runs/b`, the newest runs beside a missing folder; "" if there are none."""
         runs = [path for path in self.path.parent.glob("*") if RunDir(path).checkpoints()]
         newest = sorted(runs, key=lambda run: run.stat().st_mtime, reverse=True)[:_MAX_RUNS]
         return f": {', '.join(map(str, newest))}" if newest else ""

@@ -1,6 +1,6 @@
-"""The text formats of artifacts, JSON and YAML: read strictly, so that each text has one meaning, and written.
+"""Read and write the text formats of artifacts, JSON and YAML; reading is strict, so that each text has one meaning.
 
-What workers send each other is JSON, too, of a type that both know.
+Workers also send each other JSON, of a type that both know.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_json(text: str) -> Any:
     """Read JSON, without repeated keys.
 
     Raises:
-        FormatError: it is not whole.
+        FormatError: it is not valid.
         FieldError: it holds a value that no artifact has (see `check_plain`).
     """
     try:
@@ -55,7 +55,7 @@ def read_json(text: str) -> Any:
 
 
 def write_message(value: _T, kind: type[_T]) -> bytes:
-    """Write a message to another worker, as JSON; texts in it must be Unicode.
+    """Write a message to another worker, as JSON; its texts must be Unicode.
 
     Args:
         kind: its type, of numbers, texts, bytes, None, containers, dataclasses and artifacts.
@@ -64,7 +64,7 @@ def write_message(value: _T, kind: type[_T]) -> bytes:
 
 
 def read_message(content: bytes, kind: type[_T]) -> _T:
-    """Read a message of a type; raises FormatError when it is none of that type. Nothing in it is executed."""
+    """Read a message of a type; raises FormatError if it is not of that type. Nothing in it is executed."""
     adapter: TypeAdapter[tuple[_T]] = _adapter(kind)  # type: ignore[arg-type]
     try:
         return adapter.validate_json(content)[0]
@@ -75,7 +75,8 @@ def read_message(content: bytes, kind: type[_T]) -> _T:
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return what writes and reads a type, in a tuple: a dataclass by itself takes no configuration."""
+    """Return the adapter that writes and reads a type, inside a tuple because a dataclass alone takes no
+    configuration."""
     return TypeAdapter(tuple[kind], config=_MESSAGE)
 
 
@@ -88,7 +89,7 @@ def read_yaml(text: str) -> Any:
     except RecursionError:
         raise FormatError("it is nested too deeply") from None
     except (yaml.YAMLError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
-        # What PyYAML's parser lets through its constructors stumble over, as over a date of month 13.
+        # PyYAML's parser accepts some texts that its constructors fail on, such as a date of month 13.
         where = re.sub(r'in "<(unicode|byte) string>", ', "at ", str(error))
         raise FormatError(" ".join(where.split())) from error
     check_plain(content)
@@ -114,16 +115,16 @@ def has_comments(text: str) -> bool:
 def with_values(text: str, values: Mapping[str, Any]) -> str:
     """Return YAML in which some keys of its mapping have other values.
 
-    Everything else stays as it is to the letter: comments, order, blank lines, and keys inside of a changed value that
-    `values` does not name. Comments inside of a changed value stand below it. A key that is not there yet is added at
-    the end of its mapping, and lines end as those of the text do.
+    Everything else stays the same: comments, order, blank lines, and keys inside a changed value that `values` does not
+    name. Comments inside a changed value move below it. New keys are added at the end of their mapping, with the text's
+    line endings.
 
     Raises:
-        FormatError: the text is no YAML mapping.
+        FormatError: the text is not a YAML mapping.
     """
     root = yaml.compose(text, Loader=_StrictLoader)
     if not isinstance(root, yaml.MappingNode):
-        raise FormatError("it is no mapping")
+        raise FormatError("it is not a mapping")
     for begin, end, new in sorted(_replacements(text, root, values), reverse=True):
         text = text[:begin] + new + text[end:]
     return text.replace("\r\n", "\n").replace("\n", "\r\n") if "\r\n" in text else text
@@ -152,14 +153,14 @@ def _replacements(text: str, mapping: yaml.MappingNode, values: Mapping[str, Any
 
 
 def _written_below(key: str, value: Any) -> str:
-    """Write a key and its value as lines, as a mapping over several lines has them."""
+    """Write a key and its value as lines of a mapping over several lines."""
     if not isinstance(value, Mapping):
         return f"{key}: {_written_alone(value)}\n"
     return f"{key}:\n" + textwrap.indent("".join(_written_below(*entry) for entry in value.items()), "  ")
 
 
 def _comments(text: str, begin: int, end: int, indent: str) -> str:
-    """Return the comments in a part of YAML that begins behind a key, as they may stand behind its value."""
+    """Return the comments in a part of YAML after a key, in a form to put after its value."""
     kept = ""
     for line in _between_tokens(text, begin, end):
         comment = line[line.find("#") :].rstrip() if "#" in line else ""
@@ -168,7 +169,7 @@ def _comments(text: str, begin: int, end: int, indent: str) -> str:
 
 
 def _between_tokens(text: str, begin: int, end: int) -> Iterator[str]:
-    """Yield the lines of what stands between the tokens of a part of YAML: spaces and comments."""
+    """Yield the lines between the tokens of a part of YAML: spaces and comments."""
     position = begin
     for token in yaml.scan(text, Loader=_StrictLoader):
         if token.start_mark.index >= begin:
@@ -179,7 +180,8 @@ def _between_tokens(text: str, begin: int, end: int) -> Iterator[str]:
 
 
 def _end(text: str, node: yaml.Node) -> int:
-    """Return where a node's text ends; PyYAML's mark of several lines stands behind what follows them."""
+    """Return where a node's text ends; for several lines, PyYAML's mark is after the spaces and comments that
+    follow."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _end(text, last[1] if isinstance(node, yaml.MappingNode) else last)
@@ -187,7 +189,7 @@ def _end(text: str, node: yaml.Node) -> int:
 
 
 def _written_alone(value: Any) -> str:
-    """Write a value on one line, as it may stand in any mapping."""
+    """Write a value on one line, in a form for any mapping."""
     return _dumped([value], width=math.inf, default_flow_style=True).strip()[1:-1]
 
 
@@ -196,10 +198,10 @@ def _dumped(content: Any, **layout: Any) -> str:
 
 
 def check_plain(content: Any, field: str = "", depth: int = 0) -> None:
-    """Refuse what pdtool never writes: dates, sets, bytes, NaN, 1e999, half a character, keys that are no text.
+    """Refuse values that pdtool never writes: dates, sets, bytes, NaN, 1e999, surrogates, keys that are not text.
 
     Args:
-        field: where the content stands in an artifact, `depth` levels deep.
+        field: place of the content in an artifact, `depth` levels deep.
 
     Raises:
         FieldError: it names the field.
@@ -208,7 +210,7 @@ def check_plain(content: Any, field: str = "", depth: int = 0) -> None:
         raise FieldError(field, fault)
     if isinstance(content, dict):
         for key, value in content.items():
-            if fault := _fault(key) if isinstance(key, str) else f"{key!r:.40} is a key but no text; put it in quotes":
+            if fault := _fault(key) if isinstance(key, str) else f"{key!r:.40} is a key but not text; put it in quotes":
                 raise FieldError(field, fault)
             check_plain(value, f"{field}.{key:.80}" if field else key[:80], depth + 1)
     elif isinstance(content, list):
@@ -217,13 +219,13 @@ def check_plain(content: Any, field: str = "", depth: int = 0) -> None:
 
 
 def _fault(value: Any) -> str:
-    """Say what is wrong with a value by itself; empty when nothing is."""
+    """Say what is wrong with a value by itself; "" if nothing is."""
     if isinstance(value, str):
         return "" if value.isascii() or not _SURROGATE.search(value) else f"{value!r:.80} holds half a character"
     if value is None or isinstance(value, (bool, list, dict)):
         return ""
     if isinstance(value, float):
-        return "" if math.isfinite(value) else f"{value} is no finite number"
+        return "" if math.isfinite(value) else f"{value} is not a finite number"
     if isinstance(value, int):
         text = str(value) if abs(value) > _MAX_INTEGER else ""
         return f"{text[:12]}... has {len(text)} digits, more than {len(str(_MAX_INTEGER)) - 1}" if text else ""
@@ -245,7 +247,7 @@ class _Dumper(yaml.SafeDumper):
 class _StrictLoader(yaml.SafeLoader):
     """A SafeLoader that refuses aliases (no billion laughs) and repeated keys, and reads 1e9 as a number.
 
-    So does YAML 1.2; to PyYAML, which reads YAML 1.1, only 1.0e+9 is a number.
+    YAML 1.2 does so too; for PyYAML, which reads YAML 1.1, only 1.0e+9 is a number.
     """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -257,7 +259,7 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         line = node.start_mark.line + 1
         if not all(isinstance(key, yaml.ScalarNode) for key, _ in node.value):
-            raise yaml.YAMLError(f"a key is no text (line {line})")
+            raise yaml.YAMLError(f"a key is not text (line {line})")
         if any(key.tag == _MERGE_TAG for key, _ in node.value):
             raise yaml.YAMLError(f"keys are not merged in artifacts (line {line})")
         lines: dict[str, int] = {}

@@ -1,1 +1,1 @@
-"""The command line: `commands` has the commands by what they are about, the other modules are what they share."""
+"""The command line: `commands` has the commands by topic; they share the other modules."""

@@ -1,4 +1,4 @@
-"""What people see of profiles, plans, bundles, clusters and devices, and of the simulation of a plan."""
+"""Views of profiles, plans, bundles, clusters and devices, and of the simulation of a plan, for people."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _RIVALS = (
     "rejected plans are timed by the formulas, GPipe and model parallelism with the stages of the straight pipeline. "
     "`pdtool simulate` simulates the best plan of each strategy"
 )
-_MIN_GAP = 0.0005  # what is less rounds to 0.0%
+_MIN_GAP = 0.0005  # less rounds to 0.0%
 _MAX_DRAWN_WORKERS, _MAX_DRAWN_MINIBATCHES = 32, 1000
-_MIN_STEP_S = 1e-3  # of a shorter step much is Python's own time, which no operator has
+_MIN_STEP_S = 1e-3  # much of a shorter step is Python's own time, which belongs to no operator
 _MAX_LISTED_WORKERS = 64
 _BAR_CHARACTERS = 30  # the widest bar of a plot
 
@@ -73,7 +73,7 @@ def cluster_view(cluster: ClusterFile) -> Lines:
 
 
 def plan_view(plan: Plan) -> Lines:
-    """Show the stages as a table, what bounds the plan, and the plans that it was compared with."""
+    """Show the stages as a table, the bottleneck, and the plans that it was compared with."""
     predicted = None if plan.edited else plan.predicted
     yield _stage_table(plan, predicted)
     if plan.edited:
@@ -101,7 +101,7 @@ def _passed_over(faster: FasterPlan | None, predicted: Predicted | None) -> Line
 
 
 def _certificate(certificate: Certificate | None, flushes: bool) -> Lines:
-    """Tell how fast any plan can be by the formulas, and why that is known."""
+    """Say how fast any plan can be by the formulas, and why."""
     excess = ", which let all stages fill and drain as slowly as the slowest," if flushes else ""
     if certificate:
         bound, gap = f"{format_seconds(certificate.bound_s)} per minibatch", certificate.gap
@@ -141,9 +141,9 @@ def _stage_figures(predicted: Predicted, s: int) -> list[str]:
 
 
 def _speed(plan: Plan, predicted: Predicted) -> Lines:
-    """Tell the time per minibatch by the formulas and by simulation; throughput and gain stand beside their source.
+    """Show the time per minibatch by the formulas and by simulation, with throughput and gain beside their source.
 
-    The gain of data parallelism itself, and of a plan that is not for speed, says nothing.
+    It shows no gain for data parallelism itself or for a plan that is not for speed.
     """
     is_data_parallel = len(plan.stages) == 1 and plan.workers == plan.cluster.workers
     throughput = f" ({predicted.throughput_samples_per_s:.4g} samples/s)"
@@ -171,7 +171,7 @@ def _lack_of_memory(plan: Plan, predicted: Predicted) -> Lines:
 
 
 def _samples_line(plan: Plan, *, is_data_parallel: bool) -> Lines:
-    """Tell how many samples an update averages, where the plan says it, and how many one of data parallelism does."""
+    """Say how many samples an update averages, if the plan says it, and how many with data parallelism."""
     samples = plan.predicted and plan.predicted.samples_per_update
     if not plan.predicted or not samples:
         return
@@ -231,7 +231,7 @@ def profile_table(profile: Profile, *, largest: int | None = None) -> Table:
     parameters = format_bytes(profile.parameter_bytes(set(profile.by_name)))
     rows.append(["total", "", *_costs(profile.nodes)[:-1], parameters, ""])
     title = f"{profile.name}: minibatch of {profile.batch_size}, {profile.device.kind} for {profile.device.name}"
-    if profile.precision and profile.device.kind == "measured":  # the name of an estimate says it
+    if profile.precision and profile.device.kind == "measured":  # an estimate's name includes it
         title += f", in {profile.precision}"
     if profile.compiled:
         title += f"\ntimes are shares of the times of {len(profile.segments)} compiled segment(s)"
@@ -250,7 +250,7 @@ def _costs(nodes: Collection[Node]) -> list[str]:
 
 
 def devices_view(devices: Devices) -> Lines:
-    """List each device's figures, and the data sheets that they come from."""
+    """List each device's figures, and their data sheets."""
     rows = []
     for key, device in devices.devices.items():
         peaks = ", ".join(f"{precision} {peak / 1e12:g}" for precision, peak in device.peak_flops_per_s.items())
@@ -261,19 +261,19 @@ def devices_view(devices: Devices) -> Lines:
 
 
 def measured_view(profile: Profile) -> Lines:
-    """List the operators that cost most, what is called whole, and what makes the figures doubtful."""
+    """List the operators that cost most, the opaque modules, and warnings about doubtful figures."""
     return [profile_table(profile, largest=12), *_opaque_modules(profile), *_coverage_warnings(profile)]
 
 
 def _opaque_modules(result: Profile) -> Iterator[str]:
-    """Say which modules are called whole, and why."""
+    """Say which modules are opaque, and why."""
     reasons: dict[str, list[str]] = {}
     for path, why in result.opaque.items():
         reasons.setdefault(why, []).append(path)
     for why, paths in reasons.items():
         names = ", ".join(paths[:5]) + f" and {len(paths) - 5} more" * (len(paths) > 5)
         reason = "as HINTS says" if why == "HINTS" else f"because pdtool cannot see its operators ({why})"
-        yield f"{names}: called whole, and never cut, {reason}"
+        yield f"{names}: opaque, cannot be split, {reason}"
 
 
 def _coverage_warnings(result: Profile) -> Iterator[str]:
@@ -323,7 +323,7 @@ def predicted_s(plan: Plan, schedule: str) -> float | None:
 
 
 def comparison_view(comparison: Comparison) -> Lines:
-    """Compare the plan with its rivals in steady state, whatever number of minibatches was asked for."""
+    """Compare the plan with its rivals in steady state, whatever the requested number of minibatches."""
     from pdtool.planner.choice.comparison import THIS_PLAN
 
     plan_row = next(row for row in comparison.plans if row.label == THIS_PLAN)
@@ -399,5 +399,5 @@ def simulation_data(
 
 
 def _with_pace(figures: dict[str, Any]) -> dict[str, Any]:
-    """Name the seconds per minibatch `pace_s`, as scripts know it."""
+    """Name the seconds per minibatch `pace_s`, the name that scripts know."""
     return {"pace_s" if name == "time_per_minibatch_s" else name: value for name, value in figures.items()}

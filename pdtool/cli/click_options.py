@@ -1,7 +1,7 @@
-"""The declared options of the commands (pdtool/options) as click has them.
+"""The declared options of the commands (pdtool/options), as click's options.
 
-`options_of` gives a command all options of a dataclass, `option_of` one of them; `option` and `flag` define what only
-one command has, and no function of the API.
+`options_of` gives a command all options of a dataclass, `option_of` one of them. `option` and `flag` define options of
+a single command that the API does not have.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class CommandOption(click.Option):
     """An option of a command of pdtool.
 
     Args:
-        section: of `--help`; "Options" stands at the top.
+        section: section of `--help`; "Options" stands at the top.
         in_file: whether it may stand in pdtool.toml.
-        declared: what is declared of it, unless it is only here.
+        declared: its declaration, unless it is defined only here.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ option = partial(click.option, cls=CommandOption)
 
 
 def options_of(options: type[Any]) -> Decorator:
-    """Give a command the options of a dataclass; it takes them as one instance of it, `asked`."""
+    """Give a command the options of a dataclass; the command gets an instance of it as `asked`."""
     names = declared(options)
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,10 +64,10 @@ def options_of(options: type[Any]) -> Decorator:
 
 
 def option_of(options: type[Any], name: str, *, required: bool = False, **changes: Any) -> Decorator:
-    """Give a command one option of a dataclass, which it takes by the name of the field.
+    """Give a command one option of a dataclass, under the name of the field.
 
     Args:
-        changes: of what is declared: another `help` or `value`.
+        changes: changes of its declaration: another `help` or `value`.
     """
     asked = replace(declared(options)[name], **changes)
     default = asked.value.default
@@ -86,12 +86,12 @@ def option_of(options: type[Any], name: str, *, required: bool = False, **change
 
 
 def _kind(asked: Option) -> dict[str, Any]:
-    """Return what click has for the reader of an option; it refuses values in words of its own."""
+    """Return click's type for an option's value; click words its own errors."""
     match asked.value:
         case Count(least=least, most=most):
             return {"type": click.IntRange(int(least), int(most)), "metavar": asked.metavar}
         case Factor(least=least, most=most):
-            read = partial(_read, asked.value)  # for click nan is in any range
+            read = partial(_read, asked.value)  # click accepts nan in any range
             return {"type": click.FloatRange(least, most), "callback": read, "metavar": asked.metavar}
         case Choice(names=names):
             return {"type": click.Choice(names)}
@@ -115,7 +115,7 @@ def output(help: str) -> Decorator:
 
 
 def flag(*names: str, help: str) -> Decorator:
-    """Define a flag of what a command prints or writes, which the API does not have."""
+    """Define a flag about a command's output, which the API does not have."""
     return option(*names, section="Output", is_flag=True, help=help)
 
 
@@ -128,12 +128,12 @@ def is_asked_for(context: click.Context, name: str) -> bool:
 
 
 def typed(context: click.Context) -> set[str]:
-    """Return the names of the options that stand on the command line."""
+    """Return the names of the options on the command line."""
     return {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
 
 
 def prefer_typed(context: click.Context) -> None:
-    """Let an option of the command line go before those of pdtool.toml that exclude it."""
+    """Let an option on the command line override options of pdtool.toml that exclude it."""
     options = {param.name: param for param in context.command.params if isinstance(param, CommandOption)}
     for name, param in options.items():
         for other in param.declared.excludes if param.declared else ():
@@ -152,5 +152,5 @@ def makes_artifact(param: click.Parameter) -> bool:
 
 
 def asked_in(context: click.Context, options: type[Options]) -> Options:
-    """Return the options of a dataclass as a command was asked for them."""
+    """Return the options of a dataclass with a command's values."""
     return options(**{name: context.params[name] for name in declared(options)})

@@ -21,7 +21,7 @@ from pdtool.options.declaration import SECTIONS
 if TYPE_CHECKING:
     from pdtool.artifacts.artifact import Artifact
 
-_FEW = 9  # so many options are taken in at a glance without groups
+_FEW = 9  # up to this many options need no groups
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
 _LATER_S = 0.05  # when the object is gone
 _FLAGS = {
@@ -31,7 +31,7 @@ _FLAGS = {
 
 
 class SectionedCommand(click.Command):
-    """A command whose help lists many options by what they are about; an option in no section stands at the top."""
+    """A command whose help groups many options by topic; options without a section stand at the top."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)
@@ -46,7 +46,7 @@ class SectionedCommand(click.Command):
         rows: dict[str, list[tuple[str, str]]] = {section: [] for section in ("Options", *SECTIONS)}
         for param in params:
             if record := _as_given(param, ctx).get_help_record(ctx):
-                rows[getattr(param, "section", "Output")].append(record)  # --help is click's own, and has none
+                rows[getattr(param, "section", "Output")].append(record)  # --help is click's own and has no section
         for section, records in rows.items():
             if records:
                 with formatter.section(section):
@@ -54,7 +54,7 @@ class SectionedCommand(click.Command):
 
 
 def _as_given(param: click.Option, ctx: click.Context) -> click.Option:
-    """Return the option, or one that shows as its default what the project's defaults give."""
+    """Return the option, or a copy that shows the project's default."""
     if param.name not in (ctx.default_map or {}):
         return param
     shown = copy(param)
@@ -68,7 +68,7 @@ def command(name: str | None = None, **settings: Any) -> Callable[[Callable[...,
 
 
 def keep_interrupts() -> None:
-    """Let a signal whose exception was forgotten come again a moment later."""
+    """Repeat a signal a moment later if its exception was lost."""
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -76,7 +76,7 @@ def keep_interrupts() -> None:
             before(unraisable)
             return
         number = int(getattr(unraisable.exc_value, "number", signal.SIGINT))  # that of a run has one
-        # To the thread that handles it, also where it waits.
+        # to the thread that handles it, even if that waits
         timer = threading.Timer(_LATER_S, signal.pthread_kill, (threading.main_thread().ident, number))
         timer.daemon = True
         timer.start()
@@ -103,12 +103,12 @@ def _take(ctx: click.Context, parameter: click.Parameter, is_given: bool) -> Non
 
 
 def _print_log() -> None:
-    """Print what pdtool's logger hears on stderr, each line once."""
+    """Print the lines of pdtool's logger on stderr, each once."""
     import logging
 
     class _Printed(logging.Handler):
         def emit(self, record: Any) -> None:
-            if Verbosity.is_verbose:  # the next command of this process may not be
+            if Verbosity.is_verbose:  # the next command of this process may not be verbose
                 note(record.getMessage())
 
     logger = logging.getLogger("pdtool")
@@ -118,7 +118,7 @@ def _print_log() -> None:
 
 
 class Terminal(Listener):
-    """Shows what the functions of the API say as commands do: with bars on a terminal, with lines elsewhere."""
+    """Shows the API's messages like a command: with bars on a terminal, with lines elsewhere."""
 
     note, progress, status = staticmethod(note), staticmethod(progress), staticmethod(status)
 
@@ -134,5 +134,5 @@ class Terminal(Listener):
 
 
 def install_terminal() -> None:
-    """Let this process's stderr show what the functions of the API say."""
+    """Show the API's messages on this process's stderr."""
     install(Terminal())

@@ -1,6 +1,6 @@
 """A project's defaults of options: `pdtool.toml`, or `[tool.pdtool]` in `pyproject.toml`, of the current folder.
 
-A table for each command, with the long names of its options: what the command line says goes before.
+A table for each command, with the long names of its options. The command line overrides them.
 
     [partition]
     topology = "4x4"
@@ -31,7 +31,7 @@ class ProjectDefaults:
     """The defaults that a file gives.
 
     Attributes:
-        path: of the file; None when there is none.
+        path: path of the file; None if there is none.
         tables: values by command and by parameter, as click's `default_map` takes them.
     """
 
@@ -57,7 +57,7 @@ class ProjectDefaults:
         return cls(path, {name: _table(path, name, values, commands) for name, values in content.items()})
 
     def sentence(self, command: click.Command, error: str) -> str:
-        """Say which options of a command, of those that an error names, the file gives; "" for none."""
+        """Say which of the options named in an error come from the file; "" for none."""
         long_names = {param.name: param.opts[-1].removeprefix("--") for param in command.params}
         table = self.tables.get(command.name or "", {})
         named = {long_names[name]: value for name, value in table.items() if long_names[name] in error}
@@ -83,14 +83,14 @@ def _own_table(content: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _toml(path: Path) -> dict[str, Any]:
-    import tomllib  # here, for most folders have no such file
+    import tomllib  # imported here, because most folders have no such file
 
     from pdtool.files import read_text
 
     text = read_text(path, "name a TOML file with --config", may_be_pipe=True)
     try:
         return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # the first also of a number of thousands of digits
+    except (ValueError, RecursionError) as error:  # the first also for a number with thousands of digits
         raise ArtifactError(path, f"is not TOML ({error})", "fix it, as `[partition]` and `topology = 4`") from error
 
 
@@ -99,7 +99,7 @@ def _table(path: Path, name: str, values: Any, commands: Mapping[str, click.Comm
     if name not in commands:
         raise _unknown(path, name, "command", commands)
     if not isinstance(values, dict):
-        raise ArtifactError(path, f"is {values!r:.80}, no table of options", f"write [{name}]", field=name)
+        raise ArtifactError(path, f"is {values!r:.80}, not a table of options", f"write [{name}]", field=name)
     options = {
         option.removeprefix("--"): (param, is_on)
         for param in commands[name].params
@@ -123,12 +123,12 @@ def _table(path: Path, name: str, values: Any, commands: Mapping[str, click.Comm
 
 def _unknown(path: Path, key: str, what: str, known: Iterable[str]) -> ArtifactError:
     name = key.rpartition(".")[2]
-    remedy = suggestion(name.replace("_", "-"), known, f"choose of {', '.join(known)}")
+    remedy = suggestion(name.replace("_", "-"), known, f"choose from {', '.join(known)}")
     return ArtifactError(path, f"there is no such {what}", remedy, field=printable(key))
 
 
 def _value(path: Path, key: str, value: Any, param: click.Option, is_on: bool) -> Any:
-    """Write a value as the command line would hold it, so that it is read and refused in the same way."""
+    """Write a value as on the command line, so that it is read and refused in the same way."""
     if param.is_flag:
         if not isinstance(value, bool):
             raise ArtifactError(path, f"is {value!r:.80}, and not on or off", "write true or false", field=key)

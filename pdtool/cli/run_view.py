@@ -1,7 +1,7 @@
-"""What people see of runs: the progress of a training, reports, emulations, checkpoints, unfinished runs.
+"""Views of runs for people: the progress of a training, reports, emulations, checkpoints, unfinished runs.
 
-A training is followed by the lines of its metrics.jsonl, so that no worker waits for what is shown: on a terminal as a
-bar, elsewhere as lines every so often. A report says where each stage's time went, predicted beside measured.
+Progress comes from the lines of metrics.jsonl, so that no worker waits for the display: a bar on a terminal, occasional
+lines elsewhere. A report says where each stage's time went, predicted beside measured.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from pdtool.reports.sentences import scaling_phrase
 from pdtool.reports.slowness import slowness_lines
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
-_NOTE_S = 10.0  # between two lines, where no number of updates is asked for
+_NOTE_S = 10.0  # between two lines, without --log-every
 _BAR_S = 0.1  # between two changes of the bar
 _RATE_S = 10.0  # over which a rate is taken
-_DIGITS = 12  # of a digest that are shown
+_DIGITS = 12  # characters of a digest to show
 _COMPILED = "one epoch: these figures include the time of torch.compile. Train two epochs or more to leave it out"
 _NOT_STEADY = "epochs of {minibatches} minibatches have no steady state, so the measurement includes fill and drain"
 
 
 @contextmanager
 def training_progress(out: Path, epochs: int, log_every: int | None = None) -> Iterator[OnEvent]:
-    """Show how a training goes on, on stderr; nothing that a worker would wait for.
+    """Show the progress of a training on stderr, without making a worker wait.
 
     Args:
-        out: the run's folder, whose run.json says how many updates an epoch has.
-        epochs: that the run is to have in all.
+        out: the run's folder, whose run.json has the number of updates in an epoch.
+        epochs: total epochs of the run.
         log_every: without a terminal, updates between two lines; None: a line every ten seconds.
     """
     training = _Training(out, epochs)
@@ -63,8 +63,8 @@ class _Training:
     """How far a training is, from its lines of metrics.
 
     Attributes:
-        updates: of an epoch; None until the run's state says.
-        samples: of an update, on average.
+        updates: updates of an epoch; None until the run's state has it.
+        samples: average samples of an update.
     """
 
     out: Path
@@ -73,10 +73,10 @@ class _Training:
     samples: float = 0.0
     _recent: deque[tuple[float, int]] = field(default_factory=deque)  # time and step of updates of this epoch
     _first: tuple[float, int] | None = None
-    _losses: list[tuple[float, int]] = field(default_factory=list)  # of this epoch's updates, with their samples
+    _losses: list[tuple[float, int]] = field(default_factory=list)  # this epoch's updates that have samples
 
     def add(self, update: UpdateLine) -> None:
-        """Take note of an update."""
+        """Record an update."""
         at = (update.time, update.step)
         self._first = self._first or at
         self._losses.append((update.loss, update.samples))
@@ -85,7 +85,7 @@ class _Training:
             self._recent.popleft()
 
     def end_epoch(self) -> float | None:
-        """Begin anew after a validation; return the mean training loss over the samples of the epoch, if it has any."""
+        """Start over after a validation; return the mean training loss over the epoch's samples, if it has any."""
         losses, self._losses = self._losses, []
         self._recent.clear()
         return sum(loss * n for loss, n in losses) / sum(n for _, n in losses) if losses else None
@@ -95,7 +95,7 @@ class _Training:
         """Updates in all epochs."""
         if self.updates is None:
             state = RunDir(self.out).state()
-            if state is None:  # on another machine it may be seen later
+            if state is None:  # another machine may see it later
                 return None
             self.updates, self.samples = state.updates, (state.samples or 0) / (state.updates or 1)
         return self.updates and self.updates * self.epochs
@@ -108,7 +108,7 @@ class _Training:
         return (last - first) * self.samples / (last_s - first_s)
 
     def left(self, update: UpdateLine) -> str:
-        """Return about how long the rest will take, validations so far included, as `12:05 left`; "" if unknown."""
+        """Return an estimate of the remaining time, including validations, as `12:05 left`; "" if unknown."""
         first_s, first = self._first or (0.0, 0)
         if not self.total or update.step <= first:
             return ""
@@ -135,7 +135,7 @@ def clock(seconds: float) -> str:
 
 
 class _Notes:
-    """Writes lines: after validations, and between them every so often."""
+    """Writes lines: after validations, and now and then between them."""
 
     def __init__(self, training: _Training, log_every: int | None) -> None:
         self._training, self._log_every = training, log_every
@@ -180,7 +180,7 @@ class _TrainingBar:
         if isinstance(line, ValidationLine):
             note(training.validation_line(line))
             return
-        self._bar.start()  # with the first update: workers that start print their warnings where a bar would be
+        self._bar.start()  # with the first update, because starting workers print warnings where the bar would be
         training.add(line)
         over = line.step == line.epoch * (training.updates or 0)
         if not over and line.time - self._moved_s < _BAR_S:
@@ -234,7 +234,7 @@ def _time_table(report: Report) -> Table:
 
 
 def _prediction_table(report: Report) -> Table:
-    """List what each stage was predicted to need and what it needed; a worker's chunks share a row."""
+    """List each stage's predicted and measured needs; a worker's chunks share a row."""
     predicted, depth = report.predicted, len(report.stages)
     rows = []
     for s, stage in enumerate(report.stages):
@@ -253,7 +253,7 @@ def _prediction_table(report: Report) -> Table:
 def _compared(report: Report) -> str:
     """Compare measured seconds with those of the simulation, or of the formulas if the plan was not simulated.
 
-    No error is given of workers that shared cores, or of epochs without a steady state: the prediction is for others.
+    It shows no error if workers shared cores or epochs had no steady state, because the prediction assumes neither.
     """
     predicted, measured_s = report.predicted, report.measured.bottleneck_s
     if not predicted:
@@ -304,7 +304,7 @@ def emulation_view(emulation: Emulation) -> Lines:
 
 
 def _scalings(emulation: Emulation) -> Lines:
-    """What bytes and times were scaled with, and for which plans where that differs."""
+    """The scaling of bytes and times, per plan if it differs."""
     names: dict[str, list[str]] = {}
     for plan in emulation.plans:
         names.setdefault(scaling_phrase(emulation, plan), []).append(plan.name)
@@ -331,7 +331,7 @@ def _crowded(workers: int | None, cores: int | None) -> str:
 
 
 def _is_crowded(emulation: Emulation, plan: EmulatedPlan) -> bool:
-    """Whether its workers computed on fewer cores than they are."""
+    """Whether it had more computing workers than cores."""
     return emulation.compute == "real" and plan.workers > emulation.cores
 
 
@@ -339,7 +339,7 @@ def run_view(state: RunState, folder: Path | None) -> Iterator[str]:
     """Say where a run stands.
 
     Args:
-        folder: of the run; None where only its state is known.
+        folder: folder of the run; None if only its state is known.
     """
     resumed = f", resumed after epoch {state.resumed_after}" if state.resumed_after else ""
     yield f"{state.plan}: {state.config}, schedule {state.schedule}, {state.epochs} epoch(s) in all{resumed}"
@@ -358,7 +358,7 @@ def run_view(state: RunState, folder: Path | None) -> Iterator[str]:
 
 
 def resumed_line(folder: Path) -> Iterator[str]:
-    """Say of a finished run that it had gone on from another, which its report does not tell."""
+    """Say if a finished run had resumed another, because its report does not say so."""
     state = RunDir(folder).state()
     if state and state.end == "done" and state.resumed_after:
         yield f"resumed after epoch {state.resumed_after}: only the epochs since then are measured"

@@ -14,26 +14,26 @@ from rich.text import Text
 from pdtool.errors import printable
 
 _GAP = 2  # spaces between columns
-_EASY_TO_READ = 16  # characters: a column of words is not made narrower while another column can be left out
+_EASY_TO_READ = 16  # characters: drop another column before making a column of words narrower than this
 
 
 class PlainConsole(Console):
-    """A console to which each text is only text: no markup, no emoji, no control characters."""
+    """A console that treats all text as plain text: no markup, no emoji, no control characters."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Make the text that is printed of any string, also of those in tables."""
+        """Convert any string, also in tables, to its printed text."""
         return super().render_str(printable(text), **{**options, "markup": False, "emoji": False})
 
 
 class Table:
-    """A table that leaves out columns where the terminal is too narrow for all, and says which.
+    """A table that leaves out columns if the terminal is too narrow, and says which.
 
-    Words are broken between them, never in them, and figures never: where nothing is left to leave out, the table is
-    wider than the terminal.
+    Text breaks only between words, and figures never break. If no more columns can be left out, the table is wider than
+    the terminal.
 
     Args:
-        names: number of the first columns, which hold words; the others hold figures.
-        drop: names of columns that a narrow terminal can do without, those first that matter least.
+        names: number of first columns that hold words; the others hold figures.
+        drop: names of columns that a narrow terminal can do without, the least important first.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class Table:
             yield self._sentence(console, note, "dim")
 
     def _sentence(self, console: Console, text: str, style: str) -> Text:
-        """Return a line above or below; it is broken on a terminal only: whoever reads a pipe finds it whole."""
+        """Return a line above or below; it breaks only on a terminal, so that a pipe gets it whole."""
         is_wrapped = console.is_terminal
         return Text(printable(text), style=style, no_wrap=not is_wrapped, overflow="fold" if is_wrapped else "ignore")
 
     def _fitting(self, width: int) -> list[int]:
-        """Return the numbers of the columns that fit, leaving out as few as are needed, and equal figures first."""
+        """Return the numbers of the columns that fit; drop as few as possible, and columns of equal figures first."""
         shown = list(range(len(self._columns)))
         for name in sorted(self._droppable, key=self._tells_rows_apart):
             if sum(self._needed(index, _EASY_TO_READ) + _GAP for index in shown) - _GAP <= width:
@@ -76,11 +76,11 @@ class Table:
         return shown
 
     def _tells_rows_apart(self, column: str) -> bool:
-        """Whether a column says something else of one row than of another."""
+        """Whether a column's values differ between rows."""
         return len({row[self._columns.index(column)] for row in self._cells}) > 1
 
     def _needed(self, index: int, broken_to: int | None) -> int:
-        """Return the characters that a column needs; of words, where they are broken to lines of `broken_to`."""
+        """Return the characters that a column needs, with words broken to lines of `broken_to`."""
         whole, longest_word = self._extents[index]
         if index >= self._names or broken_to is None:
             return whole
@@ -118,11 +118,11 @@ class Table:
             yield (" " * _GAP).join(padded).rstrip()
 
 
-Lines = Iterable[Table | str]  # what a view of an artifact yields: tables, and lines of text between them
+Lines = Iterable[Table | str]  # a view of an artifact: tables, and lines of text between them
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Break a text between words so that no line but that of a longer word has more than `width` characters."""
+    """Break a text between words into lines of at most `width` characters, except for longer words."""
     if cell_len(text) <= width:
         return [text]
     lines = [""]
@@ -136,5 +136,5 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def abbreviated(names: Sequence[str]) -> str:
-    """Join names as `stem, block1`; of a long list the first two and the last."""
+    """Join names as `stem, block1`; for a long list, the first two and the last."""
     return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]} … {names[-1]} ({len(names)})"

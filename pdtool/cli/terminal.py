@@ -1,6 +1,6 @@
-"""What commands print: notes and bars on stderr, tables and data on stdout, and the files that they write.
+"""The output of commands: notes and bars on stderr, tables and data on stdout, and files.
 
-`Verbosity` says how much: with `-q` results and errors only, with `-v` more than usual.
+`Verbosity` says how much to print: with `-q` only results and errors, with `-v` more than usual.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 _NEVER_QUIET = ("error: ", "warning: ", "interrupted")
 _LAST_STANDARD = 2  # number of stderr
-_TICK_S = 2.5  # twice that without a line, and one says what takes so long
+_TICK_S = 2.5  # after twice this time without a line, one says what takes so long
 _bars: list[Console] = []  # which show a bar now
-_doing: list[str] = []  # what is done now, the innermost last
-_COLUMNS = 80  # of a table where no terminal and no COLUMNS says how wide it is
-_BEGIN_CHARACTERS = 7  # of drawings, graphs and traces, which tell these from other files
+_doing: list[str] = []  # the current steps, the innermost last
+_COLUMNS = 80  # width of a table without a terminal or COLUMNS
+_BEGIN_CHARACTERS = 7  # first bytes of drawings, graphs and traces, to tell them from other files
 
 
 class Verbosity:
-    """What the command line asked for, and how much was said; one command runs in a process."""
+    """The requested verbosity, and how much was printed; one command runs in a process."""
 
     is_quiet = False
     is_verbose = False
@@ -44,14 +44,14 @@ class Verbosity:
 
     @classmethod
     def reset(cls) -> None:
-        """Say as much as usual: a new command line begins."""
+        """Reset to the usual verbosity for a new command line."""
         cls.is_quiet = cls.is_verbose = False
 
 
 def open_closed_streams() -> None:
-    """Open those of stdin, stdout and stderr that were closed, as by `2>&-`: nothing is read, and what is written lost.
+    """Open closed standard streams (as by `2>&-`) on /dev/null: nothing is read, and output is lost.
 
-    Otherwise the next file that is opened would take their place, and what is meant for stderr be written into it.
+    Otherwise the next opened file would take their place, and messages for stderr would be written into it.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _LAST_STANDARD:
         os.set_inheritable(descriptor, True)
@@ -64,7 +64,7 @@ def open_closed_streams() -> None:
 def note(text: str) -> None:
     """Print a line on stderr, above a bar if there is one; with -q only errors and warnings.
 
-    Where nobody reads it any more, as behind `2>&1 | head`, or the disk with its file is full, the work goes on.
+    If nobody reads it any more, as after `2>&1 | head`, or its disk is full, the work goes on.
     """
     if Verbosity.is_quiet and not text.startswith(_NEVER_QUIET):
         return
@@ -89,12 +89,12 @@ def _at_words(text: str) -> str:
 
 @contextmanager
 def telling_what_takes_long(command: Callable[[], str]) -> Iterator[None]:
-    """Print what is done now when nothing was printed for about five seconds, then after 10, 20, 40 and so on.
+    """Print the current step if nothing was printed for about five seconds, then after 10, 20, 40 and so on.
 
-    For logs, where no bar shows it.
+    This is for logs, which show no bar.
 
     Args:
-        command: says the name of what is done, unless a `status` or `progress` does.
+        command: returns the name of the step, unless a `status` or `progress` has one.
     """
     if sys.stderr.isatty():
         yield
@@ -130,12 +130,12 @@ def above(bar: Console) -> Iterator[None]:
 
 
 def write_stdout(text: str) -> None:
-    """Print data on stdout; into a pipe or a file exactly as it is."""
+    """Print data on stdout; unchanged into a pipe or a file."""
     click.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
 
 
 def console(*, err: bool) -> Console:
-    """Return a rich console on stderr or stdout, as wide as it is; without colours when that is no terminal."""
+    """Return a rich console on stderr or stdout, of the terminal's width; without colours if it is not a terminal."""
     from pdtool.cli.table import PlainConsole
 
     stream = sys.stderr if err else sys.stdout
@@ -145,14 +145,14 @@ def console(*, err: bool) -> Console:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment, without sizes of a terminal that are no numbers: rich reads `³` as one, and fails."""
+    """Return the environment without invalid terminal sizes: rich takes `³` for a number, and fails."""
     sizes = {name: os.environ.get(name, "") for name in ("COLUMNS", "LINES")}
     unread = {name for name, size in sizes.items() if not (size.isascii() and size.isdecimal() and len(size) <= 9)}
     return {name: value for name, value in os.environ.items() if name not in unread}
 
 
 def show(*parts: RenderableType, err: bool = True) -> None:
-    """Print tables and lines of text; into a file without the spaces that fill a terminal's lines."""
+    """Print tables and lines of text; into a file without trailing spaces."""
     from rich.text import Text
 
     target = console(err=err)
@@ -174,7 +174,7 @@ def is_progress_shown() -> bool:
 
 @contextmanager
 def progress(label: str) -> Iterator[OnProgress]:
-    """Show a progress bar while a part works; show nothing with -q, and when stderr is no terminal."""
+    """Show a progress bar during a step; show nothing with -q, and if stderr is not a terminal."""
     if not is_progress_shown():
         with doing(label):
             yield lambda done, total: None
@@ -189,7 +189,7 @@ def progress(label: str) -> Iterator[OnProgress]:
 
 @contextmanager
 def doing(label: str) -> Iterator[OnStep]:
-    """Keep what is done now for `telling_what_takes_long`."""
+    """Record the current step for `telling_what_takes_long`."""
     _doing.append(label)
     try:
         yield lambda step: _doing.__setitem__(-1, step)
@@ -199,7 +199,7 @@ def doing(label: str) -> Iterator[OnStep]:
 
 @contextmanager
 def status(label: str) -> Iterator[OnStep]:
-    """Show the step that a part is at on one line; show nothing with -q, and when stderr is no terminal."""
+    """Show the current step on one line; show nothing with -q, and if stderr is not a terminal."""
     if not is_progress_shown():
         with doing(label) as tell:
             yield tell
@@ -212,14 +212,14 @@ def status(label: str) -> Iterator[OnStep]:
 
 
 def write_artifact(artifact: Artifact, path: str, *, as_json: bool, view: Lines = (), is_named: bool = False) -> None:
-    """Write an artifact to `path` (`-` is stdout), then print what it shows and name the file on stderr.
+    """Write an artifact to `path` (`-` is stdout), then print its view and name the file on stderr.
 
-    The file comes first: who reads what is printed, as `| head` does, may stop reading.
+    The file comes first, because a reader of the output, such as `| head`, may stop reading.
 
     Args:
         as_json: print the artifact's JSON on stdout as well.
         view: the artifact for people.
-        is_named: whether the user has named the file: with -q it is the result, and nothing is shown.
+        is_named: whether the user named the file; then with -q nothing is shown, because the file is the result.
     """
     if path != "-":
         artifact.save(path)
@@ -234,10 +234,10 @@ def write_artifact(artifact: Artifact, path: str, *, as_json: bool, view: Lines 
 
 
 def write_text(text: str, path: Path, hint: str = "") -> None:
-    """Write a text that is no artifact to `path` (`-` is stdout); `hint` says what to do with the file.
+    """Write a text other than an artifact to `path` (`-` is stdout); `hint` says what to do with the file.
 
     Raises:
-        UsageError: a file is there that begins otherwise, a plan or a model.py by mistake.
+        UsageError: a file of another sort is there, such as a plan or a model.py by mistake.
         PdtoolError: the file could not be written.
     """
     from pdtool.files import check_replaceable, write_atomically
@@ -252,14 +252,14 @@ def write_text(text: str, path: Path, hint: str = "") -> None:
 
 
 def print_data(data: Any, indent: int = 1) -> None:
-    """Print what is no artifact as JSON on stdout."""
+    """Print data other than an artifact as JSON on stdout."""
     import json
 
     write_stdout(json.dumps(data, indent=indent) + "\n")
 
 
 def print_json(artifact: Artifact) -> None:
-    """Print an artifact's JSON on stdout; a kind whose file has a digest is printed with it."""
+    """Print an artifact's JSON on stdout, with a digest if its file has one."""
     from pdtool.artifacts.text_formats import write_json
 
     text = artifact.dump()

@@ -1,4 +1,4 @@
-"""What people see of any artifact: as `pdtool show` prints it on a terminal, and as HTML in a notebook."""
+"""Views of any artifact for people: on a terminal (`pdtool show`), and as HTML in a notebook."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def view(artifact: Artifact, folder: Path | None, width: int) -> Lines:
     """Return the tables and lines that show an artifact.
 
     Args:
-        folder: where it stands, which tells more of a run; None: unknown.
-        width: of drawings, in characters.
+        folder: its folder, which has more about a run; None: unknown.
+        width: width of drawings, in characters.
     """
     views: dict[str, Callable[[Any], Lines]] = {
         "profile": lambda profile: [profile_table(profile)],

@@ -1,8 +1,8 @@
-"""An emulation: how far bytes and times are scaled, the runs of its plans one after the other, and the artifact of it.
+"""An emulation: its scaling of bytes and times, the runs of its plans one after the other, and its artifact.
 
-A machine has fewer cores than the cluster has workers. So everything that is sent is divided by `scale`, and everything
-is `slowdown` times slower, until sending and updating leave the cores idle for most of the time; what is measured is
-scaled back. How many minibatches an epoch needs for a steady state is decided here, too.
+A machine has fewer cores than the cluster has workers. So messages are divided by `scale`, and everything is `slowdown`
+times slower, until sending and updating leave the cores mostly idle. Measurements are scaled back. This module also
+decides how many minibatches an epoch needs for a steady state.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from pdtool.runtime.config import RunConfig
 from pdtool.schedule import PipelineShape, steady_minibatches, steady_run
 from pdtool.units import format_bytes, format_seconds
 
-_SENT_BYTES_PER_CORE_S = 3e6  # so few that a message takes hardly any time of a core beside that of its link
-_UPDATED_BYTES_PER_CORE_S = 300e6  # of weights: so does that
-_SHORTEST_MINIBATCH_S = 0.15  # a worker's own time, 2 to 4 ms a minibatch, is little beside this
-_STEADY_S, _MOST_STEADY = 8.0, 96  # of the part of an epoch that is measured; minibatches
-_STEADY_ROUNDS = 2  # of the stage with most replicas
-_STEADY_PERIODS, _MOST_IN_PERIODS = 3, 48  # after which rounds of several lengths meet; minibatches
-_WORKER_BYTES = 150_000_000  # of a process that has torch imported, besides what it shares with the others
-_SMALLEST_MESSAGE_BYTES = 2_000  # a message of less than that goes in one packet, however slow the link
-_LONG_MESSAGE_BYTES = 20 * BURST_BYTES  # of which a link that was idle sends a twentieth at once
-_LONG_CHUNK_BYTES = 6_000  # of an all-reduce, beside which its headers, and the next worker's start, are little
-_LONGEST_MINIBATCH_S = 0.5  # not to be exceeded for the sake of longer messages
+_SENT_BYTES_PER_CORE_S = 3e6  # so few that a message takes little time of a core compared with its link
+_UPDATED_BYTES_PER_CORE_S = 300e6  # of weights: the same holds for updates
+_SHORTEST_MINIBATCH_S = 0.15  # a worker's own time, 2 to 4 ms a minibatch, is little compared with this
+_STEADY_S, _MOST_STEADY = 8.0, 96  # minibatches in the measured part of an epoch
+_STEADY_ROUNDS = 2  # rounds of the stage with most replicas
+_STEADY_PERIODS, _MOST_IN_PERIODS = 3, 48  # minibatches after which rounds of several lengths meet
+_WORKER_BYTES = 150_000_000  # of a process with torch imported, besides memory shared with the others
+_SMALLEST_MESSAGE_BYTES = 2_000  # a smaller message goes in one packet, however slow the link
+_LONG_MESSAGE_BYTES = 20 * BURST_BYTES  # an idle link sends a twentieth of this at once
+_LONG_CHUNK_BYTES = 6_000  # of an all-reduce: large compared with its headers and the next worker's start
+_LONGEST_MINIBATCH_S = 0.5  # longer messages must not exceed this
 
 
 def choose_scaling(plan: Plan, profile: Profile, scale: float | None = None, slowdown: float | None = None) -> Scaling:
-    """Return a scaling that leaves the cores of this machine idle for most of the time.
+    """Return a scaling that leaves the cores of this machine mostly idle.
 
     Args:
         plan: with predictions.
-        scale, slowdown: what the user asks for; None: what is needed.
+        scale, slowdown: the user's values; None: as needed.
 
     Raises:
-        ArtifactError: the plan takes no time by its profile, or so little that no slowdown makes it long enough.
+        ArtifactError: by its profile the plan takes no time, or so little that no slowdown makes it long enough.
     """
     time_s = _time_per_minibatch_s(plan)
     if time_s * MAX_FACTOR < _SHORTEST_MINIBATCH_S:
@@ -71,9 +71,9 @@ def choose_scaling(plan: Plan, profile: Profile, scale: float | None = None, slo
 
 
 def without_latency(plan: Plan, profile: Profile) -> Plan:
-    """Return the plan with its predictions made anew, for links without latency.
+    """Return the plan with new predictions, for links without latency.
 
-    Pretended links have none. And the file may hold predictions of another plan, where somebody has edited it.
+    Pretend links have none. And if somebody has edited the file, it may hold another plan's predictions.
     """
     cluster = plan.cluster
     levels = tuple(replace(level, latency_s=0.0) for level in cluster.levels)
@@ -82,10 +82,10 @@ def without_latency(plan: Plan, profile: Profile) -> Plan:
 
 
 def scaling_warnings(plan: Plan, profile: Profile, scaling: Scaling) -> Iterator[str]:
-    """Yield why emulated times would be too long with this scaling, which a user may have asked for."""
+    """Yield why emulated times would be too long with this scaling, which the user may have chosen."""
     time_s = scaling.slowdown * _time_per_minibatch_s(plan)
     if time_s < _SHORTEST_MINIBATCH_S:
-        yield f"a minibatch takes {format_seconds(time_s)}, beside which the workers' own 2 to 4 ms count"
+        yield f"a minibatch takes only {format_seconds(time_s)}, so the workers' own 2 to 4 ms matter"
     if _core_s(plan, profile) / scaling.scale / time_s > (os.cpu_count() or 1):
         yield "sending and updating keep the cores busy"
 
@@ -100,7 +100,7 @@ def _shape(plan: Plan, profile: Profile) -> PipelineShape:
 
 
 def _core_s(plan: Plan, profile: Profile) -> float:
-    """Seconds of a core for what all workers together send and update for one minibatch, if nothing is scaled."""
+    """Core seconds of all workers' sending and updating for one minibatch, without scaling."""
     rounds = _shape(plan, profile).update_every
     updated = sum(
         profile.parameter_bytes(nodes) * stage.replicas / every
@@ -111,7 +111,7 @@ def _core_s(plan: Plan, profile: Profile) -> float:
 
 
 def _scale_of_long_messages(plan: Plan, profile: Profile) -> float:
-    """Return the scale up to which messages between stages, and the chunks of all-reduces, are long for their links."""
+    """Return the largest scale at which messages between stages, and all-reduce chunks, are long for their links."""
     sizes = [_largest_message_bytes(plan, profile, Scaling()) / _LONG_MESSAGE_BYTES]
     for nodes, stage in zip(plan.stage_nodes(profile), plan.stages, strict=True):
         if stage.replicas > 1:  # gloo sends a bucket around the ring in two chunks for each worker
@@ -127,7 +127,7 @@ def _largest_message_bytes(plan: Plan, profile: Profile, scaling: Scaling) -> in
 
 
 def _rounded_up(factor: float) -> float:
-    """Two digits are enough."""
+    """Round to two digits."""
     digit = 10.0 ** (math.floor(math.log10(factor)) - 1)
     return max(1.0, round(math.ceil(factor / digit) * digit, 6))
 
@@ -136,7 +136,7 @@ def check_minibatches(plan: Plan, profile: Profile, minibatches: int | None) -> 
     """Check that some of the minibatches asked for are in steady state; raises UsageError."""
     shape = _shape(plan, profile)
     if minibatches and not steady_minibatches(minibatches, shape):
-        what = f"--minibatches {minibatches}: {plan.config} is not in steady state with so few"
+        what = f"--minibatches {minibatches} is too few for the steady state of {plan.config}"
         raise UsageError(what, f"give {steady_run(shape, 1)} or more, or leave it out")
 
 
@@ -147,7 +147,7 @@ def scaled_cluster(cluster: Cluster, scaling: Scaling) -> Cluster:
 
 
 def minibatches_to_steady_state(plan: Plan, profile: Profile, slowdown: float = 1.0) -> int:
-    """Return the minibatches of an epoch that is for the most part in steady state, and does not last for minutes."""
+    """Return the minibatches of an epoch that is mostly in steady state and does not last for minutes."""
     shape = _shape(plan, profile)
     time_s = slowdown * _time_per_minibatch_s(plan)
     in_time = round(_STEADY_S / time_s) if time_s else _MOST_STEADY
@@ -162,14 +162,14 @@ def emulate(
     """Run each configuration on a pretend copy of the cluster.
 
     Args:
-        scalings: of each configuration.
+        scalings: the scaling of each configuration.
         notify: called with the name of each as it begins.
 
     Returns:
-        The reports, whose times and bytes are those of the emulation: longer and fewer by the scaling.
+        The reports, with the emulation's own times (longer) and bytes (fewer).
 
     Raises:
-        PdtoolError: the links cannot be made here, or the workers would not fit in the memory.
+        PdtoolError: the links cannot be made here, or the workers would not fit in memory.
         WorkerDiedError: a worker ended or did not answer.
     """
     for config in configs.values():
@@ -188,10 +188,10 @@ def sleeping_config(plan: Plan, profile: Profile, folder: Path, scaling: Scaling
     """Write a model that sleeps in place of computing, and return the configuration of its run in `folder`.
 
     Raises:
-        UsageError: the schedule cannot sleep, or the scale leaves nothing of the messages.
+        UsageError: a sleeping model cannot run the schedule, or the scale leaves nothing of the messages.
     """
     if plan.kind.splits_backward:
-        what = f"schedule {plan.schedule} divides the backward of each operator, but sleeping operators cannot do that"
+        what = f"schedule {plan.schedule} splits the backward of each operator, but sleeping operators cannot do that"
         raise UsageError(what, "emulate it with --compute real, or use another schedule")
     largest = _largest_message_bytes(plan, profile, scaling)
     if 0 < largest < _SMALLEST_MESSAGE_BYTES:
@@ -233,11 +233,11 @@ def _check_memory(plan: Plan) -> None:
 def assemble_emulation(
     plans: Mapping[str, Plan], reports: Mapping[str, Report], scalings: Mapping[str, Scaling], asked: EmulateOptions
 ) -> Emulation:
-    """Return the artifact, with times and bytes as they would be on the cluster itself.
+    """Return the artifact, with times and bytes scaled back to the cluster itself.
 
     Args:
-        plans: the plan, then its rivals, by their names.
-        reports, scalings: of each plan; the reports have the times and bytes of the emulation.
+        plans: the plan, then its rivals, by name.
+        reports, scalings: one of each per plan; the reports have the emulation's own times and bytes.
     """
     name, chosen = next(iter(plans.items()))
     return Emulation(

@@ -1,11 +1,12 @@
-"""A pretend cluster: a network namespace for each worker, behind links that are shaped to the cluster's bandwidths.
+"""A pretend cluster: a network namespace for each worker, behind links shaped to the cluster's bandwidths.
 
 Every member of a level has one link to the bridge of that level, as in the simulator's network:
 
     4x4      bridge br ──(level 0)── bridge br1 ──(level 1)── eth0 of worker 5
 
-All bridges are in the namespace of one process, the switch. Either end of a link is shaped as it sends. Nothing gets a
-name on the machine: the kernel removes a namespace with its processes. Latency is not added: few kernels can.
+All bridges are in the namespace of one process, the switch. Both ends of a link shape what they send. Nothing gets a
+name on the machine: the kernel removes a namespace with its processes. Links have no latency, because few kernels can
+add it.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # unshare(2)
 _TIMEOUT_S = 60.0
 INSTEAD = "`pdtool simulate` needs none of this and computes the same on a simulated clock"
 INTERFACE = "eth0"  # of each worker
-# Addresses for benchmarks (RFC 2544), of which no name server has one. torch asks the name server for the names of
-# workers, and gives up at once where it cannot be reached; packets that are on their way to nobody it waits for.
+# Addresses for benchmarks (RFC 2544), which no name server knows. torch asks the name server for workers' names. It
+# gives up at once if the server is unreachable, but would wait if packets vanished.
 _ADDRESSES = ip_network("198.18.0.0/15")
 _MTU = 4500
-BURST_BYTES = 2 * _MTU  # that a link which was idle sends at once, however slow it is: little beside a message
-_BURST_S = 3e-4  # and what a fast link sends in this time, by which the kernel may be late
-_WINDOW_PACKETS = 8  # that a connection may have under way, so that all have their share of a queue
-_HEADERS = 1.02  # what Ethernet, IP and TCP add to a full packet, and acknowledgements to the other way
+BURST_BYTES = 2 * _MTU  # an idle link sends this at once, however slow it is: little compared with a message
+_BURST_S = 3e-4  # and as much as a fast link sends in this time, because the kernel may be late by it
+_WINDOW_PACKETS = 8  # limit of a connection's packets under way, so that all get their share of a queue
+_HEADERS = 1.02  # overhead of Ethernet, IP and TCP on a full packet, and of acknowledgements the other way
 _SLOWEST_BYTES_PER_S, _FASTEST_BYTES_PER_S = 1e3, 1e12  # that tc can give a link
-_QUEUE_BYTES = 1 << 30  # nothing is dropped: TCP would wait for 0.2 s before it sends it again
+_QUEUE_BYTES = 1 << 30  # large enough to drop nothing: TCP would wait for 0.2 s before it sends again
 
 
 def enter_own_network() -> None:
     """Leave the network of the machine: from here on this process and its children have interfaces of their own.
 
-    Without root a user namespace is entered besides, where the kernel allows it and the process has one thread.
+    Without root it also enters a user namespace, if the kernel allows it and the process has one thread.
 
     Raises:
-        PdtoolError: the system is not Linux, or allows neither.
+        PdtoolError: the system is not Linux, or forbids it.
     """
     if sys.platform != "linux":
         raise PdtoolError(f"emulation needs Linux, but this is {sys.platform}", INSTEAD)
@@ -103,7 +104,7 @@ class PretendCluster:
     """Links between the workers of a cluster; its commands are those of iproute2.
 
     Attributes:
-        cluster: with the bandwidths that the links are to have.
+        cluster: with the bandwidths for the links.
     """
 
     cluster: Cluster
@@ -138,7 +139,7 @@ class PretendCluster:
     def remove_worker(self, pid: int) -> None:
         """Remove the link of a process that has ended; raises PdtoolError.
 
-        The kernel would do so a while later, and until then the next worker of that address would not be alone with it.
+        The kernel would do so only later, and until then the next worker would share its address with the old link.
         """
         device = _device_of(pid)
         try:

@@ -1,8 +1,8 @@
-"""A model that sleeps as long as the operators of a profile and sends as many bytes, which a slept emulation trains.
+"""A model for emulation that sleeps as long as the operators of a profile compute, and sends as many bytes.
 
 `write_sleeping_model` writes its model.py and stage files. They import `SleepingModel` and the other modules from here.
-A minibatch is one sample of bytes that nobody reads, as many as the plan's wire format leaves, which are then sent as
-they are.
+A minibatch is one sample of bytes that nobody reads. Their number already follows the plan's wire format, and they are
+sent unchanged.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pdtool.artifacts.plan import Plan, Predicted
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.files import file_sha256, write_atomically
 
-_HOST_AHEAD_S = 5e-4  # what a host does between two operators costs no time where it is so far ahead of its device
-_SEGMENTS = 16  # of a stage: so finely do gradients become ready during its backward
+_HOST_AHEAD_S = 5e-4  # this far ahead of its device, a host's work between two operators costs no time
+_SEGMENTS = 16  # segments of a stage: how finely gradients become ready during its backward
 _FLOAT_BYTES = 4
 MODEL_FILE = "model.py"  # in the folder that is written
 
@@ -34,9 +34,9 @@ class Segment(NamedTuple):
     """Consecutive operators of one stage.
 
     Attributes:
-        forward_s, backward_s, update_s: seconds that they take.
-        floats: number of their parameters that no other stage holds, of 4 bytes each.
-        shared: name -> number of each parameter that other stages hold, too.
+        forward_s, backward_s, update_s: their seconds.
+        floats: size of their parameters that no other stage holds, in numbers of 4 bytes.
+        shared: name -> size of each parameter that other stages also hold.
     """
 
     forward_s: float
@@ -53,7 +53,7 @@ class SleepingDevice:
         self._free_s = 0.0
 
     def compute(self, seconds: float) -> None:
-        """Return when the device has computed for `seconds`, from when it was free or this was asked for."""
+        """Return when the device has computed for `seconds`, starting now or when it becomes free."""
         now_s = time.perf_counter()
         begin_s = self._free_s if now_s - self._free_s < _HOST_AHEAD_S else now_s
         self._free_s = begin_s + seconds
@@ -64,7 +64,7 @@ _DEVICE = SleepingDevice()  # of this process
 
 
 class _Compute(torch.autograd.Function):
-    """Takes the time of a segment; what it returns stands for its output, and is not looked at."""
+    """Takes the time of a segment; its result stands for the output and is never read."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, segment: Segment, *parameters: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class _Compute(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
-    """Takes the tensors that a stage receives; their gradients are of the same sizes."""
+    """Takes the tensors that a stage receives; their gradients have the same sizes."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class SleepingModel(nn.Sequential):
 
 
 class SleepingStage(SleepingModel):
-    """A stage of segments, which a generated file gives.
+    """A stage of segments, which a generated file defines.
 
     Attributes:
         SEGMENTS: name -> segment, in order.
@@ -156,7 +156,7 @@ class SleepingStage(SleepingModel):
         super().__init__(self.SEGMENTS)
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Take what other stages sent; return the tensors for other stages, or the model's output, [1, 1]."""
+        """Take tensors from other stages; return the tensors for other stages, or the model's output, [1, 1]."""
         token: Tensor = super().forward(_Receive.apply(*inputs))  # type: ignore[no-untyped-call]
         if not self.SENDS:
             return token
@@ -188,16 +188,16 @@ class SleepingSGD(torch.optim.Optimizer):
 
 
 def empty_samples(count: int) -> Dataset[Any]:
-    """Return a data set of `count` pairs of a number and a target."""
+    """Return a dataset of `count` pairs of a number and a target."""
     return TensorDataset(torch.zeros(count, 1), torch.zeros(count, dtype=torch.long))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """How an emulation differs from what it emulates.
+    """How an emulation scales the cluster that it emulates.
 
     Attributes:
-        scale: bytes and bandwidths are divided by it; times stay.
+        scale: bytes and bandwidths are divided by it; times stay the same.
         slowdown: times are multiplied by it, and bandwidths divided once more.
     """
 
@@ -218,7 +218,7 @@ def write_sleeping_model(
         minibatches: in an epoch.
 
     Returns:
-        the same plan, with a minibatch of one sample, and the bundle.
+        The same plan, with a minibatch of one sample, and the bundle.
     """
     segments = _segments(profile, plan.stage_nodes(profile), scaling)
     title = f"Sleeps in place of {plan.name} ({plan.config}): bytes / {scaling.scale:g}, times x {scaling.slowdown:g}"
@@ -246,7 +246,7 @@ def write_sleeping_model(
 
 
 def _scaled(predicted: Predicted, batch_size: int, scaling: Scaling) -> Predicted:
-    """Return what is predicted of the emulation, whose minibatches of `batch_size` samples are one sample each."""
+    """Return the emulation's predictions; its minibatches of `batch_size` samples are one sample each."""
     slowdown = scaling.slowdown
     whole = ("bottleneck_s", "simulated_s", "data_parallel_s")
     of_stages = ("compute_s", "allreduce_s", "transfer_s")
@@ -262,7 +262,7 @@ def _scaled(predicted: Predicted, batch_size: int, scaling: Scaling) -> Predicte
 
 
 def _segments(profile: Profile, stages: Sequence[Sequence[str]], scaling: Scaling) -> list[dict[str, Segment]]:
-    """The segments of each stage, by names that are unique in the model."""
+    """The segments of each stage, by names unique in the model."""
     stage_of = {name: s for s, nodes in enumerate(stages) for name in nodes}
     holders = [{stage_of[name] for name in shared.nodes} for shared in profile.shared]
     numbers = count()
@@ -304,7 +304,7 @@ def _groups(nodes: Sequence[Node]) -> Iterator[list[Node]]:
 
 
 def sleeping_tensors(plan: Plan, profile: Profile, scaling: Scaling) -> Iterator[TensorSpec]:
-    """Yield the model's input, and what each stage sends: every output once to each stage that takes it."""
+    """Yield the model's input, and each stage's messages: every output once to each stage that takes it."""
     yield TensorSpec(name="x", producer=-1, consumers=(0,), shape=("batch", 1), dtype="float32", gradient=False)
     stage_of = {name: s for s, nodes in enumerate(plan.stage_nodes(profile)) for name in nodes}
     profile = profile.sent_as(plan.wire_dtype)

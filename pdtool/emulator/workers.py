@@ -1,7 +1,7 @@
 """Run the workers of a plan on a pretend cluster, each a process in a namespace of its own.
 
-One process, the switch, has all links and imports torch once; the workers are forked from it. Whatever ends the process
-that was asked to emulate ends the switch, and that the workers; with the last of them the kernel removes the links.
+One process, the switch, has all links and imports torch once; the workers are forked from it. If the emulating process
+ends, for whatever reason, the switch ends and ends the workers. After the last one the kernel removes the links.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from pdtool.runtime.status import prepare_folder
 from pdtool.runtime.worker_end import record_failure
 
 _START_TIMEOUT_S = 120
-_PORT = 29500  # of worker 0, in a namespace where nobody else is
+_PORT = 29500  # worker 0's port, in a namespace of its own
 
 
 @contextmanager
 def links_of(cluster: Cluster) -> Iterator[Callable[[RunConfig], None]]:
-    """Make the links of a cluster, and yield the function that runs a plan on them to its end, one after the other.
+    """Make the links of a cluster, and yield a function that runs one plan on them to its end.
 
-    The function takes the configuration of a run, whose report is then in its folder. At the end of the `with` block
+    The function takes the configuration of a run, and leaves the report in its folder. At the end of the `with` block
     all processes are gone, and with them the links.
 
     Args:
-        cluster: with the bandwidths that the links are to have.
+        cluster: with the bandwidths for the links.
 
     Raises:
         WorkerDiedError: a worker ended or did not answer; all others are gone.
-        PdtoolError: the links cannot be made here, or what a worker found wrong.
+        PdtoolError: the links cannot be made here, or a worker's own error.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or torch warns that addresses have no names
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a process with threads cannot enter a user namespace
@@ -71,11 +71,11 @@ def links_of(cluster: Cluster) -> Iterator[Callable[[RunConfig], None]]:
 
 
 def _receive(pipe: Connection, process: BaseProcess, timeout_s: float | None, late: PdtoolError, ended: str) -> None:
-    """Wait until a process has done what it was asked for; raises what it raised.
+    """Wait until a process has done its task; raises its error.
 
     Args:
-        late: raised when it does not answer in time.
-        ended: said when it has ended, with {} for its exit code.
+        late: error to raise if it does not answer in time.
+        ended: message if it has ended, with {} for its exit code.
     """
     if not wait([pipe, process.sentinel], timeout_s):
         raise late
@@ -89,11 +89,11 @@ def _receive(pipe: Connection, process: BaseProcess, timeout_s: float | None, la
 
 
 def _switch_main(pipe: Connection, cluster: Cluster, emulator: int, environment: Mapping[str, str]) -> None:
-    """The process of the switch: make the links, then run what comes through the pipe.
+    """The process of the switch: make the links, then run the configurations that come through the pipe.
 
     Args:
-        emulator: the process that started it, at whose end it kills its group: workers, and what these have started.
-        environment: of that process; that of this one has PYTHONSAFEPATH besides.
+        emulator: the process that started it. When that ends, it kills its group: workers, and all that they started.
+        environment: that process's environment; this one's also has PYTHONSAFEPATH.
     """
     os.environ.clear()
     os.environ.update(environment)
@@ -103,11 +103,11 @@ def _switch_main(pipe: Connection, cluster: Cluster, emulator: int, environment:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     pretend = PretendCluster(cluster)
-    with suppress(EOFError, BrokenPipeError):  # that is how the emulator's end is seen
+    with suppress(EOFError, BrokenPipeError):  # this is the sign of the emulator's end
         try:
             enter_own_network()
             pretend.make_bridges()
-            import torch._dynamo  # noqa: F401  # which each worker would import with its first optimizer
+            import torch._dynamo  # noqa: F401  # else each worker would import it with its first optimizer
         except PdtoolError as error:
             pipe.send(error)
             return
@@ -134,7 +134,7 @@ def _run_workers(pretend: PretendCluster, config: RunConfig) -> None:
             late = WorkerDiedError(what, "check whether the machine is overloaded")
             _receive(pipe, process, _START_TIMEOUT_S, late, f"{assignment} ended with {{}} as it started")
             pretend.add_worker(assignment.worker, process.pid or 0)
-        for pipe in workers.pipes.values():  # all links are there: worker 0 answers
+        for pipe in workers.pipes.values():  # all links exist: worker 0 answers
             pipe.send(None)
         reports, exit_codes = wait_for_workers(workers, config.out)
     if len(reports) < len(assignments):
@@ -144,10 +144,10 @@ def _run_workers(pretend: PretendCluster, config: RunConfig) -> None:
 def _worker_main(
     pipe: Connection, pretend: PretendCluster, config: RunConfig, assignment: RankAssignment, switch: int
 ) -> None:
-    """The process of a worker: enter the namespace and the link, and be the worker of that rank.
+    """The process of a worker: enter the namespace, set up the link, and be the worker of that rank.
 
     Args:
-        switch: the process that it was forked from, and ends with.
+        switch: the process that it was forked from; it ends with that.
     """
     end_with_parent(switch)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,8 +1,8 @@
-"""Merge what a model does in training with what it does in evaluation into one list of operators.
+"""Merge a model's operators in training and in evaluation mode into one list.
 
-Usually both run the same operators, of which some take another argument: `ByMode`. Where they run others, as after
-`if self.training:`, those between two that both modes run become one operator, which holds both sequences (`Branch`).
-Operators of the two modes are the same where they stand in the same line of the same module.
+Usually both modes run the same operators, and some of these take different arguments (`ByMode`). If they run different
+ones, as after `if self.training:`, all operators between two common ones become a single operator that holds both
+sequences (`Branch`). Operators of the two modes are the same if they stand in the same line of the same module.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ def merge_modes(training: Traced, evaluation: Traced) -> Traced:
 
 @dataclass(eq=False)
 class _Gap:
-    """Operators between two that both modes run: those of training, and those of evaluation.
+    """Operators that only one mode runs, between two that both modes run.
 
     Attributes:
-        name, module: of the operator that they become.
+        name, module: of the single operator that they become.
         position: its index among the merged operators.
-        sequences: the operators of each mode, with arguments as they are in the merged graph.
-        results: what other operators take of it: a tensor in training, another one in evaluation, None where that mode
-            has none.
+        sequences: the operators of each mode, with their arguments in the merged graph.
+        results: its outputs, each as a tensor in training and one in evaluation; None if a mode does not compute it.
     """
 
     name: str
@@ -82,9 +81,9 @@ class _Merger:
 
     Attributes:
         entries: the merged operators so far, in order; a gap stands for the operator that it becomes.
-        merged_values: (mode, operator, index of its output) -> that tensor in the merged graph, and the position of its
-            operator there; in a gap, as the gap's own operators see it.
-        gaps: (mode, name of an operator) -> the gap that it is in.
+        merged_values: (mode, operator, index of its output) -> that tensor in the merged graph, and its operator's
+            position there; inside a gap, as the gap's own operators see it.
+        gaps: (mode, name of an operator) -> its gap.
     """
 
     def __init__(self, training: Traced, evaluation: Traced) -> None:
@@ -139,9 +138,9 @@ class _Merger:
         return gap
 
     def _seen(self, mode: int, argument: Any, gap: _Gap | None = None) -> Any:
-        """An argument of one mode as an operator of `gap` takes it, or one outside of any gap.
+        """Return an argument of one mode for an operator in `gap`, or outside of any gap if that is None.
 
-        Where only that mode computes a tensor, there are zeros in the other one.
+        A tensor that only one mode computes is zeros in the other.
         """
         if not isinstance(argument, Value):
             return argument
@@ -152,7 +151,7 @@ class _Merger:
         return home.result(value, None) if mode == TRAINING else home.result(None, value)
 
     def _joined(self, a: Any, b: Any) -> Any:
-        """One argument for those of training and of evaluation, for an operator that both run."""
+        """Join the training and evaluation arguments of an operator that both modes run."""
         if not isinstance(a, Value) or not isinstance(b, Value):
             return _by_mode(a, b)
         keys = (TRAINING, a.operator, a.index), (EVALUATION, b.operator, b.index)
@@ -165,7 +164,7 @@ class _Merger:
         return gap.result(self._seen(TRAINING, a, gap), self._seen(EVALUATION, b, gap))
 
     def _merged_output(self) -> Any:
-        """What the model returns; ByMode where that is of another structure in evaluation."""
+        """The model's output; ByMode if it has another structure in evaluation."""
         a, b = (trace.output for trace in self.traces)
         if _hold_joinable(a, b):
             return pytree.tree_map(self._joined, a, b)
@@ -177,7 +176,7 @@ class _Merger:
 
 
 def _pairs_alike(training: Sequence[Operator], evaluation: Sequence[Operator]) -> Iterator[tuple[int, int]]:
-    """Yield the positions of pairs of operators that stand in one line, and of which one can stand for both."""
+    """Yield the positions of pairs of operators that stand in the same line and can be merged into one."""
     matcher = SequenceMatcher(a=[_key(op) for op in training], b=[_key(op) for op in evaluation], autojunk=False)
     for i, j, size in matcher.get_matching_blocks():
         for k in range(size):
@@ -190,7 +189,7 @@ def _key(op: Operator) -> tuple[str, ...]:
 
 
 def _are_alike(op: Operator, evaluated: Operator) -> bool:
-    """Whether one operator can stand for both of one line: they take and return the same kinds of things."""
+    """Whether two operators of one line can be merged: they take and return the same kinds of things."""
     return (
         op.structure == evaluated.structure
         and [(v.shape, v.dtype) for v in op.outputs] == [(v.shape, v.dtype) for v in evaluated.outputs]
@@ -199,7 +198,7 @@ def _are_alike(op: Operator, evaluated: Operator) -> bool:
 
 
 def _hold_joinable(a: Any, b: Any) -> bool:
-    """Whether two trees have one structure, and what is in the same place can be joined."""
+    """Whether two trees have the same structure and their leaves can be joined."""
     (leaves, spec), (others, other_spec) = pytree.tree_flatten(a), pytree.tree_flatten(b)
     return spec == other_spec and all(map(_are_joinable, leaves, others))
 
@@ -213,7 +212,7 @@ def _are_joinable(a: Any, b: Any) -> bool:
 
 
 def _connections(traced: Traced) -> tuple[object, ...]:
-    """The operators, and the tensors that they take and that the model returns, whatever the constants beside them."""
+    """The operators, the tensors that they take, and the tensors that the model returns, without constants."""
     arguments = [(op.args, op.kwargs) for op in traced.operators]
     leaves, spec = pytree.tree_flatten((arguments, traced.output))
     tensors = [
@@ -224,7 +223,7 @@ def _connections(traced: Traced) -> tuple[object, ...]:
 
 
 def _with_arguments(op: Operator, evaluated: Operator, joined: Callable[[Any, Any], Any]) -> Operator:
-    """The operator with what `joined` makes of each of its arguments and that of `evaluated`."""
+    """The operator with each argument joined with that of `evaluated`."""
     args, kwargs = pytree.tree_map(joined, (op.args, op.kwargs), (evaluated.args, evaluated.kwargs))
     return replace(op, args=args, kwargs=kwargs)
 

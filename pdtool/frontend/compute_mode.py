@@ -26,8 +26,8 @@ def computing_in(precision: RunPrecision, device: torch.device) -> AbstractConte
     """Return the context in which a forward and the loss compute.
 
     Args:
-        precision: fp32 leaves the dtypes to the model; bf16 computes in bf16 where that is safe. Weights keep their
-            dtypes, and so does what goes from one stage to another.
+        precision: fp32 leaves the dtypes to the model; bf16 computes in bf16 where that is safe. Weights and messages
+            between stages keep their dtypes.
     """
     return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
 
@@ -36,7 +36,7 @@ def check_autocast(precision: RunPrecision, autocast_off: Sequence[str]) -> None
     """Check that a model can be computed in a precision.
 
     Args:
-        autocast_off: the lines where the model switches autocast off, which neither operators nor stages do.
+        autocast_off: lines where the model switches autocast off; operators and stages would not.
 
     Raises:
         UsageError: it cannot.
@@ -53,10 +53,11 @@ def default_device() -> Literal["cpu", "cuda"]:
 
 
 def compiled(module: Callable[..., Any]) -> Callable[..., Any]:
-    """Put a module through torch.compile, whose cache, with the code in it, is of this user alone.
+    """Put a module through torch.compile. Its cache holds code that will run, so the folder must be private to the
+    user.
 
     Raises:
-        UsageError: the folder of the cache is not.
+        UsageError: the folder is not private.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -78,14 +79,14 @@ def _private_cache() -> Path:
             path.mkdir(mode=0o700, exist_ok=True)
             status = path.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-                raise UsageError(f"{path}, for code of torch.compile, is not private to you", remedy)
+                raise UsageError(f"{path}, torch.compile's cache, is not private to you", remedy)
     except OSError as error:
-        raise UsageError(f"{folder} cannot be made for torch.compile ({error.strerror})", remedy) from error
+        raise UsageError(f"cannot make {folder} for torch.compile ({error.strerror})", remedy) from error
     return folder / "torchinductor"
 
 
 def is_compiler_error(error: Exception) -> bool:
-    """Whether torch.compile has failed, not what it was to compile."""
+    """Whether torch.compile itself failed, and not the code that it was compiling."""
     return type(error).__module__.startswith(_COMPILERS)
 
 

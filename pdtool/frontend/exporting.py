@@ -1,6 +1,6 @@
 """Run torch.export on a model as PyTorch's users write it.
 
-Each context manager closes one gap of torch.export: it leaves out what torch.export cannot tell, or gets wrong.
+Each context manager closes one gap of torch.export: code that it cannot trace, or traces wrongly.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def exported(
         functional: turn every write in place into an operator that returns a new tensor.
 
     Raises:
-        TraceError: the model takes, returns or calls what operators cannot.
-        Exception: whatever torch.export or the model raises.
+        TraceError: the model takes, returns or calls something that operators cannot express.
+        Exception: any error of torch.export or the model.
     """
     with defaults_kept("forward"), _quiet(), untraceable_refused(), _without_data_dependent_checks():
         with (
@@ -64,7 +64,7 @@ def exported(
 
 
 def forget_last_export() -> None:
-    """Release the graph of the last export, which `calls` and a table of torch would keep until the next one."""
+    """Release the graph of the last export; `calls` and a table of torch would keep it until the next one."""
     calls.clear()
     getattr(proxy_tensor, "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT", {}).clear()
 
@@ -73,7 +73,7 @@ def forget_last_export() -> None:
 def symbolic_len(model: nn.Module) -> Iterator[None]:
     """Let `len(x)` of a tensor be x.shape[0], by a `len` of our own in the files that define the model's modules.
 
-    Python makes a plain integer of a length, which would bind the model to one size of the minibatch.
+    Python's own `len` returns a plain integer, which would bind the model to one minibatch size.
     """
     kinds = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
     with ExitStack() as stack:
@@ -89,9 +89,9 @@ def _len(value: Any) -> Any:
 
 @contextmanager
 def _caches_made_anew(model: nn.Module) -> Iterator[None]:
-    """Let what forward makes in its first call, and keeps, be made in each, of operators; forget it afterwards.
+    """Trace what forward creates in its first call and caches as if each call created it; forget it afterwards.
 
-    Buffers, which would be inputs of the graph, are attributes meanwhile.
+    Buffers would become inputs of the graph, so make them plain attributes meanwhile.
     """
     register = nn.Module.register_buffer
 
@@ -112,7 +112,7 @@ def _caches_made_anew(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _named_arguments(model: nn.Module, inputs: ModelInputs) -> Iterator[None]:
-    """Let `forward(**batch)` have a signature with the names in `batch`, without which torch.export misses some."""
+    """Give `forward(**batch)` a signature with the names in `batch`; without it torch.export misses some."""
     forward, signature = model.forward, inspect.signature(model.forward)
     parameters = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     others = inputs.kwargs.keys() - {p.name for p in parameters}
@@ -130,7 +130,7 @@ def _named_arguments(model: nn.Module, inputs: ModelInputs) -> Iterator[None]:
 
 
 class _EvenChunks(TorchFunctionMode):
-    """Divides what holds k minibatches into parts without asking how many there are, which torch.export cannot tell:
+    """Divides a tensor of k minibatches into parts without asking for its size, which torch.export does not know:
     `net(torch.cat([x1, x2])).chunk(2)`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -147,7 +147,7 @@ def _even_sizes(whole: Any, number: Any, *, is_count: bool) -> list[Any] | None:
     """The sizes of equal parts, at least two, of a dimension that grows with the minibatch; None for other divisions.
 
     Args:
-        number: of the parts; or else the size of each.
+        number: number of parts if `is_count`, else the size of each.
     """
     if not isinstance(whole, torch.SymInt):
         return None
@@ -162,7 +162,7 @@ def _even_sizes(whole: Any, number: Any, *, is_count: bool) -> list[Any] | None:
 
 @contextmanager
 def _known_outputs(model: nn.Module) -> Iterator[None]:
-    """Let torch.export see into what the model returns; raises TraceError where that holds more than it can see."""
+    """Let torch.export see into the model's output; raises TraceError if that holds something it cannot see."""
 
     def check(module: nn.Module, arguments: Any, output: Any) -> None:
         register_containers(output)
@@ -177,7 +177,8 @@ def _known_outputs(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _assigned_buffers(model: nn.Module) -> Iterator[None]:
-    """Write into a buffer what forward assigns to it, which torch.export misses in all modules but the model itself."""
+    """Write forward's assignment to a buffer into that buffer; torch.export misses it in all modules but the model
+    itself."""
     before: dict[tuple[nn.Module, str], Tensor] = {}
 
     def begin(module: nn.Module, arguments: Any) -> None:
@@ -201,8 +202,8 @@ def _assigned_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_data_dependent_checks() -> Iterator[None]:
-    """Leave out what torch's own modules look up in a tensor's values, and what makes no difference to the result:
-    whether a mask is the causal one (torch.nn.Transformer), and whether arguments of distributions are valid."""
+    """Skip checks of tensor values in torch's own modules that do not change the result: whether a mask is causal
+    (torch.nn.Transformer), and whether a distribution's arguments are valid."""
     with (
         patch.object(transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: bool(is_causal)),
         patch.object(Distribution, "_validate_args", False),
@@ -212,7 +213,7 @@ def _without_data_dependent_checks() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep warnings, the log and graph dumps out of the terminal: an error that follows says what matters."""
+    """Keep warnings, the log and graph dumps out of the terminal. Our own error says what matters."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

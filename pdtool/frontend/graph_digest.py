@@ -1,4 +1,4 @@
-"""Tell whether a model is still the one that an artifact was made for, by the digest of its operator graph.
+"""Detect whether a model has changed since an artifact was made, by the digest of its operator graph.
 
 A profile, a plan and stage files record the digest. Where it differs, `first_difference` says which operator changed.
 """
@@ -45,7 +45,7 @@ from pdtool.frontend.user_code import find_source
 from pdtool.frontend.user_modules import user_module
 from pdtool.units import format_bytes
 
-# A size is told by its values here: its expression may be written in another way by another version of torch.
+# Sizes count by their values here: another version of torch may write the same expression differently.
 _BATCH_SIZES = (2, 3, 5, 64, 1009)
 
 
@@ -53,25 +53,24 @@ def graph_sha256(traced: Traced) -> str | None:
     """Return the SHA-256 of the operator graph, in hex; None when a fake tensor hides the value of a constant.
 
     The digest is the same in every process and for every minibatch size that the model is traced with. It must stay the
-    same in later versions of pdtool as well, or they would refuse the artifacts written before. What counts is
-    everything that a stage file or a placement follows from:
+    same in later versions of pdtool as well, or they would refuse older artifacts. It covers everything that stage
+    files and placements depend on:
 
     - each operator in order: its name, module path, ATen overload or module type, and its arguments (strides,
-      probabilities, constants, sizes), those that differ between training and evaluation with both values; of a leaf
-      module also its constructor arguments. An argument with the default of its schema or constructor is left out, so
-      that a release of torch that adds an option changes nothing;
+      probabilities, constants, sizes), with both values if training and evaluation differ; for a leaf module also its
+      constructor arguments. Arguments with their default value are left out, so that a release of torch that adds an
+      option changes nothing;
     - the connections: which operator takes which output, and what the model returns;
     - the shape of each tensor as a function of the minibatch's size, its dtype, and whether a gradient flows through;
     - the parameters and buffers that operators use: names, shapes, dtypes, which of them are trainable or persistent,
       and which are tied;
-    - of an opaque module, the source of its class and of the classes of the modules inside it, without comments; of an
-      autograd.Function its source;
+    - for an opaque module, the source of its class and of the classes of the modules inside it, without comments; for
+      an autograd.Function its source;
     - groups of operators that share changing state, and so must stand in one stage.
 
-    What does not count: the values of parameters and buffers, which the model brings along at each run; parameters that
-    no operator uses; where a line stands in the source, comments, and anything else in the file; the loss, the
-    optimizer and the dataset, which belong to the run; HINTS, which are wishes for the partitioner, recorded in the
-    profile as `together` and `pin`.
+    It does not cover the values of parameters and buffers, which come from the model in each run; parameters that no
+    operator uses; line numbers, comments, and anything else in the file; the loss, the optimizer and the dataset, which
+    belong to the run; HINTS, which are for the partitioner and recorded in the profile as `together` and `pin`.
     """
     arguments = [(op.args, op.kwargs) for op in traced.operators]
     if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((arguments, traced.output))):
@@ -117,7 +116,7 @@ def _operator(op: Operator, model: nn.Module) -> dict[str, Any]:
 
 
 def _source(kind: type) -> list[str]:
-    """The name of a class, and its source where it is there and not torch's: comments and layout make no difference."""
+    """The name of a class, and its source without comments and layout unless it is torch's or missing."""
     text = f"{user_module(kind.__module__)}.{kind.__qualname__}"
     if kind.__module__.startswith("torch."):
         return [text]
@@ -128,7 +127,7 @@ def _source(kind: type) -> list[str]:
 
 
 def _parameters(traced: Traced) -> dict[str, Any]:
-    """Parameter -> what is known of it without its values, with the first used name of the same parameter."""
+    """Parameter -> its properties without its values, with the first used name of the same parameter."""
     first: dict[str, str] = {}
     content = {}
     for name in dict.fromkeys(name for op in traced.operators for name in op.parameters):
@@ -183,13 +182,13 @@ def _sizes(expression: sympy.Expr) -> list[int]:
 
 
 def check_profile(traced: Traced, profile: Profile, source: str) -> None:
-    """Check that `profile` was taken of this model; one that records no graph passes.
+    """Check that `profile` was made from this model; a profile that records no graph passes.
 
     Args:
         source: the model's file, for the error.
 
     Raises:
-        StaleError: the graphs differ; it says where, as far as the profile tells.
+        StaleError: the graphs differ; it says where if the profile tells.
     """
     if profile.graph_sha256 not in (None, graph_sha256(traced)):
         raise StaleError(source, first_difference(profile, traced, source), "profile and partition it again")
@@ -198,10 +197,10 @@ def check_profile(traced: Traced, profile: Profile, source: str) -> None:
 def check_bundle(
     model_file: ModelFile, model: nn.Module, bundle: Bundle, check_files: Callable[[Traced], None] | None = None
 ) -> None:
-    """Trace `model` and check that the stage files were made of it; a bundle that records no graph passes.
+    """Trace `model` and check that the stage files were made from it; a bundle that records no graph passes.
 
-    The random state of torch, numpy and Python stays as it was. It takes as long as tracing: 0.5 s for a small model,
-    2 s for one of 200 operators.
+    This keeps the random state of torch, numpy and Python. It takes as long as tracing: 0.5 s for a small model, 2 s
+    for one of 200 operators.
 
     Args:
         check_files: compares the stage files with the traced model; raises StaleError.
@@ -217,7 +216,7 @@ def check_bundle(
     if bundle.graph_sha256 not in (None, graph_sha256(traced)):
         raise StaleError(
             model_file.ref.source,
-            "the plan and its stage files were made for other operators than the model has now",
+            "the model's operators have changed since the plan and its stage files were made",
             "`pdtool check --fresh` shows where they differ. Undo the change, or profile and partition again",
         )
     if check_files:
@@ -225,7 +224,7 @@ def check_bundle(
 
 
 def first_difference(profile: Profile, traced: Traced, source: str) -> str:
-    """Say in words where the model differs from its profile, and whether its file, `source`, is as it was."""
+    """Say in words where the model differs from its profile, and whether its file, `source`, is unchanged."""
     difference = _first_difference(profile, traced)
     if profile.digests.get(source) != file_sha256(find_source(source)):
         return difference
@@ -236,9 +235,9 @@ def first_difference(profile: Profile, traced: Traced, source: str) -> str:
 
 
 def _first_difference(profile: Profile, traced: Traced) -> str:
-    """The first operator that is another one, or what is left.
+    """The first operator that differs, or else the remaining cause.
 
-    A profile knows names, kinds, connections and sizes; of arguments and constants it holds the digest only.
+    A profile records names, kinds, connections and sizes. Arguments and constants are only in the digest.
     """
     nodes = [node for node in profile.nodes if node.name in traced.by_name or not OWN_NODES.fullmatch(node.name)]
     operators = [op for op in traced.operators if not op.constant]
@@ -253,7 +252,7 @@ def _first_difference(profile: Profile, traced: Traced) -> str:
 
 
 def _difference(node: Node, op: Operator, traced: Traced, profile: Profile) -> str:
-    """What differs between a node of the profile and the operator in its place; "" for nothing that a profile knows."""
+    """The difference between a profile's node and the operator in its place; "" if the profile records none."""
     if node.name != op.name:
         return f"the model has operator {op.name} where the profile has {node.name}"
     if node.op != op.op:

@@ -1,7 +1,7 @@
-"""Read an exported program into operators, without what is only bookkeeping.
+"""Read an exported program into operators, and skip its bookkeeping.
 
-GraphReader walks the nodes and reads ATen operators. LeafReader reads a call that was recorded whole: of a leaf module,
-an opaque module or an autograd.Function.
+GraphReader walks the nodes and reads ATen operators. LeafReader reads calls that were recorded as one operator: of leaf
+modules, opaque modules and autograd.Functions.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FUNCTIONAL_FORMS = {  # where the operator that writes in place has another nam
     torch.ops.aten.bernoulli_.float: torch.ops.aten.bernoulli.p,
     torch.ops.aten.normal_.default: torch.ops.aten.normal_functional.default,
 }
-_FACTORIES = {  # of a tensor of which only the type is taken: it would have to be in the stage
+_FACTORIES = {  # uses only a tensor's type, but the tensor would have to be in the stage
     torch.ops.aten.new_zeros.default: torch.ops.aten.zeros.default,
     torch.ops.aten.new_ones.default: torch.ops.aten.ones.default,
     torch.ops.aten.new_full.default: torch.ops.aten.full.default,
@@ -63,8 +63,8 @@ class GraphReader:
     """Reads one exported program; `read` walks its nodes once, in order.
 
     Args:
-        calls: what was recorded whole while the program was made.
-        functional: whether no operator writes in place, and slices of the whole of a tensor stand for views.
+        calls: calls recorded as one operator each during the export.
+        functional: whether no operator writes in place, and slices over a whole tensor stand for views.
     """
 
     def __init__(
@@ -115,14 +115,16 @@ class GraphReader:
         if spec.kind is InputKind.USER_INPUT and isinstance(spec.arg, ConstantArgument):
             return spec.arg.value
         if spec.kind is not InputKind.USER_INPUT or not isinstance(node.meta.get("val"), Tensor):
-            raise TraceError(f"input {node.name!r} of the model is no tensor", "pass tensors and constants to forward")
+            raise TraceError(
+                f"input {node.name!r} of the model is not a tensor", "pass tensors and constants to forward"
+            )
         name = self._builder.unique_name(node.name)
         value = self._builder.value(node.meta["val"], name, 0, differentiable=False)
         self._builder.operators.append(Operator(name=name, op="input", module="", outputs=(value,)))
         return value
 
     def _constant(self, name: str, node: fx.Node) -> Tensor | State:
-        """A small tensor itself; one that is large, or that is trained, as a buffer if it is an attribute of a module.
+        """Return a small tensor itself; a large or trained one as a buffer, if it is an attribute of a module.
 
         Raises:
             TraceError: it is neither small nor an attribute.
@@ -134,8 +136,8 @@ class GraphReader:
             return State(name)
         user = next(iter(node.users), node)
         if trained:
-            what = f"forward takes a tensor that shares the memory of parameter {trained}, and that has no name"
-            remedy = "keep it with register_buffer, or make it of the parameter in forward"
+            what = f"forward uses an unnamed tensor that shares the memory of parameter {trained}"
+            remedy = "keep it with register_buffer, or make it from the parameter in forward"
             raise TraceError(what, remedy, location=location(user))
         if tensor.numel() <= _MAX_LITERAL_ELEMENTS:
             small: Tensor = tensor.detach().clone()
@@ -160,12 +162,12 @@ class GraphReader:
             self._region(node, str(target))
         elif not isinstance(target, torch._ops.OpOverload):
             what = f"{getattr(target, '__name__', target)}, which this line calls, is not an operator of a stage"
-            remedy = "move the call into a module of its own, which pdtool then calls whole"
+            remedy = "move the call into a module of its own: pdtool then keeps that module in one piece"
             raise TraceError(what, remedy, location=location(node))
         elif (name := target._schema.name.split("::")[-1]).startswith(("_assert", "sym_constrain")):
             return
         elif target is torch.ops.aten.contiguous.default and len(node.args) == 1 and not node.kwargs:
-            # Whether it copies depends on the mode; it can be left out, since `view` is read as `reshape`.
+            # It copies or not, depending on the mode. Leave it out, since `view` is read as `reshape`.
             self._values[node] = self._values.argument(node.args[0])
         elif (alias := self._alias(node, target)) is not None:
             self._values[node] = alias
@@ -175,8 +177,8 @@ class GraphReader:
             self._aten(node, target)
 
     def _alias(self, node: fx.Node, target: torch._ops.OpOverload) -> Any:
-        """What a node returns unchanged: a tensor of which it takes the whole, or that it puts in place of the whole of
-        another one; None for other nodes."""
+        """Return the tensor that a node returns unchanged: a slice over a whole tensor, or a write over a whole tensor;
+        None for other nodes."""
         if not self._functional or (target not in _WHOLE_SLICES and target is not torch.ops.aten.copy.default):
             return None
         arguments = self._aten_arguments(node, target)
@@ -238,15 +240,15 @@ class GraphReader:
             arguments.pop("self", None)
         if target in _WITHOUT_COMPLEX_GRADIENT and node.meta["val"].is_complex():
             what = "this line writes into part of a complex tensor in place, which has no gradient"
-            remedy = "move it into a module of its own, which pdtool then calls whole"
+            remedy = "move it into a module of its own: pdtool then keeps that module in one piece"
             raise TraceError(what, remedy, location=location(node))
         written = _written(target)
         overwritten = arguments[written[0]] if written else None
         if isinstance(overwritten, State) and target._schema.name == "aten::copy_" and arguments["src"] is overwritten:
-            return  # torch.export's own note of a buffer that an operator before it has already changed
+            return  # torch.export's own note that an earlier operator changed a buffer
         if written and not isinstance(overwritten, State):
             target = self._out_of_place(node, target, overwritten)
-            names = [argument.name for argument in target._schema.arguments]  # dropout's are not all those of dropout_
+            names = [argument.name for argument in target._schema.arguments]  # dropout_ has some that dropout lacks
             arguments = dict(zip(names, arguments.values(), strict=False))
         outputs = self._aten_operator(node, target, arguments)
         self._values[node] = list(outputs) if isinstance(node.meta["val"], (tuple, list)) else outputs[0]
@@ -257,7 +259,7 @@ class GraphReader:
             self._values.replace(overwritten, outputs[0])
 
     def _aten_arguments(self, node: fx.Node, target: torch._ops.OpOverload) -> dict[str, Any]:
-        """All arguments by the names of the schema, defaults included; as of modules, no gradient is to be sparse."""
+        """All arguments by the names of the schema, defaults included; no gradient may be sparse, as for modules."""
         names = [a.name for a in target._schema.arguments]
         given = dict(zip(names, node.args, strict=False)) | node.kwargs
         if "sparse" in names:
@@ -286,7 +288,7 @@ class GraphReader:
         return self._builder.append(operator, node, result if several else [result], repeat(op not in _DETACHING))
 
     def _out_of_place(self, node: fx.Node, target: torch._ops.OpOverload, overwritten: Any) -> torch._ops.OpOverload:
-        """Return `add` for `add_`; raises TraceError where something else still looks at the same memory."""
+        """Return `add` for `add_`; raises TraceError if something else still uses the same memory."""
         name, overload = target._schema.name.split("::")[-1].rstrip("_"), target._overloadname
         packet = getattr(torch.ops.aten, name, None)
         has_form = packet is not None and overload in packet.overloads()
@@ -298,7 +300,7 @@ class GraphReader:
         return functional
 
     def _output(self) -> Any:
-        """What the model returns; a functional graph also ends with what the buffers that the model changes become."""
+        """Return the model's output; a functional graph also ends with the new values of changed buffers."""
         outputs: Any = self._program.graph.output_node().args[0]
         returned = []
         for node, spec in zip(outputs, self._program.graph_signature.output_specs, strict=True):
@@ -314,10 +316,10 @@ class GraphReader:
 
 
 class LeafReader:
-    """Reads the calls that were recorded whole while the graph was made.
+    """Reads the calls that were recorded as one operator each during the export.
 
     Args:
-        calls: those recorded; a node says which it is.
+        calls: the recorded calls; a node has the number of one.
         values: what the nodes of the graph stand for.
         builder: gets an operator for each call.
     """
@@ -330,7 +332,7 @@ class LeafReader:
         """Read one node, which stands for a call.
 
         Raises:
-            TraceError: it takes something else than tensors and constants.
+            TraceError: it takes something other than tensors and constants.
         """
         number, tensors = node.args
         call = self._calls[number]  # type: ignore[index]
@@ -341,7 +343,7 @@ class LeafReader:
             self._module(node, call, args, kwargs)
 
     def _module(self, node: fx.Node, call: LeafCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Read a whole call of a leaf module, or of an opaque one."""
+        """Read a call of a leaf module or an opaque one."""
         module = self._builder.modules[call.path]
         name = self._name(call.path)
         parameters = [f"{call.path}.{n}" for n, _ in module.named_parameters(remove_duplicate=False)]
@@ -365,7 +367,7 @@ class LeafReader:
             self._values.replace(operator.values[0], outputs[0])
 
     def _function(self, node: fx.Node, call: LeafCall, args: tuple[Any, ...]) -> None:
-        """Read a call of an autograd.Function; its name is not that of the class, which the stage file imports."""
+        """Read a call of an autograd.Function; its name differs from the class's, which the stage file imports."""
         kind = call.function.__name__
         module, name = self._builder.module_and_name(node, f"{kind.lower()}_apply")
         operator = Operator(name=name, op=kind, module=module, args=args, structure=call.result, function=call.function)

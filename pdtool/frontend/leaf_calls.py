@@ -1,8 +1,8 @@
-"""Make each whole call of a leaf module, an opaque one, or an autograd.Function a single operator for torch.export.
+"""Make each call of a leaf module, an opaque module or an autograd.Function a single operator for torch.export.
 
-The forward of a leaf module runs on meta tensors meanwhile. That of an opaque module, which torch.export cannot see
-through (it loops over the values of tensors, say), ran before that on real minibatches of two sizes; its outputs have
-the shapes that they had then, as a function of the minibatch's size.
+During the export, a leaf module's forward runs on meta tensors. An opaque module is one that torch.export cannot see
+through, for example because it loops over the values of tensors. It runs before the export on real minibatches of two
+sizes. Its outputs get the shapes seen then, as a function of the minibatch's size.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from pdtool.frontend.model_io import ModelInputs, register_containers, tensors_i
 _LIBRARY = torch.library.Library("pdtool", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("leaf(int number, Tensor[] tensors) -> Tensor[]")  # type: ignore[no-untyped-call]
 
-_CHANGEABLE = (dict, OrderedDict, defaultdict, list, set, deque)  # containers, with nothing but what is in them
+_CHANGEABLE = (dict, OrderedDict, defaultdict, list, set, deque)  # containers without attributes of their own
 _MAX_DEPTH = 4
-_SIZES = (2, 3)  # of the minibatches that tell the shapes of what opaque modules return
+_SIZES = (2, 3)  # of the minibatches that show the shapes of opaque modules' outputs
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class RecordedCall:
 
     Attributes:
         inputs, outputs: the shapes of its tensors.
-        dtypes, differentiable: of its outputs; whether a gradient flows back through each of them.
-        result: what it returned: a pytree of indices into its outputs, None elsewhere.
+        dtypes, differentiable: for each output, its dtype and whether a gradient flows back through it.
+        result: its return value as a pytree of indices into its outputs, None elsewhere.
     """
 
     path: str
@@ -54,16 +54,16 @@ class RecordedCall:
 
 @dataclass
 class LeafCall:
-    """One call of a leaf module, an opaque one, or an autograd.Function, made while torch.export runs.
+    """One call of a leaf module, an opaque module or an autograd.Function, made while torch.export runs.
 
     Attributes:
-        path: of the module; "" for a function.
-        forward: the module's own, which is replaced meanwhile; or the function's `apply`.
-        arguments: those by position, and those by name.
-        recorded: of an opaque module, in a minibatch of each of _SIZES.
+        path: path of the module; "" for a function.
+        forward: the module's own forward, which is replaced meanwhile; or the function's `apply`.
+        arguments: positional ones, and those by name.
+        recorded: for an opaque module, its calls in minibatches of each of _SIZES.
         function: the user's autograd.Function.
-        result: what the module returned: a pytree of indices into its tensors, None elsewhere.
-        outputs: these tensors, on the meta device; none before its module was run.
+        result: the module's return value as a pytree of indices into `outputs`, None elsewhere.
+        outputs: tensors on the meta device; empty until the module has run.
     """
 
     path: str
@@ -75,7 +75,7 @@ class LeafCall:
     outputs: list[Tensor] = field(default_factory=list)
 
     def as_operator(self) -> Any:
-        """Call `pdtool::leaf` in its place, and return what it returns; it is kept in `calls`."""
+        """Call `pdtool::leaf` instead, keep the call in `calls`, and return its result."""
         calls.append(self)
         outputs = torch.ops.pdtool.leaf(len(calls) - 1, tensors_in(self.arguments))
         return pytree.tree_map_only(int, outputs.__getitem__, self.result)
@@ -85,8 +85,7 @@ calls: list[LeafCall] = []  # of the export that is running; `number` below is a
 
 
 def _leaf_meta(number: int, tensors: list[Tensor]) -> list[Tensor]:
-    """Run the leaf module's own forward on meta tensors, and record what it returns, for when the graph is traced
-    again."""
+    """Run the leaf module's own forward on meta tensors, and record its result for when the graph is traced again."""
     call = calls[number]
     if call.recorded:
         call.result = call.recorded[0].result
@@ -104,7 +103,7 @@ torch.library.impl(_LIBRARY, "leaf", "Meta")(_leaf_meta)
 
 
 def _outputs_at(small: RecordedCall, large: RecordedCall, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs of an opaque module on the meta device, from its inputs there, whose batch size may be a symbol.
+    """Return an opaque module's outputs on the meta device for its inputs there, whose batch size may be a symbol.
 
     A dimension of size m with 2 samples and n with 3 has m + (n - m) * k with 2 + k samples.
     """
@@ -124,7 +123,7 @@ def _outputs_at(small: RecordedCall, large: RecordedCall, tensors: Sequence[Tens
 
 @contextmanager
 def single_operators(model: nn.Module, recorded: Sequence[tuple[RecordedCall, RecordedCall]] = ()) -> Iterator[None]:
-    """Make each call of a leaf module, or of a module of which calls were recorded, one `pdtool::leaf` operator.
+    """Make each call of a leaf module, or of a module with recorded calls, one `pdtool::leaf` operator.
 
     The calls are kept in `calls`.
     """
@@ -146,7 +145,7 @@ def record_calls(
     """Run the model on minibatches of two sizes, and return the calls of some of its modules, in order, in both.
 
     Raises:
-        TraceError: a call takes or returns what an operator cannot, or the sizes make other calls.
+        TraceError: a call takes or returns something that an operator cannot, or the calls depend on the size.
     """
     if not paths:
         return []
@@ -155,7 +154,7 @@ def record_calls(
         small, large = (_recorded(model, paths, minibatch) for minibatch in minibatches)
     if [call.path for call in small] != [call.path for call in large]:
         raise TraceError(
-            "the size of the minibatch decides which modules are called", "call the same modules for each size"
+            "the minibatch size decides which modules forward calls", "call the same modules for each size"
         )
     return list(zip(small, large, strict=True))
 
@@ -173,7 +172,7 @@ def _recorded(model: nn.Module, paths: Collection[str], minibatch: ModelInputs) 
             what = f"{path} writes into its input in place"
             raise TraceError(what, "work on a copy", module=path.rpartition(".")[0])
         if others := [o for o in pytree.tree_leaves(result) if o is not None and not isinstance(o, Tensor)]:
-            what = f"{path} returns {type(others[0]).__name__} {others[0]!r:.80}, which is no tensor"
+            what = f"{path} returns {type(others[0]).__name__} {others[0]!r:.80}, which is not a tensor"
             raise TraceError(what, "return tensors", module=path.rpartition(".")[0])
         structure, outputs = _indexed(result)
         recorded.append(
@@ -194,19 +193,19 @@ def _recorded(model: nn.Module, paths: Collection[str], minibatch: ModelInputs) 
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same values; those of an estimate have none."""
+    """Whether two tensors have the same values; an estimate's tensors have none."""
     return isinstance(tensor, FakeTensor) or torch.equal(tensor.nan_to_num(), other.nan_to_num())
 
 
 def _indexed(result: Any) -> tuple[Any, list[Tensor]]:
-    """What a module returned as a pytree of indices into its tensors, and these tensors."""
+    """Return a module's result as a pytree of indices into its tensors, and these tensors."""
     indices = count()
     return pytree.tree_map(lambda o: next(indices) if isinstance(o, Tensor) else None, result), tensors_in(result)
 
 
 @contextmanager
 def _forwards_replaced(model: nn.Module, paths: Collection[str], call: Callable[..., Any]) -> Iterator[None]:
-    """Let calls of the modules at `paths` be calls of `call`, with the path and the module's own forward before the
+    """Replace calls of the modules at `paths` by `call`, with the path and the module's own forward before the
     arguments."""
     with ExitStack() as stack:
         for path in paths:
@@ -217,7 +216,7 @@ def _forwards_replaced(model: nn.Module, paths: Collection[str], call: Callable[
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Give the model its attributes and the values of its buffers, and torch its random state, back as they were."""
+    """Restore the model's attributes and the values of its buffers, and torch's random state."""
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         with torch.random.fork_rng(devices=[]), attributes_restored(model):
@@ -230,7 +229,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Give the model back what its modules hold, without what forward makes in its first call, such as caches.
+    """Restore the attributes of the model's modules, and drop what forward makes in its first call, such as caches.
 
     Raises:
         TraceError: forward makes a parameter or a module.
@@ -259,7 +258,7 @@ def _parts(model: nn.Module) -> dict[str, Any]:
 
 
 def _collect_containers(value: Any, depth: int, found: dict[int, Any]) -> None:
-    """Add to `found`, by their ids, the containers that can be changed in what a module holds, and in plain objects."""
+    """Add to `found`, by id, the mutable containers in a module's attributes, and in plain objects there."""
     if hasattr(value, "__dict__") and not isinstance(value, (type, Tensor, nn.Module)) and not callable(value):
         value = vars(value)
     if type(value) in _CHANGEABLE and id(value) not in found:

@@ -1,8 +1,7 @@
-"""Say which torch.nn modules are one operator each, and how such a leaf module is constructed again.
+"""Say which torch.nn modules are one operator each, and how to construct such a leaf module again.
 
-The call of a leaf module stands in the graph, in the profile and in the generated code as one operator, under the
-module's original name. The arguments of its constructor are those that the module keeps as attributes of the same
-names; nothing is ever read from a repr.
+A call of a leaf module is one operator in the graph, the profile and the generated code, under the module's original
+name. Its constructor arguments are read from the module's attributes of the same names, never from a repr.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-# Arguments that torch keeps as a tuple, and people write as one number where all dimensions have the same.
+# Arguments that torch keeps as a tuple, and people write as one number if all dimensions are equal.
 _PER_DIMENSION = {"kernel_size", "stride", "padding", "dilation", "output_padding", "normalized_shape"}
 
-# Arguments that a stage leaves out, though modules keep them: `inplace`, for the module may be the first of its stage,
-# and a received tensor must not change; `sparse`, for gradients are dense; and those that make no difference to a leaf
-# module whose state is loaded.
+# Arguments that a stage leaves out, though modules keep them: `inplace`, because the module may be the first of its
+# stage and must not change a received tensor; `sparse`, because gradients are dense; and those without effect once a
+# module's state is loaded.
 _LEFT_OUT = {"inplace", "sparse", "norm_type", "kdim", "vdim", "init"}
 
 _LEAF_NAMES = (
@@ -36,7 +35,7 @@ _LEAF_TYPES = {getattr(nn, name) for name in _LEAF_NAMES.split()}
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether a call of `module` is one operator: its type is one of those above, and nothing changes what it does."""
+    """Whether a call of `module` is one operator: its type is listed above, and nothing changes its behaviour."""
     return (
         type(module) in _LEAF_TYPES
         and "forward" not in vars(module)

@@ -1,8 +1,8 @@
 """The user's model.py, an ordinary Python file with plain functions (README, "What you write: model.py").
 
-A ModelFile calls these functions, checks what they return, and names the line where they fail. It has the functions
-that give data (DataFunctions) and those that say how to train (TrainingFunctions). The model that it builds is changed
-so that stages can compute it: no data parallelism, no sparse gradients, no caches.
+A ModelFile calls these functions, checks their results, and names the line where they fail. DataFunctions are those
+that give data; TrainingFunctions say how to train. The model is changed so that stages can compute it: no data
+parallelism, no sparse gradients, no caches.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from pdtool.frontend.user_code import (
 Setting = str | int | float | bool
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 DATA_FUNCTIONS = {"example_inputs": ("batch_size",), "dataset": ("split",)}
-# Functions that take settings besides what pdtool passes them, by position.
+# Functions that take settings, and the arguments that pdtool passes them by position.
 OWN_ARGUMENTS = {
     **DATA_FUNCTIONS,
     "collate": ("samples",),
@@ -69,7 +69,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class UserFile:
-    """A file of the user's, imported.
+    """The user's file, imported.
 
     Attributes:
         ref: where it came from.
@@ -83,7 +83,7 @@ class UserFile:
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """The modules that stand at the top of the file, such as a criterion, by name."""
+        """The modules at the top level of the file, such as a criterion, by name."""
         return {name: value for name, value in vars(self.module).items() if isinstance(value, nn.Module)}
 
     def has(self, function: str) -> bool:
@@ -91,7 +91,7 @@ class UserFile:
         return callable(vars(self.module).get(function))
 
     def function(self, name: str) -> Callable[..., Any]:
-        """Return a function of the file; raises ModelError, which lists those that there are."""
+        """Return a function of the file; raises ModelError, which lists the file's functions."""
         if not self.has(name):
             functions = (value for value in vars(self.module).values() if inspect.isfunction(value))
             defined = [f.__name__ for f in functions if f.__module__ == self.module.__name__]
@@ -99,7 +99,7 @@ class UserFile:
         return getattr(self.module, name)  # type: ignore[no-any-return]
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Return what a function of the user's returns; raises ModelError with the line where it fails."""
+        """Call a user's function; raises ModelError with the line where it fails."""
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -107,29 +107,29 @@ class UserFile:
             raise self.error_at(error, f"{name}()") from error
 
     def call_with_settings(self, name: str, *arguments: Any) -> Any:
-        """Call a function of the file with its arguments, and with those settings that it has parameters for."""
+        """Call a function of the file with its arguments, and with the settings that it has parameters for."""
         return self.call(self.function(name), *arguments, **self.settings_of(name))
 
     def call_once(self, name: str, /, *arguments: Any, **settings: Any) -> Any:
-        """Call a function of the file that is not called for each minibatch: it must leave torch's defaults alone."""
+        """Call a function that is not called for each minibatch, and check that it leaves torch's defaults alone."""
         function = self.function(name)
         with defaults_kept(f"{definition_line(function, self.path)}{name}()"):
             return self.call(function, *arguments, **settings)
 
     def call_seeded(self, seed: int, name: str, /, *arguments: Any, **settings: Any) -> Any:
-        """Do `call_once` with the generators of torch, for all devices, of Python and of numpy seeded."""
+        """Do `call_once` with seeded generators: torch's (all devices), Python's and numpy's."""
         torch.manual_seed(seed)
         seed_generators(seed)
         return self.call_once(name, *arguments, **settings)
 
     def settings_of(self, name: str) -> dict[str, Setting]:
-        """Return the settings that a function of OWN_ARGUMENTS takes; none where the file does not define it."""
+        """Return the settings that a function of OWN_ARGUMENTS takes; none if the file does not define it."""
         settings = self.ref.settings
         taken = self.parameters(name) if settings and self.has(name) else ()
         return {key: settings[key] for key in taken if key in settings}
 
     def parameters(self, name: str) -> tuple[str, ...]:
-        """Return the names of those parameters of a function that a setting may be for: not of what pdtool passes."""
+        """Return the names of a function's parameters that a setting may fill: all but those that pdtool passes."""
         passed = OWN_ARGUMENTS.get(name, ())  # to the function that builds the model: none
         try:
             parameters = list(inspect.signature(self.function(name)).parameters.values())[len(passed) :]
@@ -140,14 +140,14 @@ class UserFile:
         return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
     def check_signatures(self) -> None:
-        """Check that the functions of the file take what pdtool passes them; raises ModelError."""
+        """Check that the functions of the file accept pdtool's arguments; raises ModelError."""
         for name in filter(self.has, OWN_ARGUMENTS):
             try:
                 signature = inspect.signature(self.function(name))
             except (TypeError, ValueError):  # of a function in C
                 continue
             try:
-                signature.bind_partial(*OWN_ARGUMENTS[name])  # what else it takes, settings may give
+                signature.bind_partial(*OWN_ARGUMENTS[name])  # settings may give its other parameters
             except TypeError as error:
                 call = f"{name}({', '.join(OWN_ARGUMENTS[name])})"
                 what = f"{name}({', '.join(signature.parameters)}) cannot be called as {call}"
@@ -158,22 +158,22 @@ class UserFile:
         return ModelError(f"{self.path.name}: {what}", remedy)
 
     def error_in(self, function: str, what: str, remedy: str = "") -> ModelError:
-        """Make an error of what a function returned; its text begins with the line where the function is defined."""
+        """Make an error about a function's result; its text begins with the line that defines the function."""
         return ModelError(f"{definition_line(self.function(function), self.path)}{what}", remedy)
 
     def error_at(self, error: Exception, what: str) -> ModelError:
-        """Make an error of what `what`, a part of the user's code, raised; its text begins with the line."""
+        """Make an error from the exception of `what`, a part of the user's code; its text begins with the line."""
         return error_at(self.path, error, what)
 
 
 class DataFunctions(UserFile):
-    """The functions of a user's file that give data."""
+    """The functions of the user's file that give data."""
 
     def example_inputs(self, batch_size: int) -> ModelInputs:
         """Return the model's arguments for a minibatch: from `example_inputs`, or the first of the training set.
 
         Raises:
-            ModelError: the user's function fails, or an input is neither tensor nor constant.
+            ModelError: the user's function fails, or an input is neither a tensor nor a constant.
         """
         if self.has("example_inputs"):
             inputs = self.call_once("example_inputs", batch_size, **self.settings_of("example_inputs"))
@@ -182,7 +182,7 @@ class DataFunctions(UserFile):
         return self.as_inputs(inputs)
 
     def as_inputs(self, inputs: Any) -> ModelInputs:
-        """Return the inputs of a minibatch as the model's arguments; raises ModelError for what is no input."""
+        """Return the inputs of a minibatch as the model's arguments; raises ModelError for anything else."""
         arguments = ModelInputs.of(inputs)
         leaves = arguments.leaves
         allowed = LEAVES if any(isinstance(value, Tensor) for _, value in leaves) else (Tensor,)
@@ -195,7 +195,7 @@ class DataFunctions(UserFile):
         return arguments
 
     def check_arguments(self, inputs: ModelInputs, expected: Sequence[str], where: str) -> None:
-        """Check that a minibatch is passed to the model as `expected`, a signature, says; raises ModelError."""
+        """Check that a minibatch is passed to the model with the `expected` signature; raises ModelError."""
         if inputs.signature != tuple(expected):
             given, taken = (", ".join(names) or "tensors by position" for names in (inputs.signature, expected))
             what = f"{where} gives the model other arguments ({given}) than it was traced with ({taken})"
@@ -218,8 +218,8 @@ class DataFunctions(UserFile):
     def dataset(self, split: str) -> Dataset[Any]:
         """Return the samples (inputs, target) of `split`, which is "train" or "valid".
 
-        Both are made from the same random numbers, whatever the seed of the run: `random_split` in `dataset()` divides
-        the samples alike each time, so that those of one split are never in the other.
+        Both are made from the same random numbers, whatever the seed of the run. So `random_split` in `dataset()`
+        divides the samples in the same way each time, and the splits never overlap.
         """
         data = self.call_seeded(0, "dataset", split, **self.settings_of("dataset"))
         if not is_stream(data) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
@@ -228,7 +228,7 @@ class DataFunctions(UserFile):
             raise self.error_in("dataset", what, _NO_VALIDATION if split == "valid" and data is None else remedy)
         if is_stream(data) and split == "train" and self.has("sampler"):
             what = (
-                f"sampler() chooses samples by number, and those of a {type(data).__name__}, a stream, have no numbers"
+                f"sampler() chooses samples by number, but the samples of a {type(data).__name__} (a stream) have none"
             )
             raise self.error_in("sampler", what, "leave it out, or return a dataset with __getitem__")
         if self.samples(data, f"dataset({split!r})") == 0:
@@ -239,7 +239,7 @@ class DataFunctions(UserFile):
     def samples(self, data: Any, name: str) -> int | None:
         """Return the length of a split of the dataset, which `name` names in an error.
 
-        None for an IterableDataset that does not know it: it has no length, or says so by the error that is usual.
+        None for an IterableDataset without a length, or whose __len__ raises the usual error.
         """
         try:
             return len(data)
@@ -249,10 +249,10 @@ class DataFunctions(UserFile):
             raise self.error_at(error, f"the length of {name}") from error
 
     def sampler(self, data: Any, epoch: int) -> list[int]:
-        """Return which samples of the training set `data` an epoch has, in order, as the user's function says.
+        """Return the numbers of an epoch's samples of the training set `data`, in order, from the user's function.
 
         Raises:
-            ModelError: it fails, or gives something else than numbers.
+            ModelError: it fails, or returns something other than numbers.
         """
         returned = self.call_with_settings("sampler", data, epoch)
         try:
@@ -264,7 +264,7 @@ class DataFunctions(UserFile):
     def read(self, data: Any, indices: Sequence[int], name: str) -> Any:
         """Return some samples of a split of the dataset, which `name` names in an error; raises ModelError.
 
-        They are a list, or what a dataset returns that is asked for all of them at once.
+        They are a list, or the result of a dataset that gives all of them at once.
         """
         if not gives_samples_together(data):
             return [self._sample(data, index, name) for index in indices]
@@ -294,10 +294,10 @@ class DataFunctions(UserFile):
 
         Args:
             indices: the numbers of the samples, for errors.
-            name: of the split, for errors.
+            name: name of the split, for errors.
 
         Raises:
-            ModelError: a sample does not go with the others, or there is no pair of them.
+            ModelError: a sample does not match the others, or collate() returns no pair.
         """
         is_own = self.has("collate")
         if not is_own:
@@ -314,7 +314,7 @@ class DataFunctions(UserFile):
 
 
 class TrainingFunctions(UserFile):
-    """The functions and constants of a user's file that say how to train."""
+    """The functions and constants of the user's file that say how to train."""
 
     @cached_property
     def training(self) -> TrainingOptions:
@@ -343,7 +343,7 @@ class TrainingFunctions(UserFile):
         """Make the user's learning-rate schedule; None without one.
 
         Args:
-            total_steps: how often it will be stepped in the whole run, for a scheduler() that asks for it.
+            total_steps: steps in the whole run, for a scheduler() that asks for it.
         """
         if not self.has("scheduler"):
             return None
@@ -359,7 +359,7 @@ class TrainingFunctions(UserFile):
         return self.has("scheduler") and takes_total(self.module.scheduler)
 
     def after_update(self, named_parameters: NamedParameters, update: int) -> None:
-        """Call the user's function, if there is one, with parameters after their update number `update`, from 1."""
+        """Call the user's function, if there is one, with parameters after their update number `update` (from 1)."""
         if self.has("after_update"):
             with torch.no_grad():
                 self.call_with_settings("after_update", named_parameters, update)
@@ -367,7 +367,7 @@ class TrainingFunctions(UserFile):
     def metrics(self, output: Any, target: Any) -> dict[str, tuple[Any, float]]:
         """Return the user's metrics as {name: (sum, count)}; {} without any.
 
-        A sum is a number, or for `summarize_metrics` also a tensor of any shape, then on the CPU.
+        A sum is a number. For `summarize_metrics` it may also be a CPU tensor of any shape.
         """
         if not self.has("metrics"):
             return {}
@@ -382,9 +382,9 @@ class TrainingFunctions(UserFile):
         return self._by_name("metrics", returned, pair, remedy)
 
     def summarize_metrics(self, totals: Mapping[str, tuple[Any, float]]) -> dict[str, float]:
-        """Return the figures of a validation: the means, or what the user's function makes of the totals.
+        """Return the figures of a validation: the means, or the results of the user's function for the totals.
 
-        A mean over nothing, of a metric whose count is 0, is not among them.
+        Metrics with a count of 0 have no mean and are left out.
 
         Args:
             totals: what `metrics` returned, {name: (sum, count)}, added up over all minibatches.
@@ -395,7 +395,7 @@ class TrainingFunctions(UserFile):
         return self._by_name("summarize_metrics", returned, float, "return {name: number}")
 
     def _by_name(self, function: str, returned: Any, read: Callable[[Any], Any], remedy: str) -> dict[str, Any]:
-        """Return what a function returned for each name of a metric, as `read` gives it; raises ModelError."""
+        """Return a function's value for each metric name, converted by `read`; raises ModelError."""
         try:
             values = {str(name): read(value) for name, value in returned.items()}
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -422,13 +422,13 @@ class ModelFile(DataFunctions, TrainingFunctions):
             ref: names the file, the function and its settings.
             trusted: the user named it on the command line. Of the files that an artifact names, only those under the
                 current folder and pdtool's own zoo are imported.
-            digests: those of the artifact that names the model. Where the operator graph is not among them, the file
-                must have the bytes that it had; where it is, compare the graph after tracing (graph_digest).
+            digests: the digests of the artifact that names the model. If it records no operator graph, the file must be
+                unchanged, byte for byte. Otherwise compare the graph after tracing (graph_digest).
 
         Raises:
             UsageError: no such file or module.
             StaleError: the file changed since the artifact was made, which does not record the operator graph.
-            ModelError: it cannot be imported, lacks the function, or another cannot be called as it will be.
+            ModelError: it cannot be imported, lacks the function, or a function does not accept pdtool's arguments.
         """
         path = find_source(ref.source)
         if not trusted:
@@ -441,12 +441,12 @@ class ModelFile(DataFunctions, TrainingFunctions):
         _LOG.debug("imported %s", path)
         file.function(ref.function)
         file.check_signatures()
-        _ = file.hints, file.training  # checked now, not when they are first needed
+        _ = file.hints, file.training  # check now, not when they are first needed
         return file
 
     @property
     def name(self) -> str:
-        """`vgg16` for `models/vgg16.py`, `vgg16-small` for its function `small`; settings make no difference."""
+        """`vgg16` for `models/vgg16.py`, `vgg16-small` for its function `small`, whatever the settings."""
         return model_name(self.path, self.ref.function)
 
     @property
@@ -457,7 +457,7 @@ class ModelFile(DataFunctions, TrainingFunctions):
     def build(self, seed: int = 0) -> nn.Module:
         """Build the model in training mode, its random initial weights fixed by `seed`; raises ModelError.
 
-        Torch, Python and numpy draw from `seed`: all replicas must begin alike.
+        Torch, Python and numpy draw from `seed`, because all replicas must start with the same weights.
         """
         function = self.function(self.ref.function)
         try:
@@ -493,15 +493,15 @@ class ModelFile(DataFunctions, TrainingFunctions):
 
     @property
     def model_settings(self) -> dict[str, Setting]:
-        """The settings that the model is built with: those that it has parameters for, and those that no other function
-        takes. A model with `**settings` is given all but those that a function of training takes."""
+        """The settings for building the model: those that it has parameters for, and those that no other function
+        takes. A model with `**settings` gets all but those that a training function takes."""
         others = OWN_ARGUMENTS.keys() - DATA_FUNCTIONS.keys() if self._takes_any_setting else OWN_ARGUMENTS
         elsewhere = {key for name in others for key in self.settings_of(name)} - {*self.parameters(self.ref.function)}
         return {key: value for key, value in self.ref.settings.items() if key not in elsewhere}
 
     @property
     def setting_names(self) -> dict[str, tuple[str, ...]]:
-        """The settings that each function of the file can be given; that which builds the model is the first."""
+        """The settings that each function of the file accepts; the function that builds the model comes first."""
         return {name: self.parameters(name) for name in (self.ref.function, *OWN_ARGUMENTS) if self.has(name)}
 
     def takes_setting(self, name: str) -> bool:
@@ -523,8 +523,7 @@ class ModelFile(DataFunctions, TrainingFunctions):
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside of torch.compile, for which `run` has --compile, or of data parallelism, which plans
-    replace."""
+    """Unwrap a model from torch.compile (`run` has --compile for that) and from data parallelism (plans replace it)."""
     while True:
         if type(model).__name__ == "OptimizedModule":  # of torch._dynamo, which takes a second to import
             model = model.get_submodule("_orig_mod")
@@ -535,10 +534,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def keep_evaluation(model: nn.Module) -> None:
-    """Let the modules that model() put into evaluation mode stay in it, whatever mode the model is put into.
+    """Keep modules that model() put into evaluation mode in that mode, whatever mode the model is put into.
 
-    Such are a frozen batch norm, or a teacher; an overridden train() decides for itself. Where all of the model is in
-    evaluation mode, as what `from_pretrained` returns, nothing is meant by it.
+    A frozen batch norm or a teacher is such a module. An overridden train() decides for itself. If all of the model is
+    in evaluation mode, as after `from_pretrained`, it is not meant, so ignore it.
     """
     for module in model.modules() if model.training else ():
         if not module.training:
@@ -546,14 +545,14 @@ def keep_evaluation(model: nn.Module) -> None:
 
 
 def make_gradients_dense(model: nn.Module) -> None:
-    """Let embeddings have the same gradients as dense tensors: stages, replicas and messages have no sparse ones."""
+    """Give embeddings dense gradients, because stages, replicas and messages support no sparse ones."""
     for module in model.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             module.sparse = False
 
 
 def switch_off_caches(model: nn.Module) -> None:
-    """Let a model of `transformers` make no cache of keys, which is for generation and would be among its outputs."""
+    """Switch off the key cache of a `transformers` model: it is for generation and would be among the outputs."""
     for module in model.modules() if hasattr(model, "config") else ():
         config: Any = getattr(module, "config", None)
         if getattr(config, "__dict__", {}).get("use_cache") is True:
@@ -567,5 +566,5 @@ def _train_children(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def _tensor_or_number(total: Any) -> Any:
-    """A sum as it is added up and sent to other workers."""
+    """Return a sum in the form in which it is added up and sent to other workers."""
     return total.detach().cpu() if isinstance(total, Tensor) else float(total)

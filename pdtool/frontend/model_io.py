@@ -1,7 +1,7 @@
 """What a model takes and returns: tensors and constants in nested tuples, dicts and dataclasses.
 
-torch.export sees only into containers that torch's pytrees know. Of a model's own, dataclasses and subclasses of dict
-are made known when they are met. `Structure` describes such a value to a worker that does not have it.
+torch.export sees only into containers that torch's pytrees know. A model's own dataclasses and subclasses of dict are
+registered when they are met. `Structure` describes such a value to a worker that does not have it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class ModelInputs:
     """The arguments of one call of a model.
 
     Attributes:
-        args: those by position.
-        kwargs: those by name, in alphabetical order, so that the tensors have one order however a dict was filled.
+        args: positional ones.
+        kwargs: those by name, in alphabetical order, so that the tensors' order does not depend on how a dict was
+            filled.
     """
 
     args: tuple[Any, ...]
@@ -42,7 +43,7 @@ class ModelInputs:
 
     @classmethod
     def of(cls, inputs: Any) -> ModelInputs:
-        """Return what `example_inputs` or a dataset gives: a dict is passed by name, a tuple or a list by position."""
+        """Read the result of `example_inputs` or a dataset: a dict is passed by name, a tuple or a list by position."""
         if isinstance(inputs, ModelInputs):
             return inputs
         register_containers(inputs)
@@ -63,13 +64,13 @@ class ModelInputs:
 
     @property
     def signature(self) -> tuple[str, ...]:
-        """The arguments as texts, `input_ids` or `use_cache=False`; () where all are tensors by position."""
+        """The arguments as texts, `input_ids` or `use_cache=False`; () if all are tensors by position."""
         if not self.kwargs and all(isinstance(argument, Tensor) for argument in self.args):
             return ()
         return tuple(name if isinstance(leaf, Tensor) else f"{name}={leaf!r}" for name, leaf in self.leaves)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ModelInputs:
-        """Return the same arguments with `function` of each tensor in its place."""
+        """Return the same arguments with `function` applied to each tensor."""
         apply = partial(pytree.tree_map_only, Tensor, function)
         return ModelInputs(apply(self.args), apply(self.kwargs))
 
@@ -79,7 +80,7 @@ class ModelInputs:
 
 
 def named_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield (name, leaf) of each tensor and constant in nested containers: `output.logits` inside of `output`."""
+    """Yield (name, leaf) of each tensor and constant in nested containers: `output.logits` inside `output`."""
     inner = children(value)
     if inner is None:
         yield name, value
@@ -88,7 +89,7 @@ def named_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """Return the tensors of what a model returns, in order."""
+    """Return the tensors in a model's output, in order."""
     return [leaf for _, leaf in named_leaves(output, "output") if isinstance(leaf, Tensor)]
 
 
@@ -108,8 +109,8 @@ def register_containers(value: Any) -> None:
 
 
 def children(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return (key, value) of what a container holds; None for what is no container."""
-    if isinstance(value, LEAVES):  # first, for it is asked of each minibatch, mostly of tensors
+    """Return a container's (key, value) pairs; None if it is not a container."""
+    if isinstance(value, LEAVES):  # first, because this runs for each minibatch, mostly on tensors
         return None
     if isinstance(value, Mapping):
         return list(value.items())
@@ -123,13 +124,13 @@ def children(value: Any) -> list[tuple[Any, Any]] | None:
 
 @dataclass(frozen=True)
 class Structure:
-    """Tensors in nested containers as data: what they are, without their values.
+    """The structure of tensors in nested containers, without their values.
 
     Attributes:
-        kind: `module:Class` of a container, or of a number of Python's; `float32` of a tensor, "" of None.
-        shape: of a tensor.
-        keys: of a dict, or the fields of a dataclass; the length of a deque that has a limit.
-        factory: builtin class with which a defaultdict makes values.
+        kind: `module:Class` of a container or a Python number; `float32` for a tensor, "" for None.
+        shape: shape of a tensor.
+        keys: keys of a dict or fields of a dataclass; for a deque with a limit, the limit.
+        factory: builtin class that makes the values of a defaultdict.
     """
 
     kind: str
@@ -140,7 +141,7 @@ class Structure:
 
     @classmethod
     def of(cls, value: Any) -> Structure:
-        """Describe a value; raises ModelError when it holds what cannot be described."""
+        """Describe a value; raises ModelError if part of it cannot be described."""
         if value is None:
             return cls("")
         if isinstance(value, Tensor):
@@ -191,7 +192,7 @@ class Structure:
         if hasattr(kind, "__dataclass_fields__"):
             return _made_dataclass(kind, made, self.keys)
         if not issubclass(kind, (tuple, list)):
-            raise TypeError("it is no container")
+            raise TypeError("it is not a container")
         return kind(*made) if hasattr(kind, "_fields") else kind(made)
 
 
@@ -203,7 +204,7 @@ def _cannot_be_sent(what: str) -> ModelError:
 
 
 def _class_name(kind: type) -> str:
-    """Return the name by which other workers find a class; raises ModelError when they do not."""
+    """Return the name by which other workers find a class; raises ModelError if they cannot."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     with suppress(LookupError):
         if _class(name) is kind:
@@ -212,13 +213,13 @@ def _class_name(kind: type) -> str:
 
 
 def _class(name: str) -> Any:
-    """Find a class by `module:Class` among what is imported; raises LookupError."""
+    """Find a class by `module:Class` among the imported modules; raises LookupError."""
     module, _, path = name.partition(":")
     found: Any = sys.modules[module]
     for part in path.split("."):
         found = vars(found)[part]
     if not isinstance(found, type):
-        raise LookupError(f"{name} is no class")
+        raise LookupError(f"{name} is not a class")
     return found
 
 
@@ -255,7 +256,8 @@ def _made_dict(kind: type, values: Sequence[Any], keys: Sequence[Any]) -> Any:
 
 
 def _made_dataclass(kind: type, values: Sequence[Any], keys: Sequence[Any]) -> Any:
-    """Without __init__, which may check its arguments: the graph has other things in the places of tensors."""
+    """Make it without __init__, which may check its arguments, because the graph has other objects in place of
+    tensors."""
     made: Any = object.__new__(kind)
     for key, value in zip(keys, values, strict=True):
         object.__setattr__(made, key, value)

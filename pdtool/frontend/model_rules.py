@@ -1,6 +1,6 @@
-"""The rules of model.py beside its functions: what `HINTS` and the constants may say, and what functions may return.
+"""The rules of model.py: what `HINTS` and the constants may say, and what functions may return.
 
-`HINTS` says which modules stay together, belong to a certain stage, or are called whole. The constants of training are
+`HINTS` says which modules stay together, belong to a certain stage, or are opaque. The constants of training are
 `MAX_GRAD_NORM`, `SCHEDULER_STEP` and `DROP_LAST`. An optimizer or a loss that a pipeline cannot use is refused.
 """
 
@@ -29,7 +29,7 @@ class Hints:
     Attributes:
         no_split: paths of modules that stay in one stage.
         pin: path of a module -> index of its stage; a negative one counts from the end.
-        opaque: paths of modules that are one operator each, called whole.
+        opaque: paths of modules that are one operator each and never split.
     """
 
     no_split: tuple[str, ...] = ()
@@ -38,9 +38,9 @@ class Hints:
 
     @classmethod
     def of(cls, hints: object) -> Hints:
-        """Check what the user wrote; raises FieldError, whose text ends with what to write."""
+        """Check what the user wrote; raises FieldError, whose text ends with the remedy."""
         if not isinstance(hints, dict):
-            raise FieldError("HINTS", f'{hints!r:.80} is no dict; write {{"no_split": [...], "pin": {{...}}}}')
+            raise FieldError("HINTS", f'{hints!r:.80} is not a dict; write {{"no_split": [...], "pin": {{...}}}}')
         if unknown := [key for key in hints if key not in ("no_split", "pin", "opaque")]:
             raise FieldError("HINTS", f"has unknown keys {unknown!r:.80}; use no_split, pin and opaque")
         no_split, opaque = (_paths(key, hints.get(key, ())) for key in ("no_split", "opaque"))
@@ -55,7 +55,7 @@ class Hints:
 
 
 def unknown_module_remedy(path: str, modules: Iterable[str]) -> str:
-    """Say what to write instead of a path that none of the model's modules has."""
+    """Return a remedy for a path that no module of the model has."""
     paths = [module for module in modules if module]
     otherwise = f"name each module by its whole path, such as {', '.join(paths[:3])}; patterns do not work here"
     return suggestion(path, paths, otherwise)
@@ -80,9 +80,9 @@ class TrainingOptions:
     """The constants of model.py that concern training.
 
     Attributes:
-        max_grad_norm: `MAX_GRAD_NORM`, to which the norm of the gradients is clipped before each update.
-        scheduler_step: `SCHEDULER_STEP`, after what the learning-rate schedule is stepped: "update" or "epoch".
-        drop_last: `DROP_LAST`, whether a short last minibatch of an epoch of training is left out.
+        max_grad_norm: `MAX_GRAD_NORM`: the norm of the gradients is clipped to this before each update.
+        scheduler_step: `SCHEDULER_STEP`: the learning-rate schedule steps after each "update" or "epoch".
+        drop_last: `DROP_LAST`: whether to leave out a short last minibatch of a training epoch.
     """
 
     max_grad_norm: float | None = None
@@ -91,7 +91,7 @@ class TrainingOptions:
 
     @classmethod
     def of(cls, names: Mapping[str, Any]) -> TrainingOptions:
-        """Check what the user wrote, by name; raises FieldError, whose text ends with what to write."""
+        """Check the user's constants, by name; raises FieldError, whose text ends with the remedy."""
         norm = names.get("MAX_GRAD_NORM")
         is_number = isinstance(norm, Real) and not isinstance(norm, bool)
         if norm is not None and not (is_number and 0 < norm <= sys.float_info.max):
@@ -108,7 +108,7 @@ class TrainingOptions:
 
 
 def optimizer_fault(returned: object) -> str:
-    """Say why what optimizer() returned cannot be used, and what can; "" where it can."""
+    """Say why the result of optimizer() cannot be used, and what can; "" if it can."""
     if isinstance(returned, (list, tuple, dict)):
         return (
             f"returned {len(returned)} values in a {type(returned).__name__}, but an update is one step of one "
@@ -143,14 +143,14 @@ def check_gradient(loss: Tensor, output: Any) -> None:
 
 
 def hook_on_parameter(location: str) -> TraceError:
-    """Return what is said of a forward that puts a hook on a parameter, at the line `file.py:12`."""
-    what = "forward puts a hook on a parameter, but stages have other tensors and would not keep it"
+    """Return the error for a forward that puts a hook on a parameter, at the line `file.py:12`."""
+    what = "forward puts a hook on a parameter, but stages have tensors of their own and would lose it"
     remedy = "change gradients in the optimizer's step, or with MAX_GRAD_NORM"
     return TraceError(what, remedy, location=location, module="")
 
 
 def takes_total(scheduler: Callable[..., Any]) -> bool:
-    """Whether scheduler() wants to know how often it will be stepped: its second argument, if it has no default."""
+    """Whether scheduler() takes the total number of steps: a second argument without a default."""
     parameters = inspect.signature(scheduler).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return len(positional) > 1 and positional[1].default is inspect.Parameter.empty

@@ -1,4 +1,4 @@
-"""Find the module that torch.export cannot see through: it becomes opaque, an operator that is called whole."""
+"""Find the module that torch.export cannot see through: it becomes opaque, a single operator that is never split."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DRAWING_NUMPY = "rand randn random randint uniform normal choice permutation sh
 def failing_module(error: BaseException, model: nn.Module) -> str | None:
     """Return the path of the innermost module whose code raised `error`; "" for the model; None when there is none.
 
-    A leaf module is not to blame, but what calls it.
+    If a leaf module fails, its caller is to blame.
     """
     paths = _paths(model)
     cause: BaseException | None = error
@@ -44,7 +44,7 @@ def failing_module(error: BaseException, model: nn.Module) -> str | None:
 
 
 def modules_writing_data(model: nn.Module) -> list[str]:
-    """The paths of the modules whose code has `.data` in it, which torch.export traces into tensors without values."""
+    """The paths of modules whose code uses `.data`, which torch.export traces into tensors without values."""
     found = []
     for path, module in model.named_modules():
         try:
@@ -55,7 +55,7 @@ def modules_writing_data(model: nn.Module) -> list[str]:
 
 
 class FixedSize(NamedTuple):
-    """Code that holds for some sizes of the minibatch only, such as `range(len(x))`.
+    """Code that is valid for some minibatch sizes only, such as `range(len(x))`.
 
     Attributes:
         module: path of the module whose forward it is.
@@ -68,7 +68,7 @@ class FixedSize(NamedTuple):
 
 @contextmanager
 def fixed_sizes(model: nn.Module) -> Iterator[list[FixedSize]]:
-    """Note what holds for some sizes of the minibatch only, while the model is exported."""
+    """Record code that is valid for some minibatch sizes only, during the export."""
     paths = _paths(model)
     found: list[FixedSize] = []
 
@@ -95,7 +95,7 @@ def fixed_sizes(model: nn.Module) -> Iterator[list[FixedSize]]:
 def _paths(model: nn.Module) -> dict[int, str]:
     """The paths of the model's modules, but for leaf modules, by the id of their attributes.
 
-    A module that is called under two names is run by torch.export as another object, which shares its attributes.
+    If a module is called under two names, torch.export runs another object that shares its attributes.
     """
     modules = model.named_modules()
     return {id(vars(module)): path for path, module in modules if not (path and is_leaf(module))}
@@ -108,11 +108,10 @@ def _path(frame: FrameType, paths: Mapping[int, str]) -> str | None:
 
 @contextmanager
 def untraceable_refused() -> Iterator[None]:
-    """Refuse what torch.export would trace without an error, and wrongly.
+    """Refuse code that torch.export would trace wrongly without an error.
 
-    These are gradients taken in forward, hooks on tensors, and numbers of Python's and numpy's generators, which would
-    be drawn once and for all. An autograd.Function is kept whole; reentrant checkpointing, which is one too, is left
-    out.
+    These are gradients taken in forward, hooks on tensors, and random numbers from Python and numpy, which would be
+    drawn once and for all. An autograd.Function stays one operator, except reentrant checkpointing, which is left out.
     """
     with ExitStack() as stack:
         stack.enter_context(_functions_kept())
@@ -130,24 +129,24 @@ def untraceable_refused() -> Iterator[None]:
 
 
 def _refusing(name: str) -> Callable[..., Any]:
-    """A function that refuses to be called while a model is traced."""
+    """Return a function that raises if it is called while a model is traced."""
 
     def refused(*args: Any, **kwargs: Any) -> Any:
         if isinstance(next(iter(args), None), nn.Parameter):
             raise hook_on_parameter(line_of(sys._getframe(1)))
         what = f"forward calls {name}, which tracing cannot see"
-        raise TraceError(what, "move the call into a module of its own, which pdtool then calls whole")
+        raise TraceError(what, "move the call into a module of its own: pdtool then keeps that module in one piece")
 
     return refused
 
 
 @contextmanager
 def _functions_kept() -> Iterator[None]:
-    """Keep each autograd.Function of the user whole: torch.export would lose its backward."""
+    """Keep each autograd.Function of the user one operator, because torch.export would lose its backward."""
     apply = vars(Function)["apply"]
 
     def kept(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:  # when to compute again is the plan's to say
+        if cls is CheckpointFunction:  # the plan decides about recomputation
             function, _, *inputs = args
             return function(*inputs)
         if cls.__module__.startswith("torch."):
@@ -162,7 +161,7 @@ def _functions_kept() -> Iterator[None]:
 
 
 def without_inner(reasons: Mapping[str, str]) -> dict[str, str]:
-    """Leave out the modules that are inside another one of them."""
+    """Leave out modules that are inside another of these modules."""
     return {
         path: reason for path, reason in reasons.items() if not any(path.startswith(f"{other}.") for other in reasons)
     }

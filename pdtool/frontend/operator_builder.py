@@ -1,8 +1,8 @@
-"""Build the operators of a model, each with a name of its own, what it returns, and where it stands in the source.
+"""Build the operators of a model, each with a unique name, its outputs, and its line in the source.
 
-OperatorBuilder appends the operators. NodeValues knows what the nodes of the exported graph stand for, as far as it was
-read. The functions are passes over the finished list: they drop dead operators, mark constants, and group operators
-that share state.
+OperatorBuilder appends the operators. NodeValues knows what the nodes of the exported graph stand for, as far as they
+have been read. The functions are passes over the finished list: they drop dead operators, mark constants, and group
+operators that share state.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class OperatorBuilder:
         Args:
             op: with the parameters and buffers that it uses besides its arguments.
             results: tensors of the shapes and types of the outputs.
-            flows: whether each output lets a gradient back to what the operator takes, or to its parameters.
+            flows: for each output, whether a gradient flows back to the operator's inputs or parameters.
         """
         leaves = pytree.tree_leaves((op.args, op.kwargs))
         names = dict.fromkeys(leaf.name for leaf in leaves if isinstance(leaf, State))
@@ -90,7 +90,7 @@ class OperatorBuilder:
         return Value(operator, index, shape, tensor.dtype, differentiable and floating)
 
     def unique_name(self, name: str) -> str:
-        """Return the name, with a number where an operator or a module has it already."""
+        """Return the name, with a number if an operator or a module has it already."""
         return unique_name(name, self._names)
 
     def module_and_name(self, node: fx.Node, op: str) -> tuple[str, str]:
@@ -99,7 +99,7 @@ class OperatorBuilder:
         return path, self.unique_name(f"{path}.{op}" if path else op)
 
     def detached(self, value: Any) -> Any:
-        """Return what stands for `value` where no gradient flows back: the output of a `detach`, or `value` itself."""
+        """Return `value` without a gradient: the output of a `detach`, or `value` itself if none flows anyway."""
         if not isinstance(value, Value) or not value.differentiable:
             return value
         return self._detach(value, replace(value, operator=self.unique_name("detach"), index=0, differentiable=False))
@@ -128,14 +128,14 @@ class NodeValues:
         self._values[node] = value
 
     def argument(self, argument: Any) -> Any:
-        """Return an argument of a node, nested in containers, with what nodes and sizes stand for."""
+        """Return an argument of a node, nested in containers, with nodes and sizes replaced by their values."""
         return pytree.tree_map(lambda a: self._values[a] if isinstance(a, fx.Node) else self.size(a), argument)
 
     def size(self, value: Any, node: fx.Node | None = None) -> Any:
         """Return a symbolic integer as a Size, or as a number; anything else as it is.
 
         Raises:
-            TraceError: it follows from something else than the number of samples; `node` tells the line.
+            TraceError: it depends on something other than the number of samples; `node` tells the line.
         """
         if not isinstance(value, torch.SymInt):
             return value
@@ -164,7 +164,7 @@ class NodeValues:
         return False
 
     def replace(self, old: Value, new: Value) -> None:
-        """Let later users of `old`, which was written in place, take `new`."""
+        """Make later users of `old`, which was written in place, take `new`."""
         for node, value in self._values.items():
             if value is old:
                 self._values[node] = new
@@ -173,7 +173,7 @@ class NodeValues:
 
 
 def _batch_symbol(program: torch.export.ExportedProgram) -> Any:
-    """The symbol of the minibatch's size in the shapes of the inputs; None where there is none."""
+    """The symbol of the minibatch's size in the shapes of the inputs; None if there is none."""
     inputs = (node.meta.get("val") for node in program.graph.find_nodes(op="placeholder"))
     sizes = (size for value in inputs if isinstance(value, Tensor) for size in value.shape)
     symbolic: Any = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
@@ -207,7 +207,7 @@ def drop_dead_operators(operators: Sequence[Operator], output: Any, changed_buff
 
 
 def mark_constants(operators: Sequence[Operator], changed_buffers: Collection[str]) -> list[Operator]:
-    """Set `constant` on the ATen operators that only constants and unchanging buffers go into."""
+    """Set `constant` on the ATen operators whose inputs are only constants and unchanging buffers."""
     constants: set[str] = set()
     for op in operators:
         if op.target is None or torch.Tag.nondeterministic_seeded in op.target.tags:
@@ -221,7 +221,8 @@ def mark_constants(operators: Sequence[Operator], changed_buffers: Collection[st
 def operators_sharing_state(traced: Traced) -> tuple[tuple[str, ...], ...]:
     """Group the names of operators that must stand in one stage.
 
-    They use a buffer that one of them changes, different tensors over the memory of a parameter, or one opaque module.
+    They share a buffer that one of them changes, the memory of a parameter under different tensors, or an opaque
+    module.
     """
     state = named_state(traced.model)
     memory = first_names(state)
@@ -242,6 +243,6 @@ def operators_sharing_state(traced: Traced) -> tuple[tuple[str, ...], ...]:
 
 
 def _state_used(op: Operator, state: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """The parameters and buffers that an operator uses; of an opaque module also tensors that are mere attributes."""
+    """The parameters and buffers that an operator uses; for an opaque module also tensors that are plain attributes."""
     inside = (name for name in state if op.opaque and name.startswith(f"{op.module}."))
     return (*op.parameters, *op.buffers, *inside)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-# Arguments of ATen operators that say where and how memory lies, not what is computed.
+# Arguments of ATen operators about memory and device, not about the result.
 LAYOUT_ARGUMENTS = {"layout", "pin_memory", "cudnn_enable", "cudnn_enabled", "non_blocking"}
-OWN_NODES = re.compile(r"(loss|target)(_[0-9]+)?")  # of a profile, which are no operators of the model
+OWN_NODES = re.compile(r"(loss|target)(_[0-9]+)?")  # nodes of a profile that are not operators of the model
 BATCH = sympy.Symbol("batch", integer=True, positive=True)
 
 
@@ -44,7 +44,7 @@ class ByMode:
 
 @dataclass(frozen=True)
 class State:
-    """A parameter or buffer of the model, or a large tensor that is a mere attribute, used directly by an operator."""
+    """A parameter or buffer of the model, or a large tensor in a plain attribute, used directly by an operator."""
 
     name: str
 
@@ -74,12 +74,12 @@ class Value:
 
 @dataclass(frozen=True)
 class Branch:
-    """What is run in training, and what is run instead in evaluation.
+    """Operators that run in training, and those that run instead in evaluation.
 
     Attributes:
         training, evaluation: operators, in order.
-        results: of each output, the tensor that it is in training and in evaluation; None stands for zeros, in a mode
-            that does not compute it.
+        results: for each output, its tensor in training and in evaluation; None, which stands for zeros, in a mode that
+            does not compute it.
     """
 
     training: tuple[Operator, ...]
@@ -89,7 +89,7 @@ class Branch:
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """One node: a whole call of a leaf module, an ATen operator, a model input, or several of them by mode.
+    """One node: a call of a leaf or opaque module, an ATen operator, a model input, or several of them by mode.
 
     Attributes:
         name: unique; the module's path for a leaf call, `PATH.OP` elsewhere.
@@ -99,12 +99,12 @@ class Operator:
         args, kwargs: nested lists, tuples and dicts of Value, State, Size, ByMode and constants. An ATen operator has
             all its arguments in kwargs, under the names of its schema, defaults included.
         outputs: the tensors it returns.
-        structure: how `outputs` fill what it returns: a pytree of indices into `outputs`, None elsewhere.
+        structure: its return value as a pytree of indices into `outputs`, None elsewhere.
         parameters, buffers: names of the model's state that it uses.
         location: `file.py:12` in the user's code.
-        branch: operators that are run in one of the modes only, of which it consists; its args are what they take.
+        branch: operators that run in one mode only; this operator consists of them and its args are their inputs.
         function: the user's autograd.Function that it applies.
-        opaque: whether it is a whole call of a module that the stage takes from the model, for lack of operators.
+        opaque: whether it calls an opaque module, which the stage takes from the model.
         constant: computed from nothing but constants and unchanging buffers; repeated in each stage that needs it.
     """
 
@@ -126,7 +126,7 @@ class Operator:
 
     @property
     def is_module(self) -> bool:
-        """Whether it is a whole call of a module."""
+        """Whether it calls a module."""
         return not (self.target or self.branch or self.function or self.is_input)
 
     @property
@@ -141,7 +141,7 @@ class Operator:
 
     @property
     def parts(self) -> tuple[Operator, ...]:
-        """The operators that it consists of: those of its branch, or itself."""
+        """The operators of its branch, or itself."""
         return (*self.branch.training, *self.branch.evaluation) if self.branch else (self,)
 
 
@@ -155,9 +155,9 @@ class Traced:
         output: what the model returns, in containers of the model's own types: Value, State, Size and constants.
         together: groups of operators that must stand in one stage, since they share changing state.
         arguments: what it was called with; see ModelInputs.signature.
-        opaque: path of a module that is called whole, as no leaf module is -> why.
+        opaque: path of an opaque module -> why it is opaque.
         changed_buffers: names of the buffers that an operator writes.
-        autocast_off: the lines where it switches autocast off, which its stages do not.
+        autocast_off: lines where it switches autocast off; its stages would not.
     """
 
     model: nn.Module
@@ -208,7 +208,7 @@ def _values_by_mode(leaf: Any) -> Sequence[Value]:
 
 
 def unique_name(name: str, taken: set[str], first: int = 1) -> str:
-    """Return `name`, or where that is taken `name_1` and so on, from number `first`; from now on it is taken."""
+    """Return `name`, or if that is taken `name_1` and so on, from number `first`; mark it as taken."""
     candidates = chain([name], (f"{name}_{number}" for number in count(first)))
     free = next(candidate for candidate in candidates if candidate not in taken)
     taken.add(free)
@@ -216,7 +216,7 @@ def unique_name(name: str, taken: set[str], first: int = 1) -> str:
 
 
 def named_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters and buffers, each under all of its names, and tensors that are mere attributes."""
+    """Return all parameters and buffers, each under all of its names, and tensors in plain attributes."""
     return tensor_attributes(model) | registered_state(model)
 
 
@@ -227,7 +227,7 @@ def registered_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def tensor_attributes(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that modules hold as mere attributes, `self.mask = torch.ones(8, 8)`, under their paths."""
+    """Return the tensors in plain attributes of modules, `self.mask = torch.ones(8, 8)`, under their paths."""
     return {
         f"{path}.{name}" if path else name: value
         for path, module in model.named_modules(remove_duplicate=False)
@@ -243,7 +243,7 @@ def first_names(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Return what tells the storage of a tensor from others, as long as it lives; views share it."""
+    """Return a key for a tensor's storage, unique as long as it lives; views share it."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -255,7 +255,7 @@ def have_one_storage(a: Tensor, b: Tensor) -> bool:
 def shared_memory(state: Mapping[str, Tensor]) -> list[list[str]]:
     """Group the names of different tensors that overlap in memory: a weight and a view of it, such as its transpose.
 
-    Two names of one tensor are no group; together with a view of it they are in one.
+    Two names of one tensor alone are not a group; with a view of it they are.
     """
     extents: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in state.items():
@@ -276,22 +276,22 @@ def shared_memory(state: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def names_over_parameters(state: Mapping[str, Tensor]) -> list[list[str]]:
-    """Return the groups of `shared_memory` with a parameter in them: what changes with each update."""
+    """Return the groups of `shared_memory` that contain a parameter, so change with each update."""
     return [group for group in shared_memory(state) if any(isinstance(state[n], nn.Parameter) for n in group)]
 
 
 def empty_in_same_place(
     tensor: Tensor, storages: dict[int, torch.UntypedStorage], device: torch.device | None = None
 ) -> Tensor:
-    """Return an empty tensor that lies in a new storage where `tensor` lies in its own.
+    """Return an empty tensor with the same place in a new storage as `tensor` has in its own.
 
-    So what shares memory shares it in each version. And cuDNN takes the weights of a recurrent layer from one piece of
-    memory, in an order of its own, which a module makes when it moves to the device. Of weights that lie elsewhere it
-    makes such a copy at every call, and warns.
+    So tensors that share memory share it in each version. And cuDNN takes a recurrent layer's weights from one piece of
+    memory, in its own order, which the module makes when it moves to the device. If weights lie elsewhere, cuDNN copies
+    them at every call, and warns.
 
     Args:
         storages: address of a storage -> the new one in its place; filled here.
-        device: of the new storage; None is that of the tensor.
+        device: device of the new storage; None: the tensor's.
     """
     address, device = storage_address(tensor), device or tensor.device
     if address not in storages:
@@ -302,7 +302,7 @@ def empty_in_same_place(
 
 
 def is_persistent(owner: nn.Module, name: str) -> bool:
-    """Whether a tensor of a module, a buffer or a mere attribute, is in its state_dict."""
+    """Whether a module's tensor, a buffer or a plain attribute, is in its state_dict."""
     return name in owner._buffers and name not in owner._non_persistent_buffers_set
 
 

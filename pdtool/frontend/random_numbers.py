@@ -1,7 +1,8 @@
 """Random numbers that do not depend on the plan: who draws them, and from which seed.
 
-The functions say which modules and ATen operators draw, and like which tensors. OperatorSeeds seeds the generators for
-each random operator of a stage, so that it draws the same wherever the cuts are.
+The functions say which modules and ATen operators draw random numbers, and in the layout of which tensors.
+OperatorSeeds seeds the generators for each random operator of a stage, so that it draws the same numbers wherever the
+cuts are.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch import Tensor, nn
 
 from pdtool.frontend.operators import Operator, Value
 
-_PROBABILITIES = ("p", "dropout", "dropout_p")  # arguments of ATen operators that draw nothing where one of them is 0
-_MODES = ("train", "training")  # and where one of these is False
-# What draws by sample and channel, or for a tensor of its own, instead of like an input.
+_PROBABILITIES = ("p", "dropout", "dropout_p")  # ATen operators draw nothing if one of these arguments is 0
+_MODES = ("train", "training")  # or if one of these is False
+# These draw by sample and channel, or for a tensor of their own, not in the layout of an input.
 _DRAWING_BY_INDEX = {"feature_dropout", "feature_alpha_dropout", "scaled_dot_product_attention"}
 _DRAWING_BY_INDEX |= {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _MODULES_DRAWING_BY_INDEX = (
@@ -37,7 +38,7 @@ _FUNCTION = "seed_operator"  # of the stage files
 
 
 def module_draws(module: nn.Module) -> bool:
-    """Whether a call of `module` may draw random numbers; those that are not torch's own may."""
+    """Whether a call of `module` may draw random numbers; any module outside torch.nn may."""
     return any(is_user_module(m) or _drops(m) or isinstance(m, nn.RReLU) for m in module.modules())
 
 
@@ -57,7 +58,7 @@ def operator_draws(op: Operator, model: nn.Module) -> bool:
 
 
 def module_draws_by_layout(module: nn.Module) -> bool:
-    """Whether the memory layout of what a random module takes decides which element gets which number."""
+    """Whether the memory layout of a random module's input decides which element gets which number."""
     return not isinstance(module, _MODULES_DRAWING_BY_INDEX)
 
 
@@ -80,7 +81,7 @@ def derive_seed(*parts: int | str) -> int:
 def seed_torch(seed: int, device: torch.device | None = None) -> None:
     """Seed the generators of the CPU and of `device`.
 
-    torch.manual_seed seeds those of all devices, and where CUDA is not in use formats a stack trace each time: most of
+    torch.manual_seed seeds all devices. If CUDA is not in use, it formats a stack trace each time, which takes most of
     a millisecond.
     """
     torch.default_generator.manual_seed(seed)
@@ -89,9 +90,9 @@ def seed_torch(seed: int, device: torch.device | None = None) -> None:
 
 
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
-    """Seed the generators of torch, as `seed_torch` does, of Python and of numpy.
+    """Seed the generators of torch (as `seed_torch` does), Python and numpy.
 
-    Those of other devices go on: code that may draw there needs torch.manual_seed as well.
+    Generators of other devices stay unseeded: code that may draw there needs torch.manual_seed as well.
     """
     seed_torch(seed, device)
     random.seed(seed)
@@ -100,7 +101,7 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Give torch, Python and numpy their random states back at the end, CUDA's excepted."""
+    """Restore the random states of torch, Python and numpy at the end, except CUDA's."""
     state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -113,20 +114,18 @@ def random_state_kept() -> Iterator[None]:
 class OperatorSeeds:
     """Seeds the generators for the random operators of one stage.
 
-    The seed follows from the run's seed, the epoch, the minibatch and the operator's name, so that an operator draws
-    the same wherever the cuts are, whoever computes its stage and how often (recomputation). A leaf module that is
-    called once has its path as name, and is seeded by a hook. Before any other random operator the stage file calls
-    `seed_operator` with its name, a function that does nothing until a run puts its own in place. What is neither, such
-    as an operator of a stage that torch.compile takes, draws from generators that are seeded at the beginning of the
-    stage's forward.
+    The seed depends on the run's seed, the epoch, the minibatch and the operator's name. So an operator draws the same
+    numbers wherever the cuts are, whoever computes its stage, and however often (recomputation). A leaf module that is
+    called once has its path as name, and a hook seeds for it. Before any other random operator the stage file calls
+    `seed_operator` with its name; this function does nothing until a run replaces it. All others, such as operators of
+    a stage under torch.compile, draw from generators that are seeded at the beginning of the stage's forward.
 
-    Which element of a tensor gets which random number depends on the tensor's layout in memory, and a tensor that has
-    crossed a stage border is contiguous, whatever it was before. So operators that draw like their inputs get
-    contiguous ones.
+    Which element of a tensor gets which random number depends on the tensor's memory layout. A tensor that has crossed
+    a stage border is always contiguous. So operators that draw in the layout of their inputs get contiguous ones.
 
     Args:
         stage: its number.
-        device: where it computes; None is the CPU.
+        device: where it computes; None: the CPU.
     """
 
     def __init__(self, stage: int = 0, device: torch.device | None = None) -> None:
@@ -136,7 +135,7 @@ class OperatorSeeds:
         self._named = ""  # the operator that the stage file named last
 
     def attach(self, module: nn.Module) -> None:
-        """Let every random operator of the stage's module draw from generators seeded for it."""
+        """Make every random operator of the stage's module draw from generators seeded for it."""
         code = sys.modules[type(module).__module__]
         if hasattr(code, _FUNCTION):
             setattr(code, _FUNCTION, self._seed_named)
@@ -150,7 +149,7 @@ class OperatorSeeds:
         self._phase = phase
 
     def begin_forward(self, minibatch: int) -> None:
-        """Begin the stage's forward of a minibatch, the first one or its repetition before the backward."""
+        """Begin the stage's forward of a minibatch, or its recomputation before the backward."""
         self._minibatch = minibatch
         self.seed(f"stage {self._stage}")
 
@@ -159,14 +158,14 @@ class OperatorSeeds:
         seed_torch(self._seed_of(operator), self._device)
 
     def seed_user_code(self, operator: str) -> None:
-        """Seed the generators of Python and numpy too, from which code that is not torch's may draw."""
+        """Seed the generators of Python and numpy too, because code outside torch may draw from them."""
         seed_generators(self._seed_of(operator), self._device)
 
     def _seed_of(self, operator: str) -> int:
         return derive_seed(*self._phase, self._minibatch, operator)
 
     def _seed_named(self, name: str, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Seed for the operator of this name; return the tensors like which it draws, contiguous."""
+        """Seed for the operator of this name; return contiguous versions of the tensors whose layout it draws in."""
         self._named = name
         self.seed(name)
         contiguous = tuple(map(_contiguous, tensors))
@@ -187,7 +186,7 @@ def _contiguous(value: Any) -> Any:
 
 
 def _leaves(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield (path, module) of what lies in the containers of a stage; what lies inside of these is their own."""
+    """Yield (path, module) of each module directly in a stage's containers, not of modules inside these."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if type(child) in (nn.Module, nn.ModuleDict):

@@ -1,8 +1,8 @@
 """Trace a model: run torch.export until it takes the model, in training and in evaluation mode.
 
-Each whole call of a leaf module (`leaf_modules`) is a single operator; what lies between them arrives as ATen
-operators. What differs between the two modes depends on `self.training`. A module that torch.export cannot see through
-becomes opaque, one operator as well, and the model is traced again.
+Each call of a leaf module (`leaf_modules`) is a single operator. Code between them becomes ATen operators. The two
+modes differ where code depends on `self.training`. A module that torch.export cannot see through becomes opaque, which
+means a single operator, and the model is traced again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pdtool.frontend.operator_builder import operators_sharing_state
 from pdtool.frontend.operators import Traced, named_state, names_over_parameters
 from pdtool.frontend.user_code import user_line
 
-_HOOKED = "it has a backward hook"  # so its module is called whole
+_HOOKED = "it has a backward hook"  # so its module is opaque
 
 
 def trace(
@@ -41,14 +41,15 @@ def trace(
     """Trace `model` in training and in evaluation mode.
 
     Args:
-        example: gives the inputs of a minibatch of a given size, as ModelInputs takes them; dimensions that grow with
+        example: returns the inputs of a minibatch of a given size, as ModelInputs takes them; dimensions that grow with
             the size are the batch.
-        batch_size: to trace with, at least 2; the operators are the same for any other.
+        batch_size: minibatch size to trace with, at least 2; the operators are the same for any other.
         path: the user's file, for the lines named in errors.
-        opaque: paths of modules to call whole, besides those that cannot be traced.
+        opaque: paths of modules to make opaque, besides those that cannot be traced.
 
     Raises:
-        TraceError: torch.export cannot take the model, it is bound to one batch size, or it does what a stage cannot.
+        TraceError: torch.export cannot trace the model, it works for one batch size only, or a stage cannot do the
+            same.
     """
     tracer = _Tracer(model, lambda size: ModelInputs.of(example(size)), max(2, batch_size), path)
     was_training = model.training
@@ -80,13 +81,13 @@ def _check_paths(model: nn.Module, opaque: Sequence[str]) -> None:
     for path in opaque:
         if not path or path not in known:
             remedy = unknown_module_remedy(path, known)
-            raise TraceError(f"HINTS names {path!r} as opaque, which is not a module inside the model", remedy)
+            raise TraceError(f"HINTS names {path!r} as opaque, but the model has no such module inside it", remedy)
 
 
 def _check_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            what = f"parameter {name} has a hook on its gradient, but stages have other tensors and would not call it"
+            what = f"parameter {name} has a gradient hook, but stages have tensors of their own and would not call it"
             raise TraceError(what, "change gradients in the optimizer's step, or with MAX_GRAD_NORM")
     if _has_backward_hook(model):
         raise TraceError(
@@ -106,18 +107,20 @@ def _check_initialized(model: nn.Module) -> None:
 
 
 def _check_opaque(traced: Traced, opaque: Mapping[str, str], called: Collection[str]) -> None:
-    """Check that what is inside of an opaque module is called from there only, and that those of HINTS are called."""
+    """Check that modules inside an opaque one are called from there only, and that opaque modules of HINTS are
+    called."""
     parts = [part for op in traced.operators for part in op.parts]
     for path in opaque:
         if inner := next((part for part in parts if part.module.startswith(f"{path}.")), None):
-            what = f"{inner.module} is called from outside {path}, which is called whole"
+            what = f"{inner.module} is called from outside {path}, which is opaque and cannot be split"
             raise TraceError(what, f"call it from {path} only", location=inner.location, module=path.rpartition(".")[0])
         if path not in called and opaque[path] != _HOOKED:
-            raise TraceError(f"{path} is named as opaque but never called", "remove it from HINTS")
+            raise TraceError(f"HINTS names {path} as opaque, but forward never calls it", "remove it from HINTS")
 
 
 def _check_shared_memory(traced: Traced) -> None:
-    """Check that what is saved and shares the memory of a trained parameter is used: otherwise it is in no stage."""
+    """Check that forward uses every saved tensor that shares a trained parameter's memory; otherwise no stage has
+    it."""
     state = named_state(traced.model)
     used = {name for op in traced.operators for name in (*op.parameters, *op.buffers)}
     used_parameters = {id(state[name]) for name in used if isinstance(state[name], nn.Parameter)}
@@ -135,7 +138,7 @@ def trace_file(file: ModelFile, model: nn.Module, batch_size: int) -> Traced:
 
 
 def _alike(model: nn.Module, path: str | None) -> set[str]:
-    """The paths of a module and of those that run the same code: one would fail after the other; none for the model."""
+    """The paths of a module and of those that run the same code, which would fail next; none for the model."""
     if path and is_leaf(model.get_submodule(path)):
         path = path.rpartition(".")[0]
     if not path:
@@ -148,7 +151,7 @@ def _alike(model: nn.Module, path: str | None) -> set[str]:
 
 @dataclass(frozen=True)
 class _Tracer:
-    """Traces a model that calls some of its modules whole."""
+    """Traces a model with some opaque modules."""
 
     model: nn.Module
     example: Callable[[int], ModelInputs]
@@ -156,7 +159,7 @@ class _Tracer:
     path: Path
 
     def trace(self, opaque: Collection[str]) -> Traced:
-        """Trace in both modes, with every write in place taken out where one of them writes into part of a tensor."""
+        """Trace in both modes; if one writes into part of a tensor in place, remove all in-place writes."""
         try:
             training, evaluation = (self._read(mode, opaque, functional=False) for mode in (True, False))
         except PartialWriteError:
@@ -191,14 +194,14 @@ def _dynamic_dims(inputs: ModelInputs, larger: ModelInputs, size: int) -> Shapes
     batch = torch.export.Dim("batch", min=2, max=2**20)
     dynamic = ShapesCollection()  # type: ignore[no-untyped-call]
     if inputs.signature != larger.signature or len(inputs.tensors) != len(larger.tensors):
-        what = f"the inputs of {size} and of {size + 1} samples are different arguments of the model"
+        what = f"the inputs of {size} and of {size + 1} samples pass different arguments to the model"
         raise TraceError(what, "change only the minibatch size in example_inputs")
     for a, b in zip(inputs.tensors, larger.tensors, strict=True):
         growing = [d for d, (m, n) in enumerate(zip(a.shape, b.shape, strict=False)) if m != n]
         if a.dim() != b.dim() or any(a.shape[d] * (size + 1) != b.shape[d] * size for d in growing):
             raise TraceError(
-                f"the inputs of {size} and of {size + 1} samples have shapes {list(a.shape)} and {list(b.shape)}: more "
-                "than the minibatch's size changes",
+                f"the inputs of {size} and of {size + 1} samples have shapes {list(a.shape)} and {list(b.shape)}: they "
+                "differ in more than the minibatch size",
                 "pad to a fixed length",
             )
         dynamic[a] = {d: batch if a.shape[d] == size else (a.shape[d] // size) * batch for d in growing}
@@ -211,10 +214,10 @@ def _dynamic_dims(inputs: ModelInputs, larger: ModelInputs, size: int) -> Shapes
 def _explained(
     error: Exception, model: nn.Module, inputs: ModelInputs, path: Path, fixed: Sequence[FixedSize]
 ) -> TraceError:
-    """Say what torch.export's error means: the model itself fails, knows one batch size only, or cannot be traced.
+    """Translate torch.export's error: the model itself fails, works for one batch size only, or cannot be traced.
 
     Args:
-        fixed: what made a number of the minibatch's size, or asked how it compares.
+        fixed: code that turned the minibatch size into a number or compared it.
     """
     try:
         with torch.no_grad(), unchanged(model):
@@ -241,6 +244,6 @@ def _explained(
     writers = modules_writing_data(model) if "constant's list" in reason else []
     return TraceError(
         f"{user_line(error, path)}torch.export cannot trace this line: {name}: {reason}",
-        "move this line into a module of its own, which pdtool then calls whole",
+        "move this line into a module of its own: pdtool then keeps that module in one piece",
         module=next(iter(writers), None) or failing_module(error, model),
     )

@@ -1,9 +1,9 @@
 """Proof that a model's update is the same when each stage has an optimizer of its own.
 
 Each stage calls optimizer() with all parameters and keeps its own (`keep_parameters`). For nearly all optimizers that
-makes no difference. One that looks at all of its parameters, to clip by their norm or to find a common step size, would
-see those of a stage only, and train something else. So updates are computed both ways, and compared bit for bit: as
-many as D-Adaptation takes until its step size moves, and of large parameters a corner.
+makes no difference. But one that looks at all of its parameters, to clip by their norm or to find a common step size,
+would only see those of one stage and train differently. So we compute updates both ways and compare them bit for bit:
+as many updates as D-Adaptation takes until its step size moves, on a corner of each large parameter.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pdtool.frontend.model_file import ModelFile
 NAMES_OF_GROUP = {"params", "param_names"}  # keys of a parameter group that say which parameters it has
 _UPDATES = 40
 _LARGE, _CORNER = 1_000_000, 8  # numbers in all parameters; of larger models, the most in each dimension of one
-_RTOL, _ATOL = 1e-3, 1e-5  # of an optimizer that does not compute the same bits twice
+_RTOL, _ATOL = 1e-3, 1e-5  # for an optimizer that does not compute the same bits twice
 _CALLS_USER_CODE = (LambdaLR, MultiplicativeLR)
 
 
 def keep_parameters(optimizer: Optimizer, kept: set[int]) -> None:
-    """Let an optimizer keep some of its parameters, in the groups where they are; a group may become empty.
+    """Make an optimizer keep some of its parameters, each in its group; a group may become empty.
 
     Args:
         kept: ids of these parameters.
@@ -47,19 +47,19 @@ def keep_parameters(optimizer: Optimizer, kept: set[int]) -> None:
 
 
 def set_mode(optimizer: Optimizer, *, training: bool) -> None:
-    """Put an optimizer that has modes, as schedule-free ones, into that of training or of evaluation."""
+    """Put an optimizer with modes, as schedule-free ones, into training or evaluation mode."""
     method = getattr(optimizer, "train" if training else "eval", None)
     if callable(method):
         method()
 
 
 def steps_by_user_code(file: ModelFile, optimizer: Optimizer) -> bool:
-    """Whether code that is not torch's takes part in a step of an optimizer, as optimizer() has made it."""
+    """Whether code outside torch takes part in a step of optimizer()'s result."""
     return bool(_step_causes(file, optimizer))
 
 
 def _step_causes(file: ModelFile, optimizer: Optimizer) -> list[str]:
-    """What takes part in a step of an optimizer that is not torch's, in words."""
+    """Name the code outside torch that takes part in an optimizer's step."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     is_of_torch = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
     causes = [] if is_of_torch and not any(hooks) else [f"a step of {type(optimizer).__name__}"]
@@ -67,20 +67,20 @@ def _step_causes(file: ModelFile, optimizer: Optimizer) -> list[str]:
 
 
 def schedules_by_user_code(scheduler: object) -> bool:
-    """Whether code that is not torch's takes part in a learning-rate schedule; None is none."""
+    """Whether code outside torch takes part in a learning-rate schedule; False for None."""
     is_of_torch = scheduler is None or type(scheduler).__module__ == "torch.optim.lr_scheduler"
     return not is_of_torch or isinstance(scheduler, _CALLS_USER_CODE)
 
 
 def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[str]]) -> None:
-    """Check that updates of the stages, and of each layer alone, give the weights that those of the model give.
+    """Check that updates of each stage, and of each layer alone, give the same weights as updates of the whole model.
 
-    What torch's own optimizers and schedules compute for each parameter alone is not computed again. Where an update
-    draws random numbers, which are others for each stage, nothing can be compared.
+    Torch's own optimizers and schedules treat each parameter separately, so they are not checked. If an update draws
+    random numbers, these differ between stages and nothing can be compared.
 
     Args:
         model: on a CPU, with the values of its parameters.
-        stages: names of the parameters of each stage, and of each that several stages hold.
+        stages: names of the parameters of each stage, and of each group that several stages hold.
 
     Raises:
         ModelError: parameters get other values.
@@ -134,10 +134,10 @@ class _Update:
     """Updates of some parameters of a model, with gradients that are the same for each part.
 
     Args:
-        whole: those that `parameters` are corners of; gradients have the norms that theirs would have.
+        whole: the tensors that `parameters` are corners of; gradients are scaled to have the whole tensors' norms.
 
     Attributes:
-        cause: what takes part in an update that is not torch's, such as `after_update()`.
+        cause: code outside torch that takes part in an update, such as `after_update()`.
         draws_random_numbers: whether an update does.
     """
 
@@ -156,7 +156,7 @@ class _Update:
     def of(self, part: Collection[str]) -> dict[str, Tensor]:
         """Return the values of the parameters of a part after the updates, by name.
 
-        The gradients point the same way in each, so that what looks for a step size finds one.
+        The gradients point the same way in each update, so that a search for a step size finds one.
         """
         parameters = {n: nn.Parameter(p.detach().clone(), p.requires_grad) for n, p in self._parameters.items()}
         own = {name: parameters[name] for name in parameters if name in part}
@@ -183,7 +183,7 @@ class _Update:
 
 
 def _corner(parameter: nn.Parameter) -> nn.Parameter:
-    """The first numbers of a parameter in each dimension, so large that it has the norm of the whole."""
+    """The first numbers of a parameter in each dimension, scaled to the norm of the whole."""
     values = parameter.detach()[tuple(slice(_CORNER) for _ in parameter.shape)].clone()
     if values.is_floating_point() or values.is_complex():
         ratio = float(parameter.detach().norm() / values.norm())

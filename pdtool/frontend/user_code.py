@@ -1,6 +1,6 @@
-"""The user's code: which file it is, its import, its samples, and the line that is to blame for an error.
+"""The user's code: its file, its import, its samples, and the line that caused an error.
 
-An artifact may name only files under the current folder and those of pdtool's zoo, for importing one executes it.
+Importing a file executes it, so an artifact may only name files under the current folder and in pdtool's zoo.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pdtool.errors import FieldError, ModelError, UsageError, describe_error
 from pdtool.frontend.user_modules import begin_import, module_name, undoing_imports
 
 _ZOO = Path(__file__).parent.parent / "zoo"
-# What binds names where no reader sees.
+# Code that defines names invisibly to a reader of the file.
 _BINDS_UNSEEN = re.compile(r"import\s*\*|\b(global|globals|exec|eval|setattr|vars|__dict__)\b")
 _TRAINED_WITH = ("dataset", "loss", "optimizer")
 
@@ -45,7 +45,7 @@ def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, str | int | float | bool]:
-    """Read settings such as `layers=12`, as numbers where they are some; raises UsageError."""
+    """Read settings such as `layers=12`, as numbers where possible; raises UsageError."""
     values: dict[str, str | int | float | bool] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -88,12 +88,12 @@ def find_source(source: str) -> Path:
 def import_source(source: str, path: Path) -> ModuleType:
     """Import the file that `find_source` found; raises ModelError.
 
-    Its folder stays first on sys.path, as that of `python model.py` does: what it imports later is found there. If the
-    path is a symlink, Python's rule holds too: `__file__` is the link, and the folder is that of the link's target.
-    sys.argv is that of `python model.py`, whatever this process was started with.
+    As with `python model.py`, its folder stays first on sys.path, so later imports find it. Python's rule for symlinks
+    holds too: `__file__` is the link, and the folder is that of the link's target. sys.argv is that of
+    `python model.py`, however this process was started.
 
     Args:
-        path: absolute, for the file may change the current folder.
+        path: absolute, because the file may change the current folder.
     """
     is_module = not source.endswith(".py") and "/" not in source
     sys.path.insert(0, str(Path.cwd() if is_module else path.resolve().parent))
@@ -122,10 +122,10 @@ def import_source(source: str, path: Path) -> ModuleType:
 
 @contextmanager
 def undoing_user_changes() -> Iterator[None]:
-    """Undo at the end what the user's code, and its import, changed of this process: the current folder, the dtype that
-    torch makes tensors of, and what undoing_imports says."""
+    """Undo at the end what the user's code and its import changed in this process: the current folder, torch's default
+    dtype, and imports (see undoing_imports)."""
     dtype = torch.get_default_dtype()
-    with chdir("."), undoing_imports(), torch.inference_mode(False), torch.enable_grad():  # or what the caller is in
+    with chdir("."), undoing_imports(), torch.inference_mode(False), torch.enable_grad():  # or the caller's modes
         try:
             yield
         finally:
@@ -134,12 +134,12 @@ def undoing_user_changes() -> Iterator[None]:
 
 @contextmanager
 def defaults_kept(where: str, *, may_set_dtype: bool = False) -> Iterator[None]:
-    """Check that user code leaves torch's defaults, of the whole process, as they are; else put them back.
+    """Check that user code leaves torch's process-wide defaults alone; restore them in any case.
 
-    A plain loop would go on with them from then on, but in a run it depends on the plan what comes after it.
+    In a plain loop, changed defaults would hold for all later code. In a run, the plan decides which code is later.
 
     Args:
-        where: what the user code is, `model.py:12: model()`.
+        where: the user code, as `model.py:12: model()`.
         may_set_dtype: whether it may change the default dtype.
 
     Raises:
@@ -149,49 +149,49 @@ def defaults_kept(where: str, *, may_set_dtype: bool = False) -> Iterator[None]:
     yield
     if torch.is_grad_enabled() != gradients:
         torch.set_grad_enabled(gradients)
-        what = f"{where} switches gradients {'off' if gradients else 'on'} for all that follows"
+        what = f"{where} switches gradients {'off' if gradients else 'on'} for all later code"
         raise ModelError(what, "use `with torch.no_grad():` around the code that needs none")
     if torch.get_default_device() != device:
         changed = torch.get_default_device()
         torch.set_default_device(None if device.type == "cpu" else device)
-        what = f"{where} sets the default device to {changed} for all that follows"
+        what = f"{where} sets the default device to {changed} for all later code"
         raise ModelError(what, "leave it out: pdtool moves model and data to the device of --device")
     if torch.get_default_dtype() != dtype and not may_set_dtype:
         changed_dtype = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
-        what = f"{where} sets the default dtype to {changed_dtype} for all that follows"
+        what = f"{where} sets the default dtype to {changed_dtype} for all later code"
         raise ModelError(what, "set it at the top of the file")
 
 
 def model_name(path: Path, function: str) -> str:
-    """Name a model by its file and, unless that is `model`, its function."""
+    """Name a model by its file, and by its function unless that is `model`."""
     return path.stem if function == "model" else f"{path.stem}-{function}"
 
 
 def in_zoo(path: Path) -> bool:
-    """Whether a file is one of pdtool's own examples, what they need being the extra `zoo`."""
+    """Whether a file is one of pdtool's own examples, which need the extra `zoo`."""
     return path.resolve().is_relative_to(_ZOO)
 
 
 def is_local(path: Path, folder: Path | None = None) -> bool:
-    """Whether a file is under a folder, by default the current one, or one of pdtool's own zoo."""
+    """Whether a file is under a folder (by default the current one) or in pdtool's own zoo."""
     return in_zoo(path) or path.resolve().is_relative_to((folder or Path.cwd()).resolve())
 
 
 def check_local(path: Path) -> None:
-    """Check a model file that an artifact names, not the user; raises UsageError for one that is not local."""
+    """Check a model file that an artifact names, not the user; raises UsageError if it is not local."""
     if not is_local(path):
         what = f"the artifact names the model {str(path)!r}, outside the current folder"
         raise UsageError(what, "check that file, then name it yourself with --model")
 
 
 def is_stream(data: object) -> bool:
-    """Whether samples of a dataset come one after another and have no numbers, even where it has a length."""
+    """Whether a dataset is a stream: its samples have no numbers, even if it has a length."""
     return isinstance(data, IterableDataset)
 
 
 def gives_samples_together(data: Any) -> bool:
-    """Whether a DataLoader asks a dataset for the samples of a minibatch at once; a Subset hands that on."""
+    """Whether a DataLoader asks a dataset for all samples of a minibatch at once; a Subset passes that on."""
     if isinstance(data, Subset) and type(data).__getitems__ is Subset.__getitems__:
         return gives_samples_together(data.dataset)
     return callable(getattr(data, "__getitems__", None))
@@ -199,7 +199,7 @@ def gives_samples_together(data: Any) -> bool:
 
 @torch.no_grad()
 def stacked(samples: Sequence[Any]) -> Any:
-    """Stack samples as torch does; in a DataLoader's worker it cannot stack what requires a gradient."""
+    """Stack samples as torch does; in a DataLoader's worker torch cannot stack tensors that require a gradient."""
     return default_collate(list(samples))
 
 
@@ -232,7 +232,7 @@ def _description(sample: Any) -> str:
 
 
 def check_trainable(path: Path, model: str) -> None:
-    """Check that a file has the functions that training needs, as far as reading it tells; nothing is imported.
+    """Check that a file has the functions that training needs, by reading it without importing it.
 
     Args:
         model: name of the function that builds the model.
@@ -262,14 +262,14 @@ def missing_function(path: Path, name: str, defined: Sequence[str]) -> ModelErro
     remedy = f"it defines: {', '.join(defined) or 'no functions'}"
     if not {"model", *_TRAINED_WITH} & {*defined}:  # a script
         remedy += (
-            "; pdtool calls functions of this file, and does not run it: `pdtool init example` writes "
+            "; pdtool calls functions of this file and does not run it: `pdtool init example` writes "
             "example/model.py, which shows them (docs/model-file.md)"
         )
     return ModelError(f"{path.name} has no function {name}()", remedy)
 
 
 def error_at(path: Path, error: BaseException, what: str) -> ModelError:
-    """Make an error of what `what`, a part of the user's code, raised; its text begins with the line."""
+    """Make an error from the exception of `what`, a part of the user's code; its text begins with the line."""
     remedy = "pip install 'pdtool[zoo]'" if isinstance(error, ModuleNotFoundError) and in_zoo(path) else ""
     return ModelError(f"{user_line(error, path)}{what} raised {describe_error(error)}", remedy)
 

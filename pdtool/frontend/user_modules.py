@@ -1,8 +1,8 @@
-"""The user's modules: model.py under the name that Python gives it, and what it imports from its folder.
+"""The user's modules: model.py under the name that Python gives it, and its imports from its folder.
 
-Python finds modules by name: of two model files in one process whose folders both have a net.py, the second would get
-the first one's, and an edited net.py would stay as it was. Here a model file finds what it would find in a process of
-its own. What the program that calls pdtool has loaded is there again at the end.
+Python finds modules by name. If two model files in one process both import a net.py from their own folders, the second
+would get the first one's net.py. An edited net.py would not be read again. Here each model file finds the same modules
+as in a process of its own. At the end, the calling program's modules are restored.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from weakref import WeakKeyDictionary
 
 from pdtool.host import process_start_s
 
-_ALIASES = f"{__name__}."  # begins the names of model files whose own name a library has
+_ALIASES = f"{__name__}."  # prefix for model files whose own name a library has
 __path__ = sys.path  # where a process that such a file spawns finds it by that name
 _LIBRARIES = ("/site-packages/", "/dist-packages/", *(sysconfig.get_path(k) for k in ("stdlib", "platstdlib")))
 _Stamp = tuple[int, int]
 
 _imported: dict[Path, tuple[Path, str]] = {}  # model file -> its folder, and the name that it has
-_kept: dict[Path, dict[str, ModuleType]] = {}  # model file -> what it has imported from its folder, and is put back
+_kept: dict[
+    Path, dict[str, ModuleType]
+] = {}  # model file -> modules that it has imported from its folder, to be restored
 _stamps: WeakKeyDictionary[ModuleType, _Stamp] = WeakKeyDictionary()  # of a module's file when it was imported
 
 
@@ -45,7 +47,7 @@ def user_module(name: str) -> str:
 
 @contextmanager
 def user_modules_importable() -> Iterator[None]:
-    """Let stage files import from the users' files by their own names."""
+    """Make stage files able to import from the users' files by their own names."""
     aliases = {name: module for name, module in sys.modules.items() if name.startswith(_ALIASES)}
     files = {user_module(name): module for name, module in aliases.items() if user_module(name) != "torch"}
     before = {name: sys.modules.get(name) for name in files}
@@ -61,13 +63,13 @@ def user_modules_importable() -> Iterator[None]:
 
 
 def begin_import(path: Path, folder: Path, name: str = "") -> None:
-    """Let a model file find its modules as in a process of its own.
+    """Make a model file find its modules as in a process of its own.
 
-    Those that it, or the program that calls pdtool, has loaded already stay, unless one of their files has changed.
+    Modules already loaded by it or by the calling program stay, unless one of their files has changed.
 
     Args:
-        folder: which comes first on sys.path.
-        name: of a module that is loaded anew in any case.
+        folder: the folder to put first on sys.path.
+        name: a module to load anew in any case.
     """
     importlib.invalidate_caches()
     own = _below([folder]) | _kept.get(path, {})
@@ -83,7 +85,7 @@ def begin_import(path: Path, folder: Path, name: str = "") -> None:
 
 @contextmanager
 def undoing_imports() -> Iterator[None]:
-    """Undo at the end what imports of the user's files changed in sys.modules, sys.path and sys.argv."""
+    """Undo at the end the changes of the user's imports to sys.modules, sys.path and sys.argv."""
     modules, path, argv, outer = sys.modules.copy(), sys.path[:], sys.argv, _imported.copy()
     _imported.clear()
     try:
@@ -104,13 +106,13 @@ def undoing_imports() -> Iterator[None]:
 
 
 def _below(folders: Iterable[Path]) -> dict[str, ModuleType]:
-    """The user's modules whose files lie in folders, which are absolute and without links, or below."""
+    """The user's modules whose files lie in or below these folders, which are absolute and without links."""
     places = {name: _place(name, module) for name, module in [*sys.modules.items()]}
     return {n: sys.modules[n] for n, p in places.items() if p and any(p.is_relative_to(folder) for folder in folders)}
 
 
 def _place(name: str, module: ModuleType) -> Path | None:
-    """The file of a module, or the folder of a package without one; None where it is not the user's to change."""
+    """The file of a module, or the folder of a package without one; None if it is not the user's own."""
     if name.startswith(("pdtool.", "__")) or name == "pdtool" or not isinstance(module, ModuleType):
         return None
     values = vars(module)
@@ -121,7 +123,7 @@ def _place(name: str, module: ModuleType) -> Path | None:
 
 
 def _is_as_imported(module: ModuleType) -> bool:
-    """Whether the file of a module is surely the one that it was imported from."""
+    """Whether a module's file is certainly the one that it was imported from."""
     stamp = _stamp(module)
     return stamp == _stamps[module] if module in _stamps else stamp[0] < process_start_s() * 1e9
 

@@ -1,7 +1,7 @@
-"""Write a value as Python, as a person would: ATen operators, constants, parameters and trees of modules.
+"""Write a value as readable Python: ATen operators, constants, parameters and trees of modules.
 
-An operator becomes a torch function, a method, an arithmetic operator or indexing. `module_statements` writes those
-that build the modules of a stage under their original paths.
+An operator becomes a torch function, a method, an arithmetic operator or indexing. `module_statements` writes the
+statements that build a stage's modules under their original paths.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdtool.frontend.operators import LAYOUT_ARGUMENTS, ByMode, Operator, Size, 
 
 _BINARY = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _BINARY |= {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-# A template applies when every argument that it does not name has its default value; `{sizes*}` spreads a list.
+# A template applies if every argument that it does not name has its default value; `{sizes*}` spreads a list.
 _TEMPLATES = {
     **{f"{op}.{kind}": f"{{self}} {sign} {{other}}" for op, sign in _BINARY.items() for kind in ("Tensor", "Scalar")},
     "rsub.Scalar": "{other} - {self}",
@@ -70,9 +70,9 @@ _TEMPLATES = {
     "bernoulli.p": "torch.empty_like({self}).bernoulli_({p})",
     "normal_functional": "torch.empty_like({self}).normal_({mean}, {std})",
 }
-# What F.interpolate calls for the number of dimensions; the group is its mode.
+# The operators behind F.interpolate, by number of dimensions; the group is its mode.
 _INTERPOLATION = re.compile(r"_?upsample_(\w+)\dd")
-# The Python functions of these names take other arguments, or do more than the operator.
+# The Python functions of these names take different arguments, or do more than the operator.
 _UNLIKE_PYTHON = {"stft", "istft", "max_unpool2d", "max_unpool3d"}
 _FIELD = re.compile(r"\{(\w+)(\*?)\}")
 Write = Callable[[Any], str]
@@ -83,8 +83,8 @@ def expression(op: Operator, write: Write) -> str:
     """Return the Python expression for one ATen operator.
 
     Args:
-        op: not a leaf call.
-        write: gives the text of one argument (a tensor's variable, a parameter, a number).
+        op: an operator that is not a leaf call.
+        write: returns the text of one argument (a tensor's variable, a parameter, a number).
     """
     name, arguments, schema, overload = op.op, op.kwargs, op.target._schema, op.target._overloadname
     if name in _INDEXING:
@@ -113,7 +113,7 @@ def _has_python_form(op: Operator) -> bool:
 
 
 def _function(op: Operator) -> str:
-    """Return `torch.cat` or `F.pad`; for what neither has, the overload itself: `torch.ops.aten.sin.default`."""
+    """Return `torch.cat` or `F.pad`, or, if neither exists, the overload itself: `torch.ops.aten.sin.default`."""
     if _has_python_form(op):
         for module, prefix in ((torch, "torch"), (functional, "F")):
             if hasattr(module, op.op):
@@ -203,7 +203,7 @@ def literal(value: Any) -> str:
 
 
 def sequence(values: Sequence[Any], write: Write) -> str:
-    """Return the text of a list or a tuple, of which `write` gives that of each value."""
+    """Return the text of a list or a tuple; `write` returns that of each value."""
     inner = ", ".join(map(write, values))
     if isinstance(values, list):
         return f"[{inner}]"
@@ -227,7 +227,7 @@ def module_statements(calls: Mapping[str, str]) -> Iterator[str]:
 
 
 def access(path: str) -> str:
-    """Return the expression of what stands at `path`: `layer1.0.conv1` is `self.layer1["0"].conv1`."""
+    """Return the expression for `path`: `layer1.0.conv1` is `self.layer1["0"].conv1`."""
     text = "self"
     for index, name in enumerate(name for name in path.split(".") if name):
         if _is_attribute(name):
@@ -240,7 +240,7 @@ def access(path: str) -> str:
 def access_state(name: str) -> str:
     """Return the expression of a parameter or buffer; one in a ParameterList is `getattr(self.scales, "0")`.
 
-    `get_parameter` refuses the tensors of a weight version, which stand in the places of parameters in a run.
+    `get_parameter` would refuse the tensors of a weight version, which replace parameters in a run.
     """
     path, _, attribute = name.rpartition(".")
     return access(name) if _is_attribute(attribute) else f'getattr({access(path)}, "{attribute}")'
@@ -255,7 +255,7 @@ def set_parameter(name: str, value: str) -> str:
 
 
 def constructor_call(module: nn.Module) -> str:
-    """Return the call that makes such a leaf module: `nn.Linear(8, 16)`."""
+    """Return the call that makes an equal leaf module: `nn.Linear(8, 16)`."""
     arguments = [
         _constructor_literal(value) if required else f"{name}={_constructor_literal(value)}"
         for name, value, required in constructor_arguments(module)
@@ -272,7 +272,7 @@ def _is_attribute(name: str) -> bool:
 
 
 def _fits_module_dict(tree: Tree) -> bool:
-    """Whether a ModuleDict can hold these names: one such as `keys` would hide a method of its own."""
+    """Whether a ModuleDict can hold these names: `keys`, for example, would hide one of its methods."""
     return not any(hasattr(nn.ModuleDict, name) for name in tree)
 
 

@@ -1,8 +1,8 @@
 """Write the body of a stage's forward: each operator is a line, except for those that do nothing.
 
-A tensor that only the next line takes is called `x`, as people do. What is computed from constants alone, such as a
-mask, is written in as few lines as its width allows. `unchanged_values` finds the operators that do nothing.
-`output_text` writes what the model returns as the user's loss takes it: tuples, dicts, and classes like the model's.
+A tensor that only the next line takes is called `x`, as people do. Values computed from constants alone, such as a
+mask, are written in as few lines as the width allows. `unchanged_values` finds the operators that do nothing.
+`output_text` writes the model's output in the form for the user's loss: tuples, dicts, and classes like the model's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_NESTED = 3  # operators in one line
 _CASTS = {"_to_copy", "to"}
 _VIEWS = {"alias", "lift", "lift_fresh", "expand"}
 _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}  # the other operand
-_MEMORY = ("memory_format", "copy")  # arguments with which a cast does more
+_MEMORY = ("memory_format", "copy")  # arguments that make a cast do more
 _MAPPING = """
 class {name}(dict):
     \"""What the model returns: output["{key}"], output.{key} or output[0].\"""
@@ -74,19 +74,19 @@ class ForwardWriter:
 
     @property
     def output(self) -> Any:
-        """What the model returns, in containers of its own types; None for a stage that is not the last."""
+        """The model's output, in containers of its own types; None except for the last stage."""
         return self.wiring.traced.output if self.is_last else None
 
     @cached_property
     def operators(self) -> list[Operator]:
-        """The operators of the stage that do something, in order, with the constants that it needs."""
+        """The stage's operators that do something, in order, with the constants that it needs."""
         return [op for op in self.wiring.operators(self.stage) if not self._unchanged.keys() & set(op.outputs)]
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the body, without indentation; raises TraceError where no input tells a size."""
+        """Yield the lines of the body, without indentation; raises TraceError if no input gives a size."""
         yield from self._prologue()
         module = ""
-        commented = {op.module for op in self._written if not op.is_module}  # the call of a leaf shows where it is
+        commented = {op.module for op in self._written if not op.is_module}  # a leaf's call shows its path
         for op in self._written:
             container = op.module.rpartition(".")[0] if op.is_module else op.module  # whose forward calls it
             if container != module and container in commented and (container or not op.is_module):
@@ -117,7 +117,7 @@ class ForwardWriter:
             yield self._call(op) if targets == "_" else f"{targets} = {self._call(op)}"
 
     def _branch_lines(self, op: Operator, branch: Branch) -> Iterator[str]:
-        """Yield `if self.training:` with what runs in training, and `else:` with what runs in evaluation."""
+        """Yield `if self.training:` with the training operators, and `else:` with the evaluation operators."""
         training = list(self._mode_lines(op, branch.training, [value for value, _ in branch.results]))
         evaluation = list(self._mode_lines(op, branch.evaluation, [value for _, value in branch.results]))
         if training:
@@ -149,11 +149,11 @@ class ForwardWriter:
         return names
 
     def _is_seeded(self, op: Operator) -> bool:
-        """Whether it is a random operator that has another name than a module."""
+        """Whether it is a random operator whose name is not a module's."""
         return op.name != op.module and operator_draws(op, self.wiring.traced.model)
 
     def _seeding(self, op: Operator) -> str:
-        """Return the line before a random operator that has another name than a module."""
+        """Return the line before a random operator whose name is not a module's."""
         names = [self._name(value) for value in values_drawn_like(op) if isinstance(self._source(value), Value)]
         call = f"seed_operator({', '.join([literal(op.name), *names])})"
         return f"{', '.join(names)} = {call}" if names else call
@@ -182,7 +182,7 @@ class ForwardWriter:
             if size.endswith("*batch"):
                 return f"{text} // {size.removesuffix('*batch')}"
         raise TraceError(
-            f"stage {self.stage} needs the minibatch size, but takes no tensor that has it",
+            f"stage {self.stage} needs the minibatch size, but none of its inputs has it",
             "plan fewer stages, or keep modules together with HINTS no_split",
         )
 
@@ -190,17 +190,17 @@ class ForwardWriter:
 
     @cached_property
     def _unchanged(self) -> dict[Value, Source]:
-        """Tensors that only repeat another one -> that one; a stage does not return what it takes as it is."""
+        """Tensors that only repeat another one -> that one; a stage does not return unchanged inputs."""
         found = unchanged_values(self.wiring.operators(self.stage), self.wiring.traced)
         taken, sent = self.wiring.inputs(self.stage), self.wiring.outputs(self.stage)
         return {value: source for value, source in found.items() if not (value in sent and source in taken)}
 
     def _source(self, value: Value) -> Source:
-        """The tensor that stands for `value`: another one where it only repeats that one."""
+        """The tensor that stands for `value`: if it only repeats another one, that one."""
         return self._unchanged.get(value, value)
 
     def _taken(self, op: Operator) -> Iterator[Value]:
-        """Yield the tensors that the line of an operator names, those of the expressions inside of it included."""
+        """Yield the tensors named in an operator's line, including those in nested expressions."""
         for value in op.values:
             source = self._source(value)
             if source in self._nested:
@@ -215,7 +215,7 @@ class ForwardWriter:
 
     @cached_property
     def _nested(self) -> dict[Any, Operator]:
-        """Constants that one operator takes, itself a constant -> the operator of their expression in its line."""
+        """Constants with a single user that is itself a constant -> the operator to write inline in its line."""
         uses = Counter(self._source(value) for op in self.operators for value in op.values)
         takers = {self._source(value): op for op in self.operators for value in op.values}
         nested: dict[Any, Operator] = {}
@@ -270,7 +270,7 @@ class ForwardWriter:
         return taken | self._returned | {self._source(value) for value in taken}
 
     def _targets(self, op: Operator) -> str:
-        """Return what stands left of the `=`: names as the operator's result is nested, `_` for what nobody uses."""
+        """Return the left side of the `=`: names nested like the operator's result, `_` for unused ones."""
 
         def write(structure: Any) -> str:
             if isinstance(structure, int):
@@ -310,7 +310,7 @@ class ForwardWriter:
         return sequence(argument, self._write) if isinstance(argument, (list, tuple)) else literal(argument)
 
     def _parenthesized(self, op: Operator) -> str:
-        """The expression of an operator, as it stands inside another one."""
+        """The expression of an operator inside another one."""
         text = self._call(op)
         return text if isinstance(ast.parse(text, mode="eval").body, (ast.Call, ast.Subscript)) else f"({text})"
 
@@ -321,7 +321,7 @@ def _zeros(op: Operator, branch: Branch) -> list[Value]:
 
 
 def _is_unpacked(structure: Any) -> bool:
-    """Whether what an operator returns is nested tuples and lists, which names left of the `=` unpack."""
+    """Whether an operator returns nested tuples and lists, which names left of the `=` can unpack."""
     if isinstance(structure, (tuple, list)):
         return all(_is_unpacked(part) for part in structure)
     return structure is None or isinstance(structure, int)
@@ -330,14 +330,14 @@ def _is_unpacked(structure: Any) -> bool:
 def unchanged_values(operators: Sequence[Operator], traced: Traced) -> dict[Value, Source]:
     """Return each tensor that only repeats another one -> the tensor that it repeats.
 
-    Operators that return what they take are aliases, casts of integers and masks to the type that they have, and
-    `x * 1.0`. A cast of an activation to float32 is none of them: under autocast the activation may be of another type
-    than it was when the model was traced.
+    Operators that return their input are aliases, casts of integers and masks to their own type, and `x * 1.0`. A cast
+    of an activation to float32 is not one: under autocast the activation may have a different type than in the trace.
 
-    What may be written into, by a module or as a buffer, is repeated by none: a copy of it is not left out.
+    Tensors that a module may write, and written buffers, count as repeated by none, so that their copies stay.
 
     Args:
-        operators: of one stage, in order; what it repeats is taken or computed by the stage, and repeats none there.
+        operators: operators of one stage, in order. A repeated tensor is an input of the stage or computed there, and
+            repeats no other.
         traced: the whole model.
     """
     modifiable = {value for op in traced.operators for part in op.parts if part.target is None for value in part.values}
@@ -345,17 +345,17 @@ def unchanged_values(operators: Sequence[Operator], traced: Traced) -> dict[Valu
     found: dict[Value, Source] = {}
     for op in operators:
         source = _source(op, state)
-        makes_tensor = op.op not in _VIEWS | _CASTS  # with memory of its own, in which a module may write
+        makes_tensor = op.op not in _VIEWS | _CASTS  # with memory of its own, which a module may write
         if source and not (makes_tensor and op.outputs[0] in modifiable):
             found[op.outputs[0]] = found.get(source, source) if isinstance(source, Value) else source
     return found
 
 
 def views_of_buffers(operators: Sequence[Operator], changed_buffers: Collection[str]) -> set[Value]:
-    """Return the tensors that may share the memory of a buffer that is written: the next minibatch changes them.
+    """Return the tensors that may share memory with a written buffer, because the next minibatch changes them.
 
     Args:
-        operators: of one stage, in order.
+        operators: operators of one stage, in order.
     """
     views: set[Value] = set()
     for op in operators:
@@ -372,7 +372,7 @@ def views_of_buffers(operators: Sequence[Operator], changed_buffers: Collection[
 
 
 def _source(op: Operator, state: Mapping[str, Tensor]) -> Source | None:
-    """The tensor that the operator returns as it is, in training and in evaluation; None if it may do something."""
+    """The tensor that the operator returns unchanged in both modes; None if it may do something."""
     if op.target is None or len(op.outputs) != 1 or op.target._schema.is_mutable:
         return None
     source, output = op.kwargs.get("input" if op.op == "dropout" else "self"), op.outputs[0]
@@ -392,7 +392,7 @@ def _source(op: Operator, state: Mapping[str, Tensor]) -> Source | None:
 
 
 def _is_neutral(op: Operator, neutral: int) -> bool:
-    """Whether the other operand changes nothing; 0 is not neutral for floats, for it makes 0.0 of -0.0."""
+    """Whether the other operand changes nothing; 0 is not neutral for floats, because it turns -0.0 into 0.0."""
     other, alpha = op.kwargs.get("other"), op.kwargs.get("alpha", 1)
     is_number = isinstance(other, (int, float)) and not isinstance(other, bool) and isinstance(alpha, (int, float))
     if op.kwargs.get("rounding_mode") is not None or not is_number or other != neutral:
@@ -411,13 +411,13 @@ def output_imports(output: Any) -> list[str]:
 
 
 def output_classes(output: Any) -> list[str]:
-    """Return the lines that define classes like those that the model returns."""
+    """Return the lines that define classes like those in the model's output."""
     texts = dict.fromkeys(map(_definition, _containers(output)))
     return [line for text in texts for line in text.splitlines()]
 
 
 def output_text(value: Any, write: Callable[[Any], str]) -> str:
-    """Return the expression of what the model returns; `write` gives the text of a tensor or a constant."""
+    """Return the expression of the model's output; `write` returns the text of a tensor or a constant."""
     inner, name = partial(output_text, write=write), type(value).__name__
     if isinstance(value, ByMode):
         return f"{inner(value.training)} if self.training else {inner(value.evaluation)}"
@@ -436,12 +436,12 @@ def output_text(value: Any, write: Callable[[Any], str]) -> str:
 
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:
-    """(key, value) of what a container holds; None for a tensor or a constant, and what stands for one in a graph."""
+    """(key, value) pairs of a container; None for a tensor or a constant, and for their stand-ins in a graph."""
     return None if isinstance(value, (Value, State, Size, ByMode)) else children(value)
 
 
 def _containers(value: Any) -> Iterator[Any]:
-    """Yield all containers in the output, those inside before those that hold them."""
+    """Yield all containers in the output, inner ones first."""
     if isinstance(value, ByMode):
         yield from (container for output in (value.training, value.evaluation) for container in _containers(output))
         return
@@ -453,7 +453,7 @@ def _containers(value: Any) -> Iterator[Any]:
 
 
 def _definition(value: Any) -> str:
-    """The class of a container that Python has none for, or ""."""
+    """The name of a container's class that the stage file must define, or ""."""
     name = type(value).__name__
     if _is_named_tuple(value):
         return f"{name} = namedtuple({literal(name)}, [{', '.join(map(literal, value._fields))}])\n\n"

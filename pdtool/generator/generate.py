@@ -28,7 +28,7 @@ from pdtool.generator.stage_file import StageWriter
 from pdtool.generator.verify import verify_shapes, verify_values
 from pdtool.generator.wiring import Wiring
 
-# Of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
+# Copies of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
 _COPIES = 6
 
 
@@ -41,15 +41,15 @@ def generate(
 ) -> Bundle:
     """Write `folder`/stage_K.py and bundle.yaml for `plan`.
 
-    The files are written only when the composed stages are proved equal to the model (law 1); an older bundle in
-    `folder` stays as it was until then.
+    The files are written only after the composed stages are proved equal to the model (law 1). An older bundle in
+    `folder` stays unchanged until then.
 
     Raises:
         TraceError: the model cannot be traced.
         StaleError: the model's operator graph has changed since it was profiled.
         ArtifactError: the plan does not fit the profile, or the profile not the model.
         VerificationError: the stages are not equal to the model.
-        UsageError: `folder` holds files of these names that are no bundle's.
+        UsageError: `folder` has files of these names that codegen did not write.
     """
     _check_target(folder)
     stages = plan.stage_nodes(profile)
@@ -69,10 +69,10 @@ def generate(
 
 
 def prove_update(model_file: ModelFile, bundle: Bundle) -> None:
-    """Check that updates of the stages are those of the model, where it fits into this machine's memory.
+    """Check that updates of the stages equal those of the model, if it fits into this machine's memory.
 
     Raises:
-        ModelError: they are not.
+        ModelError: they differ.
     """
     if len(bundle.stages) < 2 or not model_file.has("optimizer"):
         return
@@ -88,15 +88,15 @@ def prove_update(model_file: ModelFile, bundle: Bundle) -> None:
 def check_stage_files(
     plan: Plan, stages: Sequence[Sequence[str]], bundle: Bundle, folder: Path, traced: Traced
 ) -> None:
-    """Check that `bundle` is what `generate` writes here for this plan and model: only then it is ours to execute.
+    """Check that `bundle` is what `generate` would write here for this plan and model; only then may we execute it.
 
     Args:
         stages: names of the operators of each stage.
-        folder: of the bundle, for the error.
+        folder: the bundle's folder, for the error.
         traced: the model.
 
     Raises:
-        StaleError: it is not.
+        StaleError: it differs.
     """
     _, expected = _written(plan, stages, traced, bundle.proof)
     ours, theirs = (made.model_copy(update={"digests": {}}) for made in (expected, bundle))  # an older one has fewer
@@ -145,7 +145,7 @@ def _written(
 
 
 def _verify(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle: Bundle) -> None:
-    """Compare stages and model as far as `bundle.proof` says."""
+    """Compare stages and model to the extent of `bundle.proof`."""
     if bundle.proof == "values":
         size = min(bundle.batch_size, 3)
         batches = [ModelInputs.of(model_file.example_inputs(samples)) for samples in (size, size, size + 1)]
@@ -164,7 +164,7 @@ def _check_inputs(traced: Traced, inputs: ModelInputs, samples: int) -> None:
     expected = [op.outputs[0].meta(samples).shape for op in traced.operators if op.is_input]
     shapes = [tensor.shape for tensor in inputs.tensors]
     if inputs.signature != traced.arguments or len(shapes) != len(expected):
-        what = f"the inputs of {samples} samples differ from the arguments that the model was traced with"
+        what = f"the inputs of {samples} samples differ from the arguments in the trace"
         raise TraceError(what, "change only the minibatch size in example_inputs")
     for shape, expected_shape in zip(shapes, expected, strict=True):
         if shape != expected_shape:
@@ -173,13 +173,13 @@ def _check_inputs(traced: Traced, inputs: ModelInputs, samples: int) -> None:
 
 
 def fits_in_memory(model: nn.Module) -> bool:
-    """Whether this machine has the memory for what a proof needs of a model."""
+    """Whether this machine has the memory to prove a model."""
     needed = _COPIES * sum(p.nbytes for p in model.parameters())
     return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _check_target(folder: Path) -> None:
-    """Check that no files but those of an older bundle would be replaced, or removed; raises UsageError."""
+    """Check that only files of an older bundle would be replaced or removed; raises UsageError."""
     if RunDir(folder).state_file.exists():
         raise UsageError(f"{folder} is the folder of a run", "give another -o")
     Bundle.check_target(folder / Bundle.FILE)
@@ -189,7 +189,7 @@ def _check_target(folder: Path) -> None:
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:
-    """Put the files in place of an older bundle; stage files it no longer has are removed."""
+    """Replace an older bundle by the files; remove stage files that no longer exist."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
@@ -201,7 +201,7 @@ def _write(folder: Path, files: dict[str, str]) -> None:
             for path in folder.glob("stage_*.py"):
                 if path.name not in files:
                     path.unlink()
-            for name in sorted(files):  # bundle.yaml, with the digests of the others, tells a half-replaced folder
+            for name in sorted(files):  # bundle.yaml has the others' digests, so it reveals a half-replaced folder
                 os.replace(Path(draft) / name, folder / name)
     except OSError as error:
         raise PdtoolError(f"{folder} could not be written ({error.strerror})", write_remedy(error)) from error

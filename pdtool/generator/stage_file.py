@@ -1,7 +1,7 @@
-"""Write one stage as a Python file that imports torch and nothing else, and that a person might have written.
+"""Write one stage as a readable Python file that imports only torch.
 
-Only autograd.Functions of the user's are imported from their files. The constructor makes leaf modules under their
-original paths, and the state used outside of them.
+The only other imports are the user's autograd.Functions, from their files. The constructor makes leaf modules under
+their original paths, and the state used outside of them.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ class StageWriter:
         return "\n".join(line.rstrip() for line in lines) + "\n"
 
     def _function_imports(self) -> list[str]:
-        """Import each autograd.Function of the user's; pdtool finds the user's file wherever it is."""
+        """Import each autograd.Function of the user; pdtool finds the user's file wherever it is."""
         functions = [part.function for op in self._forward.operators for part in op.parts if part.function]
         lines = [f"{_import(f)}  # an autograd.Function" for f in functions]
         return ["", *dict.fromkeys(lines)] if lines else []
 
     def _train(self) -> Iterator[str]:
-        """Yield a method `train` where leaf modules do not follow the mode of the model, as in the model."""
+        """Yield a method `train` if leaf modules do not follow the mode of the model."""
         model = self.wiring.traced.model
         modes = {}
         for training in (False, True):
@@ -147,7 +147,7 @@ class StageWriter:
 
     @cached_property
     def _leaf_paths(self) -> list[str]:
-        """The modules that are called whole."""
+        """The opaque modules."""
         return list(dict.fromkeys(op.module for op in self._operators if op.is_module))
 
     @cached_property
@@ -166,7 +166,7 @@ class StageWriter:
         return self.wiring.traced.model.get_submodule(path)
 
     def _construction(self, path: str) -> str:
-        """Return the expression of a module that is called whole."""
+        """Return the expression of an opaque module."""
         return f'model.get_submodule("{path}")' if path in self.opaque else constructor_call(self._module(path))
 
     def _declaration(self, name: str) -> str:
@@ -184,12 +184,12 @@ class StageWriter:
         return f'{access(path)}.register_buffer("{attribute}", {zeros}{persistent})'
 
     def _ties(self) -> Iterator[str]:
-        """Yield an assignment for each parameter or changing buffer that is the same as one before it in this stage."""
+        """Yield an assignment for each parameter or changing buffer that equals an earlier one in this stage."""
         first: dict[int, str] = {}
         state, changing = named_state(self.wiring.traced.model), self.wiring.traced.changed_buffers
         names = [*self.wiring.parameters(self.stage), *(n for n in self.wiring.buffers(self.stage) if n in changing)]
         names.sort(key=lambda name: self._opaque_owner(name) is None)
-        for name in names:  # what is taken from the model first, for it is not ours to change
+        for name in names:  # the model's own objects first, because we must not change them
             original = first.setdefault(id(state[name]), name)
             if original != name and not self._opaque_owner(name):
                 owner = self._opaque_owner(original)
@@ -198,14 +198,14 @@ class StageWriter:
                 yield f"{set_parameter(name, inside or access_state(original))}  # tied"
 
     def _shared_memory(self) -> Iterator[str]:
-        """Yield a comment for what shares the memory of a parameter."""
+        """Yield a comment for tensors that share the memory of a parameter."""
         names = {*self.wiring.parameters(self.stage), *self.wiring.buffers(self.stage)}
         for group in names_over_parameters(named_state(self.wiring.traced.model)):
             if len(held := [name for name in group if name in names]) > 1:
                 yield f"# {' and '.join(held)} share memory: `pdtool run` takes them from the model"
 
     def _ties_to_other_stages(self) -> Iterator[str]:
-        """Yield a comment for each parameter that another stage holds as well."""
+        """Yield a comment for each parameter that another stage also holds."""
         for tied in self.wiring.tied:
             names = dict(zip(tied.stages, tied.names, strict=True))
             if own := names.pop(self.stage, None):
@@ -213,7 +213,7 @@ class StageWriter:
                 yield f"# {own} is {others} as well: `pdtool run` keeps them equal"
 
     def _opaque_owner(self, name: str) -> str | None:
-        """The opaque module in which a parameter is; None elsewhere."""
+        """The opaque module that contains a parameter; None for other parameters."""
         return next((path for path in self.opaque if name.startswith(f"{path}.")), None)
 
     def _frozen(self) -> Iterator[str]:
@@ -225,7 +225,7 @@ class StageWriter:
 
 
 def _import(function: type) -> str:
-    """Write the import of a class of the user's, from a file whose name need not be an identifier."""
+    """Write the import of a user's class, from a file whose name need not be an identifier."""
     module, name = user_module(function.__module__), function.__name__
     if any(not part.isidentifier() or iskeyword(part) for part in module.split(".")):
         return f'{name} = __import__("{module}").{name}'
@@ -233,5 +233,5 @@ def _import(function: type) -> str:
 
 
 def _may_be_trained(parameter: nn.Parameter) -> bool:
-    """Whether a gradient is defined for its numbers."""
+    """Whether its dtype can have a gradient."""
     return parameter.is_floating_point() or parameter.is_complex()

@@ -1,10 +1,10 @@
 """Check on every call of codegen that the stages composed equal the model.
 
-Compared are outputs, gradients of all parameters, and buffers afterwards, over three consecutive minibatches, two of
-one size and one of another, in training and in evaluation mode. Random operators draw from a generator seeded by their
-own input, and opaque modules, which may draw from Python's and numpy's, from ones seeded by their path, so that model
-and stages drop the same elements in whatever order they run. A model that keeps other state from one call of forward to
-the next is refused: `kept_attributes` finds that state.
+It compares outputs, gradients of all parameters, and buffers afterwards, over three consecutive minibatches, two of one
+size and one of another, in training and in evaluation mode. Random operators draw from a generator seeded by their own
+input. Opaque modules, which may also draw from Python and numpy, use generators seeded by their path. So model and
+stages drop the same elements in whatever order they run. A model that keeps other state between calls of forward is
+refused: `kept_attributes` finds that state.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pdtool.frontend.random_numbers import derive_seed, random_state_kept, seed_
 from pdtool.frontend.user_code import line_of
 from pdtool.frontend.user_modules import user_modules_importable
 
-Attributes = Mapping[tuple[str, str], object]  # (path of a module, name) -> something that is equal while it is kept
+Attributes = Mapping[tuple[str, str], object]  # (path of a module, name) -> a key that is equal while it is kept
 _TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 _STAGES = "the generated stages"
 _RANDOM = ("dropout", "attention", "lstm", "gru", "rnn", "rand", "bernoulli", "multinomial", "normal", "rrelu")
@@ -56,10 +56,10 @@ class VerificationError(PdtoolError):
 def load_stages(
     texts: Mapping[str, str], bundle: Bundle, device: str = "cpu", build: Callable[[], nn.Module] | None = None
 ) -> list[nn.Module]:
-    """Make the stage modules from the texts just generated, on `device` (`meta`: without storage).
+    """Make the stage modules from the generated texts, on `device` (`meta`: without storage).
 
     Args:
-        build: makes a model, of which a stage takes its opaque modules; each stage has one of its own.
+        build: makes a model for each stage, which takes its opaque modules from it.
     """
     modules = []
     for stage in bundle.stages:
@@ -89,7 +89,7 @@ def copy_state(model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle) ->
 def compose(stages: Sequence[nn.Module], bundle: Bundle, inputs: Sequence[Tensor]) -> Any:
     """Run all stages in this process, one after the other, and return the last one's output.
 
-    As in a run, a gradient goes back over a border only for the tensors that have one in the bundle.
+    As in a run, only tensors with a gradient in the bundle send one back over a border.
     """
     tensors = dict(zip(bundle.inputs, inputs, strict=True))
     result: Any = None
@@ -109,12 +109,12 @@ def verify_values(
 
     Args:
         build: makes the model, the same each time.
-        texts: of the stage files, by name.
+        texts: texts of the stage files, by name.
         batches: inputs of consecutive minibatches, of equal and of different sizes, as ModelInputs takes them.
 
     Raises:
-        VerificationError: an output, a gradient or a buffer differs, or the model keeps state between minibatches that
-            is neither.
+        VerificationError: an output, a gradient or a buffer differs, or the model keeps other state between
+            minibatches.
     """
     minibatches = [ModelInputs.of(inputs) for inputs in batches]
     model, stages = build(), load_stages(texts, bundle, build=build)
@@ -151,7 +151,7 @@ def _compare_minibatches(
                 composed = _run(_STAGES, partial(compose, stages, bundle, _copy(inputs).tensors), where)
             if lost := sorted(in_model - in_stages):
                 remedy = 'move this line into a module of its own, and name it in HINTS = {"opaque": [...]}'
-                raise VerificationError(f"{lost[0]}: forward puts a hook on a tensor that no stage has", remedy)
+                raise VerificationError(f"{lost[0]}: forward puts a hook on a tensor that is in no stage", remedy)
             _compare_outputs(expected, composed, where)
             if training:
                 _compare_gradients(model, stages, expected, composed, where)
@@ -159,7 +159,7 @@ def _compare_minibatches(
             if training and number == 0:
                 after_first = {name: p.detach().clone() for name, p in model.named_parameters()}
     changed = [name for name, p in model.named_parameters() if not torch.equal(after_first[name], p)]
-    if changed:  # at each call: a mask that is applied to a weight in the first one changes nothing afterwards
+    if changed:  # at each call: a mask applied to a weight in the first call changes nothing later
         raise VerificationError(
             f"forward changes parameter {changed[0]} at each call: minibatches in flight together cannot share it",
             "let after_update() change it, or keep what forward changes in a buffer of the module that uses it",
@@ -167,11 +167,11 @@ def _compare_minibatches(
 
 
 def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batches: Sequence[ModelInputs]) -> bool:
-    """Whether what an attribute holds, or what the model returns, depends on the minibatches before the last one: on
-    their inputs, their weights, or their random numbers.
+    """Whether an attribute, or the model's output, depends on minibatches before the last one: on their inputs,
+    weights, or random numbers.
 
-    It does not where a hook puts the activations of each minibatch, or a table is made in the first one. The last two
-    minibatches are of one size: what is kept may be for that size only.
+    It does not if a hook stores each minibatch's activations, or if the first minibatch makes a table. The last two
+    minibatches have the same size, because such a table may be for that size only.
     """
     *before, last = (batches[-1], *batches[:-1])
     for training in (True, False):
@@ -204,10 +204,10 @@ def _refuse_kept_state(attributes: Sequence[KeptAttribute]) -> None:
 
 
 def _refuse_changed_memory(model: nn.Module, before: Mapping[tuple[str, ...], Tensor]) -> None:
-    """Refuse tensors that share memory which forward has changed: a stage file makes each of its own.
+    """Refuse tensors that share memory which forward has changed, because a stage file makes each separately.
 
     Args:
-        before: names of tensors that share memory -> what the first of them was.
+        before: names of tensors that share memory -> the first one's earlier value.
     """
     for names, value in before.items():
         if not torch.equal(named_state(model)[names[0]], value):
@@ -216,17 +216,19 @@ def _refuse_changed_memory(model: nn.Module, before: Mapping[tuple[str, ...], Te
 
 
 def verify_shapes(texts: Mapping[str, str], bundle: Bundle, inputs: ModelInputs, output: Any) -> None:
-    """Compare shapes only, on the meta device, for a model that would not fit this machine twice.
+    """Compare shapes only, on the meta device, for a model that would not fit on this machine twice.
 
     Args:
-        texts: of the stage files, by name.
-        output: what the model returns, as meta tensors.
+        texts: texts of the stage files, by name.
+        output: the model's output, as meta tensors.
 
     Raises:
         VerificationError: a shape or dtype of the output differs, or a stage fails.
     """
     if opaque := [path for stage in bundle.stages for path in stage.opaque]:
-        what = f"the model does not fit into this machine's memory, and what {opaque[0]} returns cannot be told without"
+        what = (
+            f"the model does not fit into this machine's memory, and without it the outputs of {opaque[0]} are unknown"
+        )
         raise VerificationError(what, "run codegen on a machine with more memory")
     stages = load_stages(texts, bundle, "meta")
     meta = inputs.map(lambda tensor: tensor.to("meta"))
@@ -241,13 +243,13 @@ def _call(model: nn.Module, inputs: ModelInputs) -> Any:
 
 
 def _copy(inputs: ModelInputs) -> ModelInputs:
-    """The same minibatch in memory of its own, which the model or a stage may write into."""
+    """Copy a minibatch, because the model or a stage may write into it."""
     return inputs.map(torch.clone)
 
 
 def _run(what: str, call: Callable[[], Any], where: str) -> Any:
     try:
-        with warnings.catch_warnings():  # what the user's code warns of here, it will warn of when it is trained
+        with warnings.catch_warnings():  # the user's code will warn again when it trains
             warnings.simplefilter("ignore")
             return call()
     except PdtoolError:
@@ -265,12 +267,12 @@ def _compare_outputs(expected: Any, composed: Any, where: str) -> None:
 
 
 def _paired(expected: Any, composed: Any, where: str) -> list[tuple[str, Any, Any]]:
-    """(name, what the model returns, what the stages return) of each tensor and constant in the outputs."""
+    """(name, model's value, stages' value) of each tensor and constant in the outputs."""
     in_model, in_stages = (list(named_leaves(output, "output")) for output in (expected, composed))
     described = [[(name, isinstance(leaf, Tensor)) for name, leaf in leaves] for leaves in (in_model, in_stages)]
     if described[0] != described[1]:
         names = [", ".join(name for name, _ in leaves) for leaves in (in_stages, in_model)]
-        raise VerificationError(f"the stages return {names[0]}, the model {names[1]} ({where})")
+        raise VerificationError(f"the stages return {names[0]}, but the model {names[1]} ({where})")
     return [(name, a, b) for (name, a), (_, b) in zip(in_model, in_stages, strict=True)]
 
 
@@ -291,12 +293,12 @@ def _compare_gradients(model: nn.Module, stages: Sequence[nn.Module], expected: 
 
 
 def _backward(outputs: Sequence[Tensor]) -> None:
-    """Run the backward from gradients that are random, and the same at each call."""
+    """Run the backward from random gradients that are the same at each call."""
     generator = torch.Generator().manual_seed(0)
     differentiable = [t for t in outputs if t.requires_grad]
     gradients = [torch.randn(t.shape, generator=generator, dtype=torch.float32).to(t) for t in differentiable]
     if differentiable:
-        with _repeatable():  # torch.autograd.backward itself would leave that mode, in which checkpoints compute again
+        with _repeatable():  # torch.autograd.backward would leave that mode for checkpoints that compute again
             _engine_run_backward(tuple(differentiable), tuple(gradients), False, False, (), True, True)
 
 
@@ -305,7 +307,7 @@ def _stage_gradients(model: nn.Module, stages: Sequence[nn.Module]) -> dict[int,
     original = dict(model.named_parameters(remove_duplicate=False))
     gradients: dict[int, Tensor] = {}
     for stage in stages:
-        for name, parameter in stage.named_parameters():  # one that is tied inside the stage counts once
+        for name, parameter in stage.named_parameters():  # one tied inside the stage counts once
             if parameter.grad is not None:
                 key = id(original[name])
                 gradients[key] = gradients[key] + parameter.grad if key in gradients else parameter.grad
@@ -322,8 +324,8 @@ def _compare_buffers(model: nn.Module, stages: Sequence[nn.Module], where: str) 
 def _compare(expected: Tensor, composed: Tensor, what: str) -> None:
     if expected.shape != composed.shape or expected.dtype != composed.dtype:
         in_stages, in_model = (f"{tuple(t.shape)} {t.dtype}" for t in (composed, expected))
-        raise VerificationError(f"{what} is {in_stages} in the stages, {in_model} in the model")
-    if torch.equal(expected, composed):  # as almost always, and much quicker to see than closeness
+        raise VerificationError(f"{what} is {in_stages} in the stages but {in_model} in the model")
+    if torch.equal(expected, composed):  # almost always, and much faster than testing closeness
         return
     scale = expected.abs().max().item() if expected.is_floating_point() and expected.numel() else 0.0
     tolerance = {"rtol": _TOLERANCE["rtol"], "atol": _TOLERANCE["atol"] * max(1.0, scale)}
@@ -337,11 +339,11 @@ def _compare(expected: Tensor, composed: Tensor, what: str) -> None:
 
 
 class _SeedByInput(TorchFunctionMode):
-    """Seed the generator before each function that may draw from it: from its own first tensor, or from the shape of
-    the tensor that it fills, whose values are not there yet.
+    """Seed the generator before each function that may draw: from its first tensor, or from the shape of the tensor
+    that it fills.
 
-    As in a run, it draws for contiguous tensors: the layout decides which element gets which number, and a stage leaves
-    out calls of contiguous().
+    As in a run, it draws for contiguous tensors, because the layout decides which element gets which number and a stage
+    leaves out calls of contiguous().
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -372,10 +374,10 @@ def _repeatable() -> Iterator[None]:
 
 @contextmanager
 def _hooks_noted() -> Iterator[set[str]]:
-    """Note the lines of the user's code that put hooks on activations.
+    """Record the lines of the user's code that put hooks on activations.
 
     Raises:
-        TraceError: one puts a hook on a parameter.
+        TraceError: a line puts a hook on a parameter.
     """
     register: Callable[[Tensor, Any], Any] = Tensor.register_hook
     lines: set[str] = set()
@@ -393,7 +395,7 @@ def _hooks_noted() -> Iterator[set[str]]:
 
 
 def _seed_by_path(module: nn.Module, paths: Sequence[str]) -> None:
-    """Seed all generators before each call of these modules inside of `module`."""
+    """Seed all generators before each call of these modules inside `module`."""
     for path in paths:
         seed = derive_seed(path)
         module.get_submodule(path).register_forward_pre_hook(lambda *_, seed=seed: seed_generators(seed))
@@ -405,7 +407,7 @@ class KeptAttribute:
 
     Attributes:
         module: path of the module; "" for the model.
-        location: `model.py:12`, where it is changed; "" when unknown.
+        location: `model.py:12`, where it is changed; "" if unknown.
     """
 
     module: str
@@ -414,7 +416,7 @@ class KeptAttribute:
 
 
 def attributes(model: nn.Module) -> Attributes:
-    """Return what the modules hold besides parameters, buffers and modules; of buffers, which of them there are."""
+    """Return the modules' attributes except parameters, buffers and modules, and the names of their buffers."""
     held: dict[tuple[str, str], object] = {}
     for path, module in model.named_modules():
         if not _is_of_torch(type(module)):
@@ -425,11 +427,11 @@ def attributes(model: nn.Module) -> Attributes:
 
 
 def kept_attributes(model: nn.Module, before: Attributes) -> Iterator[KeptAttribute]:
-    """Yield the attributes that were changed since `before` and that some forward reads.
+    """Yield the attributes that changed since `before` and that some forward reads.
 
-    In a pipeline several minibatches are in flight, and a stage is a class of its own. A hidden state that is carried
-    over, or a counter that forward reads, would not be what it is in a plain training loop. What forward only writes,
-    such as the attention weights of the last call, makes no difference.
+    In a pipeline several minibatches are in flight, and a stage is a class of its own. A hidden state carried over, or
+    a counter that forward reads, would differ from a plain training loop. Attributes that forward only writes, such as
+    the last call's attention weights, make no difference.
     """
     after = attributes(model)
     changed = [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
@@ -446,7 +448,7 @@ def kept_attributes(model: nn.Module, before: Attributes) -> Iterator[KeptAttrib
 
 
 def has_same_content(a: Any, b: Any, depth: int = _MAX_DEPTH) -> bool:
-    """Whether two values hold the same tensors and numbers; False where it cannot be told."""
+    """Whether two values hold the same tensors and numbers; False if unknown."""
     if type(a) is not type(b) or depth == 0:
         return False
     if isinstance(a, Tensor):
@@ -462,7 +464,7 @@ def has_same_content(a: Any, b: Any, depth: int = _MAX_DEPTH) -> bool:
 
 @dataclass(frozen=True)
 class _Use:
-    """One place in a class where an attribute is read, or assigned to."""
+    """One place in a class where an attribute is read or assigned."""
 
     name: str
     is_read: bool
@@ -470,14 +472,14 @@ class _Use:
 
 
 def _uses(kind: type) -> Iterator[_Use]:
-    """Yield where the methods of a module's class, and of its bases but those of torch, use attributes."""
+    """Yield where methods of a module's class, and of its bases outside torch, use attributes."""
     for base in kind.__mro__:
         if issubclass(base, nn.Module) and not _is_of_torch(base):
             yield from _uses_in(base)
 
 
 def _uses_in(kind: type) -> Iterator[_Use]:
-    """Yield where the methods in the source of a class use attributes; nothing where the source is not there."""
+    """Yield where the methods in a class's source use attributes; nothing if there is no source."""
     try:
         lines, first = inspect.getsourcelines(kind)
         tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -503,7 +505,7 @@ def _is_of_torch(kind: type) -> bool:
 
 
 def _fingerprint(value: Any, depth: int) -> object:
-    """Something that is equal as long as the value is not changed, nor replaced by another."""
+    """A key that stays equal as long as the value is neither changed nor replaced."""
     if isinstance(value, _PLAIN):
         return type(value), repr(value)  # NaN equals itself here
     if isinstance(value, Tensor):

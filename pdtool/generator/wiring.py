@@ -24,7 +24,7 @@ class Wiring:
 
     Attributes:
         traced: the model.
-        stages: names of the operators of each stage, constants and model inputs not among them.
+        stages: names of the operators of each stage, without constants and model inputs.
     """
 
     traced: Traced
@@ -32,7 +32,7 @@ class Wiring:
 
     @classmethod
     def of(cls, traced: Traced, stages: Sequence[Sequence[str]]) -> Wiring:
-        """Cut the model into `stages`, which may name inputs, loss and target too.
+        """Cut the model into `stages`, which may also name inputs, loss and target.
 
         Raises:
             ArtifactError: the stages do not hold the operators of this model.
@@ -47,10 +47,10 @@ class Wiring:
         return cls(traced, [[name for name in stage if name in compute] for stage in stages])
 
     def check_outputs(self) -> None:
-        """Check that every stage but the last that computes makes a tensor which a later one takes.
+        """Check that a later stage uses some output of every computing stage but the last.
 
         Raises:
-            ArtifactError: one does not: it would only write buffers, and had no gradient to wait for.
+            ArtifactError: none uses a stage's outputs; it would only write buffers and get no gradient.
         """
         for stage, names in enumerate(self.stages[:-1]):
             if names and not self.outputs(stage):
@@ -82,7 +82,7 @@ class Wiring:
 
     @property
     def has_optional_gradients(self) -> bool:
-        """Whether the loss may leave out a tensor that the model returns, and so what only that one depends on."""
+        """Whether the loss may ignore one of the model's outputs, and so everything that only that output needs."""
         return sum(value.differentiable for value in self.output_values) + len(self._output_state) > 1
 
     @cached_property
@@ -92,8 +92,8 @@ class Wiring:
 
     @cached_property
     def consumers(self) -> dict[Value, list[int]]:
-        """Tensor -> the later stages that take it; the last stage takes what the model returns. Of the model's inputs
-        those that nobody takes are there, too."""
+        """Tensor -> the later stages that take it; the last stage takes the model's outputs. Unused model inputs are
+        included."""
         users: dict[Value, set[int]] = {}
         for stage in range(len(self.stages)):
             for op in self.operators(stage):
@@ -109,8 +109,8 @@ class Wiring:
         return [value for value, stages in self.consumers.items() if stage in stages]
 
     def outputs(self, stage: int) -> list[Value]:
-        """Return the tensors that the stage's forward returns, in order; of the last stage, which returns the model's
-        output, there are none."""
+        """Return the tensors that the stage's forward returns, in order; none for the last stage, which returns the
+        model's output."""
         return [value for value, stages in self.consumers.items() if stages and self.stage_of[value.operator] == stage]
 
     @cached_property
@@ -136,7 +136,7 @@ class Wiring:
         return self._state(stage, [name for op in self.operators(stage) for name in op.buffers], names)
 
     def _state(self, stage: int, used: list[str], kind: Container[str]) -> list[str]:
-        """What the stage's operators use, each once, and what the last stage returns of this kind."""
+        """The state of this kind that the stage's operators use, each once, or that the last stage returns."""
         returned = [name for name in self._output_state if name in kind] if stage == len(self.stages) - 1 else []
         return list(dict.fromkeys([*used, *returned]))
 
@@ -154,7 +154,7 @@ class Wiring:
         ]
 
     def tensors(self) -> list[TensorSpec]:
-        """Return the tensors that go from stage to stage or come from the data, for bundle.yaml."""
+        """Return the tensors between stages or from the data, for bundle.yaml."""
         return [
             TensorSpec(
                 name=self.names[value],

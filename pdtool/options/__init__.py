@@ -1,5 +1,5 @@
 """The options of the commands, each declared once, as a field of a dataclass.
 
-Nobody prints these dataclasses, and only ProfileOptions, which a profile records, is compared: what they have no need
-of would be compiled anew each time that the program starts.
+These dataclasses need no repr, and only ProfileOptions, which a profile records, needs comparison. Other methods would
+be compiled each time that the program starts.
 """

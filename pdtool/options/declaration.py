@@ -1,8 +1,8 @@
-"""An option is declared once, as a field of a dataclass: its flag, what it takes, its words, and what follows from it.
+"""An option is declared once, as a field of a dataclass: its flag, its type, its help, and its effects.
 
-The command line makes its flags and its help of the fields (cli/click_options.py), and the functions of the API take
-them as keyword arguments: both read and refuse a value in the same way. From the fields follow, too, what may stand in
-pdtool.toml, what all machines of a run must agree on, what `pdtool train` has, and what makes an artifact stale.
+The command line makes its flags and help from the fields (cli/click_options.py). The API's functions take them as
+keyword arguments. Both read and refuse a value in the same way. The fields also define which options may stand in
+pdtool.toml, which must be equal on all machines of a run, which `pdtool train` has, and which make an artifact stale.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class Option:
-    """What is declared of an option; its name is that of the field.
+    """The declaration of an option; its name is that of the field.
 
     Attributes:
-        usage: its flags, and what stands for a value in `--help`: `--device NAME`; `-o, --output PATH`.
-        value: what it takes, and its default.
-        help: a sentence in the imperative.
-        section: of `--help`.
-        keyword: of the API, if that is not the field's name.
-        in_file: whether it may stand in pdtool.toml. What is trusted, replaced and written where, and whom to connect
-            to, may not: the file may be a stranger's.
+        usage: its flags, and the placeholder of its value in `--help`: `--device NAME`; `-o, --output PATH`.
+        value: its type and default.
+        help: an imperative sentence.
+        section: section of `--help`.
+        keyword: its name in the API, if that is not the field's name.
+        in_file: whether it may stand in pdtool.toml. Options about trust, replacing, output paths and connections may
+            not, because the file may be a stranger's.
         same: whether all machines of a run must agree on it.
-        artifact: the kind of artifact that it changes; one that was made with another value is stale.
-        of_plan: whether it stands in place of what the plan says.
-        excludes: names of options that make no sense beside it; typed, it goes before those of pdtool.toml.
+        artifact: the kind of artifact that it changes; an artifact made with another value is stale.
+        of_plan: whether it replaces the plan's value.
+        excludes: names of options that make no sense with it; on the command line it overrides these in pdtool.toml.
     """
 
     usage: str
@@ -61,11 +61,11 @@ class Option:
 
     @property
     def metavar(self) -> str | None:
-        """What stands for the value."""
+        """The placeholder of the value."""
         return " ".join(word for word in self.usage.split() if not word.startswith("-")) or None
 
     def field(self) -> Any:
-        """Make a field of an options class, whose default is read as any value is."""
+        """Make a field of an options class; its default is read like any value."""
         default = self.value.default
         return field(
             default=None if default is None else self.value.read(self.flag, default), metadata={"option": self}
@@ -78,7 +78,7 @@ def option(usage: str, value: OptionValue, help: str, **others: Any) -> Any:
 
 
 def again(options: type[Any], name: str, **changes: Any) -> Any:
-    """Declare the option of another options class, as a field of this one; some of it may be different."""
+    """Declare the option of another options class as a field of this one, possibly with changes."""
     return replace(declared(options)[name], **changes).field()
 
 
@@ -88,7 +88,7 @@ def declared(options: type[Any]) -> dict[str, Option]:
 
 
 def common_fields(options: Any, of: type[Any]) -> dict[str, Any]:
-    """Return the values that `options` has for the fields of its base class `of`."""
+    """Return the values in `options` for the fields of its base class `of`."""
     return {each.name: getattr(options, each.name) for each in fields(of)}
 
 
@@ -107,7 +107,7 @@ def read_options(command: str, options: type[Options], given: Mapping[str, Any])
     read = {}
     for keyword, value in given.items():
         if keyword not in names:
-            hint = suggestion(keyword, names, f"choose of {', '.join(names)}")
+            hint = suggestion(keyword, names, f"choose from {', '.join(names)}")
             raise TypeError(f"{command}() has no option {keyword!r}; {hint}")
         if value is not None:
             name, option = names[keyword]

@@ -1,4 +1,4 @@
-"""The options of `pdtool profile` and `pdtool partition`; all of them change the artifact that is made."""
+"""The options of `pdtool profile` and `pdtool partition`; all of them change the artifact."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ProfileOptions:
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class PartitionOptions:
-    """For which cluster, and how, a profile is partitioned."""
+    """How, and for which cluster, a profile is partitioned."""
 
     topology: str | None = _cluster(
         "--topology NxM",
@@ -82,7 +82,7 @@ class PartitionOptions:
     cluster: str | None = _cluster(
         "--cluster FILE",
         Text(),
-        "Read the topology and all bandwidths from a file that `pdtool probe` wrote.",
+        "Read the topology and all bandwidths from a file of `pdtool probe`.",
         excludes=("topology", "bandwidth", "latency"),
     )
     bandwidth: str | None = _cluster(
@@ -115,7 +115,7 @@ class PartitionOptions:
     )
     schedule: str | None = _plan(
         "--schedule",
-        Choice((*SCHEDULES, "auto"), unset="1f1b, or what --strategy has"),
+        Choice((*SCHEDULES, "auto"), unset="1f1b, or that of --strategy"),
         f"{ORDER_OF_WORK}. auto takes the fastest. It looks at flushing ones only with --microbatches.",
     )
     microbatches: int | None = _plan(
@@ -125,7 +125,7 @@ class PartitionOptions:
     )
     samples_per_update: int | None = _plan(
         "--global-batch-size, --samples-per-update N",
-        Count(unset="what --microbatches makes"),
+        Count(unset="from --microbatches"),
         "Samples that an update of every stage averages, in minibatches of the profiled size. Plans with 1f1b-flush, "
         "unless you pass another --schedule.",
         excludes=("microbatches",),
@@ -137,7 +137,7 @@ class PartitionOptions:
     )
     in_flight: int | None = _plan(
         "--in-flight N",
-        Count(1, MAX_MINIBATCHES, unset="with a flush the fastest, else what the schedule wants, or up to twice that"),
+        Count(1, MAX_MINIBATCHES, unset="with a flush the fastest, else the schedule's number, or up to twice that"),
         "Minibatches in flight at each replica of the first stage. Later stages have fewer. With a flush, none has "
         "more than an update.",
     )

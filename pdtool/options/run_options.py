@@ -1,4 +1,4 @@
-"""The options of `pdtool run`: what each worker is told, and how the run is launched."""
+"""The options of `pdtool run`: those for each worker, and those for the launch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pdtool.options.target import Target
 from pdtool.options.values import Choice, Count, Flag, Text
 from pdtool.schedule import ONE_F_ONE_B, SCHEDULES
 
-SAME_FOLDER = Path("the folder of -o")  # what --resume takes without a folder
+SAME_FOLDER = Path("the folder of -o")  # value of --resume without a folder
 PLANNED = "what the plan says"
 _POLICIES = [f"{policy.words} ({policy.name})" for policy in ONE_F_ONE_B.policies]
 _MAX_LOADER_WORKERS = 1000  # more is a slip
@@ -35,7 +35,7 @@ _plan = partial(option, section="Plan", of_plan=True, same=True)
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class WorkerOptions:
-    """How a plan is trained: what each worker is told, as `RunConfig` has it."""
+    """How a plan is trained: the options for each worker, which `RunConfig` holds."""
 
     epochs: int = _training("--epochs N", Count(default=1), "Epochs in all.", same=True)
     steps: int | None = _training(
@@ -122,7 +122,7 @@ class WorkerOptions:
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class LaunchOptions:
-    """Over which machines workers are launched; each starts its own."""
+    """The machines of a launch; each starts its own workers."""
 
     nnodes: int = _machines("--nnodes N", Count(default=1), "Number of machines.")
     node_rank: int = _machines("--node-rank K", Count(0, default=0), "Number of this machine.")
@@ -141,7 +141,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class RunOptions(WorkerOptions, LaunchOptions):
-    """How a plan is trained, where, and what goes before what it says."""
+    """How and where a plan is trained, and which of its values are replaced."""
 
     output: str | None = option(
         "-o, --output PATH",
@@ -195,7 +195,7 @@ class RunOptions(WorkerOptions, LaunchOptions):
 
     @property
     def resumed(self) -> Path | None:
-        """The folder to go on from; None where there is none, or none is named."""
+        """The folder to resume; None if there is none, or if none is named."""
         if self.resume != SAME_FOLDER:
             return self.resume
         return Path(self.output) if self.output else None

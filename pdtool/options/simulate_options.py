@@ -14,7 +14,7 @@ from pdtool.options.values import Choice, Count, Factor, Text
 from pdtool.schedule import RIVALS, schedule_names
 
 _EVENLY = schedule_names(lambda kind: kind.equal_replicas, "and")
-MAX_FACTOR = 1e6  # by which an emulation is scaled or slowed down; more is a slip
+MAX_FACTOR = 1e6  # largest scale or slowdown of an emulation; more must be a slip
 
 _computing = partial(option, section="Computing")
 
@@ -32,7 +32,7 @@ def _against(*names: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class SimulateOptions:
-    """How long, and beside what, a plan is simulated."""
+    """How long a plan is simulated, and compared with which others."""
 
     minibatches: int | None = _computing(
         "--minibatches N", Count(unset="enough to fill, run steadily and drain"), "Length of the simulation."
@@ -52,7 +52,7 @@ class EmulateOptions:
     against: tuple[str, ...] = _against("data-parallel")
     scale: float | None = _computing(
         "--scale S",
-        Factor(1, MAX_FACTOR, unset="what the cores here can carry"),
+        Factor(1, MAX_FACTOR, unset="as the cores here allow"),
         "Divide bytes and bandwidths by S. Times stay the same.",
     )
     slowdown: float | None = _computing(
@@ -83,5 +83,5 @@ class EmulateOptions:
 
     @property
     def epochs_in_all(self) -> int:
-        """Epochs of each plan, as `--epochs` says where none are given."""
+        """Epochs of each plan, with the default of `--epochs`."""
         return self.epochs or {"sleep": 1, "real": 2}[self.compute]

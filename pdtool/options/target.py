@@ -55,7 +55,7 @@ class Target:
 
     @property
     def interpretation(self) -> str | None:
-        """How `=` was read, for the user to check; None where it says itself what is meant."""
+        """Say how `=` was read, for the user to check; None if the relation was explicit."""
         if self.relation != "=":
             return None
         effective = self.effective_relation
@@ -65,17 +65,17 @@ class Target:
         return f"{text}; write {self.metric}<={self.value:g} if less is better"
 
     def doubt(self, metrics: Mapping[str, float]) -> str:
-        """Ask whether a share was meant, of a target above 1 for a metric that is from 0 to 1; "" otherwise.
+        """Ask whether a share was meant if the target is above 1 for a metric between 0 and 1; "" otherwise.
 
         Args:
-            metrics: before training.
+            metrics: metrics before training.
         """
         now = metrics.get(self.metric, math.nan)
         if not (self.effective_relation.startswith(">") and self.value > 1 and 0 <= now <= 1):
             return ""
         share = replace(self, value=self.value / 100)
         return (
-            f"target {self}: {self.metric} is {now:.4f} before training; if it is a share, which is 1 at most, the "
+            f"target {self}: {self.metric} is {now:.4f} before training; if it is a share (at most 1), the "
             f"target is never reached: give --target '{share}'"
         )
 
@@ -83,7 +83,7 @@ class Target:
         """Whether the metrics of a validation reach the target.
 
         Args:
-            undefined: metrics that have no figure in it, and so reach nothing.
+            undefined: metrics without a figure, which do not reach the target.
 
         Raises:
             UsageError: the model does not report this metric.

@@ -1,7 +1,7 @@
-"""What an option takes: a number, a name, a text; how it is read, its default, and words for a default that is none.
+"""Types of option values (a number, a name, a text): how to read one, its default, and words for a missing default.
 
-A value is a text of the command line, or any object that is given to a function of the API. What reads one takes the
-option's name for its errors, and raises UsageError.
+A value is a text from the command line, or any object passed to a function of the API. Readers take the option's name
+for their errors, and raise UsageError.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _MIN_TIMEOUT_S = 0.001
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class OptionValue:
-    """What an option takes.
+    """The type of an option's value.
 
     Attributes:
-        default: as a user writes it; None if there is none.
-        unset: words for what the command takes without a default.
+        default: in the user's notation; None if there is none.
+        unset: words for the command's behaviour without a default.
     """
 
     default: Any = None
@@ -47,7 +47,7 @@ class Range(OptionValue):
     most: float = 10**9
 
     def check(self, name: str, number: float, value: Any) -> None:
-        """Raise UsageError for a number, read from `value`, that is not in the range; nan is not."""
+        """Raise UsageError if a number read from `value` is not in the range; nan never is."""
         if not self.least <= number <= self.most:
             what = f"{name}={value!r:.80}: {value!s:.80} is not in the range {self.least}<=x<={self.most}"
             raise UsageError(what)
@@ -88,7 +88,7 @@ class Choice(OptionValue):
     names: tuple[str, ...]
 
     def read(self, name: str, value: Any) -> str:
-        """Return one of the names as it is."""
+        """Return one of the names unchanged."""
         if not isinstance(value, str) or value not in self.names:
             raise UsageError(f"{name}={value!r:.80}: {value!r:.80} is not one of {', '.join(map(repr, self.names))}")
         return value
@@ -98,47 +98,47 @@ class Flag(OptionValue):
     """Yes or no."""
 
     def read(self, name: str, value: Any) -> bool:
-        """Return True or False as it is."""
+        """Return True or False unchanged."""
         if not isinstance(value, bool):
             raise UsageError(f"{name}={value!r:.80} is not True or False")
         return value
 
 
 class Texts(OptionValue):
-    """Texts of an option that may be repeated."""
+    """The texts of a repeatable option."""
 
     def read(self, name: str, value: Any) -> tuple[str, ...]:
-        """Return them as they are."""
+        """Return them unchanged."""
         return tuple(value)
 
 
 @dataclass(frozen=True)
 class Text(OptionValue):
-    """A text, which `parse` checks or turns into something else; it takes the option's name, too.
+    """A text, which `parse` checks or converts; `parse` also takes the option's name.
 
     Attributes:
-        without: what the flag stands for when no text follows; "": one must follow.
+        without: value of the flag without a text; "": a text must follow.
     """
 
     parse: Callable[[str, str], Any] = lambda name, text: text
     without: str = ""
 
     def read(self, name: str, value: Any) -> Any:
-        """Read a text; a number and a path are texts, too."""
+        """Read a text; a number and a path also count as texts."""
         if isinstance(value, bool) or not isinstance(value, (str, Number, PathLike)):
             raise UsageError(f"{name}={value!r:.80} is not a text", "write it in quotes")
         return self.parse(name, str(value))
 
 
 def path(name: str, text: str) -> str:
-    """Refuse an empty path, such as that of a variable that is not set."""
+    """Refuse an empty path, such as from an unset variable."""
     if text == "":
         raise UsageError(f"{name} is empty", "name a file or folder, or leave the option out")
     return text
 
 
 def timeout(name: str, text: str) -> float:
-    """Read `60s`, or a mere `60`, as seconds, which leave the time to answer."""
+    """Read `60s` or `60` as seconds, and check that these leave time to answer."""
     seconds = parse_seconds(f"{text}s" if re.fullmatch(r"[0-9.]+", text) else text)
     if seconds < _MIN_TIMEOUT_S:
         raise UsageError(f"{name} {text} leaves no time to answer", f"give {_MIN_TIMEOUT_S:g}s or more, as 60s")
@@ -146,26 +146,26 @@ def timeout(name: str, text: str) -> float:
 
 
 def endpoint(name: str, text: str) -> str:
-    """Check `host:port`, and return it as it is."""
+    """Check `host:port`, and return it unchanged."""
     if text:
         parse_endpoint(text)
     return text
 
 
 def rivals(name: str, text: str) -> tuple[str, ...]:
-    """Split the names of strategies, of which each is one that plans are compared with."""
+    """Split the names of strategies, and check that plans can be compared with each."""
     names = tuple(dict.fromkeys(filter(None, text.split(","))))
     if unknown := [each for each in names if each not in RIVALS]:
-        remedy = f"{suggestion(unknown[0], RIVALS)} choose of {', '.join(RIVALS)}".lstrip()
-        raise UsageError(f"{name} {unknown[0]!r} is no strategy to compare with", remedy)
+        remedy = f"{suggestion(unknown[0], RIVALS)} choose from {', '.join(RIVALS)}".lstrip()
+        raise UsageError(f"{name} {unknown[0]!r} is not a strategy to compare with", remedy)
     return names
 
 
 def replicas(name: str, text: str) -> tuple[int, ...]:
     """Read `15-1`."""
-    if not re.fullmatch(r"[1-9][0-9]{0,17}(-[1-9][0-9]{0,17})*", text):  # the cluster is the limit, or the digits are
+    if not re.fullmatch(r"[1-9][0-9]{0,17}(-[1-9][0-9]{0,17})*", text):  # the cluster or the digits limit it
         raise UsageError(
-            f"{name} {text!r:.80} is no number of workers for each stage", "write 15-1 for 15 workers and then one"
+            f"{name} {text!r:.80} is not a list of workers per stage", "write 15-1 for 15 workers and then one"
         )
     return tuple(map(int, text.split("-")))
 

@@ -24,24 +24,24 @@ from pdtool.artifacts.plan import CostModelName
 from pdtool.planner.stage_costs import Number, StageLoad
 from pdtool.schedule import ExecutionConfig
 
-_BUCKET_BYTES, _MAX_BUCKETS = 25_000_000, 8  # the runtime's buckets are of this size, however many
+_BUCKET_BYTES, _MAX_BUCKETS = 25_000_000, 8  # size of the runtime's buckets, however many
 TOLERANCE = 1 + 1e-9  # sums taken in another order differ in the last digits
-_ANY_DEPTH = 1  # stages of the pipeline, which no schedule that has formulas depends on
+_ANY_DEPTH = 1  # number of stages; no schedule with formulas depends on it
 Members = Sequence[Number]  # one for each level
 Fractions = list[NDArray[np.float64]]  # for each level, [..., members]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """The formulas, with what they depend on besides the stage.
+    """The formulas, and what they depend on besides the stage.
 
     Attributes:
         cluster: where one copy of the pipeline lies; its workers are numbered from 0.
-        pipeline_members: of each level, those that the workers of the pipeline lie on.
-        copy_members: of each level, those that the copies lie on, one worker of each; all 1 for one copy.
+        pipeline_members: for each level, how many members the pipeline's workers lie on.
+        copy_members: for each level, how many members hold one worker of each copy; all 1 for one copy.
         optimizer_state_ratio: bytes of optimizer state for each byte of parameters.
         may_recompute: whether a stage that lacks memory may run its forward twice.
-        first_in_flight: minibatches in flight that the first stage is to have; None: what the schedule wants.
+        first_in_flight: minibatches in flight at the first stage; None: the schedule decides.
     """
 
     cluster: Cluster
@@ -61,20 +61,20 @@ class CostModel:
 
     @property
     def first_replicas(self) -> float | None:
-        """Replicas that the first stage must have in a copy; None: any. Without pipelining one for each minibatch of an
-        update: more would wait, fewer would take them one after the other."""
+        """Replicas that the first stage must have in a copy; None: any. Without pipelining it has one for each
+        minibatch of an update: more would wait, fewer would take turns."""
         if self.execution.is_pipelined:
             return None
         return self.execution.microbatches / self.execution.copies
 
     def update_interval(self, replicas: Number) -> Number:
-        """k: without a flush a stage updates when each replica has done one minibatch, with one at the flush; or after
-        as many as are asked for."""
+        """k: without a flush, a stage updates when each replica has done one minibatch; with one, at the flush. The
+        user can ask for another number."""
         return self.execution.minibatches_per_update or replicas * self.execution.copies
 
     @property
     def max_replicas(self) -> float:
-        """Replicas that a stage may have in a copy: without a flush each has a minibatch in every update."""
+        """Replicas that a stage may have in a copy: without a flush, each needs a minibatch in every update."""
         every = self.execution.update_every
         return every // self.execution.copies if every else np.inf
 
@@ -88,8 +88,9 @@ class CostModel:
     def in_flight(self, replicas: Number, workers_from_here: Number) -> Number:
         """w, as the schedule has it; without pipelining and without a flush there is one.
 
-        `workers_from_here` are those of this stage and all later ones, in one copy. If more are to be in flight, how
-        many a stage has depends on the stages before it, which the search does not know: it takes no more than usual.
+        `workers_from_here` counts the workers of this stage and all later ones, in one copy. If the user asks for more
+        in flight, a stage's number depends on earlier stages. The search does not know these, so it takes the usual
+        number.
         """
         microbatches = -(-self.execution.microbatches // self.execution.copies)
         in_flight = self.execution.kind.in_flight(replicas, workers_from_here, microbatches, _ANY_DEPTH, 1)
@@ -101,8 +102,8 @@ class CostModel:
     def compute_s(self, load: StageLoad, replicas: Number, recompute: Number = False) -> Number:
         """Seconds per minibatch of the whole pipeline.
 
-        In a round of k minibatches a replica does ceil(k/R) forwards and backwards and one update; 1/R of everything
-        for PipeDream, where k = R.
+        In a round of k minibatches a replica does ceil(k/R) forwards and backwards and one update. PipeDream has k = R,
+        so it divides everything by R.
         """
         k = self.update_interval(replicas)
         passes_s = load.forward_s * (1 + np.asarray(recompute)) + load.backward_s
@@ -111,14 +112,14 @@ class CostModel:
     def allreduce_s(self, load: StageLoad, replicas: Number, members: Members) -> Number:
         """Seconds per minibatch to average gradients, once in a round of k; overlaps with computing (section 3.1).
 
-        Section 3.1 has (1/m) 2 (m-1) |w| / B: all that the m replicas send in a round, over one link. Replicas send
-        at once, each over its own link, so a round takes 1/m of that. With copies one ring goes through the replicas of
-        all of them, m = r d: 2 (m-1)/m |w| over its slowest link, once in a round of m minibatches. That link alone:
-        where stages of a copy stand on one server, their rings share its link, and only a whole plan shows the sum
-        (plan_cost.link_times_s, and the simulator). So this is a lower bound.
+        Section 3.1 has (1/m) 2 (m-1) |w| / B: all that the m replicas send in a round, over one link. But replicas send
+        at once, each over its own link, so a round takes 1/m of that. With copies, one ring goes through the replicas
+        of all of them, m = r d: 2 (m-1)/m |w| over its slowest link, once in a round of m minibatches. This is a lower
+        bound: if several stages stand on one server, their rings share its link. Only a whole plan shows that
+        (plan_cost.link_times_s, and the simulator).
 
-        A tied parameter is summed over the replicas of every stage that holds it; who they are is not known while the
-        search has one stage in hand, so each is charged for one member more, over the slowest link of the pipeline.
+        A tied parameter is summed over the replicas of every stage that holds it. The search sees one stage at a time
+        and does not know the others, so it charges each for one more member, over the slowest link of the pipeline.
         """
         ring_size = replicas * self.execution.copies
         rounds_s = self.ring_s(load.parameter_bytes - load.tied_bytes, ring_size, members)
@@ -129,8 +130,8 @@ class CostModel:
     def stage_s(self, load: StageLoad, replicas: Number, compute_s: Number, allreduce_s: Number) -> Number:
         """Seconds per minibatch of a stage that computes and averages.
 
-        Section 3.1 takes the larger of both. But the gradients of a round are there only in its last backward, and its
-        update waits for their averages: they hide behind that one backward (see `_offer_gradients` in the
+        Section 3.1 takes the larger of both. But a round's gradients exist only in its last backward, and its update
+        waits for their averages, so averaging hides behind that one backward only (see `_offer_gradients` in the
         simulator's engine).
         """
         hidden_s = load.backward_s / self.update_interval(replicas)
@@ -149,11 +150,11 @@ class CostModel:
         return 2 * (ring_size - 1) * (size_bytes / ring_size * s_per_byte + np.greater(size_bytes, 0) * s_per_message)
 
     def border_bytes(self, load: StageLoad) -> Number:
-        """Bytes per minibatch to bring a stage what it takes and its gradients back, both ways at once: links are full
-        duplex. Section 3.1 has their sum, 2 a.
+        """Bytes per minibatch over the border before a stage: tensors in, gradients back. Links are full duplex, so
+        both travel at once. Section 3.1 has their sum, 2 a.
 
-        All that the stage takes is charged to the border before it, also what comes straight from a stage further up.
-        Without pipelining all stages wait for it: first for what the stage takes, later for the gradients.
+        The border before a stage is charged for all its inputs, even those that come straight from an earlier stage.
+        Without pipelining all stages wait for both: first for the tensors, later for the gradients.
         """
         sent_bytes = np.maximum(load.received_bytes, load.returned_bytes)
         if not self.execution.is_pipelined:
@@ -163,8 +164,8 @@ class CostModel:
     def border_s(self, size_bytes: Number, s_per_byte: Number) -> Number:
         """Seconds per minibatch of the messages over a border; its bytes are those of `border_bytes`.
 
-        Latency delays a minibatch but does not slow the pipeline: the next one is already on its way. A time for which
-        each message keeps its link busy would be charged here.
+        Latency delays a minibatch but does not slow the pipeline, because the next one is already on its way. A fixed
+        time that each message keeps its link busy would be added here.
         """
         return size_bytes * s_per_byte
 
@@ -173,7 +174,7 @@ class CostModel:
     ) -> Number:
         """Seconds per byte between two stages of one copy: the busiest link on the way, at the slowest level.
 
-        A member's link is shared by all workers below it and carries what they send to, or take from, other members.
+        All workers below a member share its link. It carries what they send to, or receive from, other members.
 
         Args:
             before, after: for each level, [..., members] fraction of a stage's workers on each member.
@@ -199,7 +200,7 @@ class CostModel:
         return self.memory(load, recompute).peak_bytes(versions, in_flight)
 
     def must_recompute(self, load: StageLoad, replicas: Number, in_flight: Number) -> Number:
-        """Whether a stage must run its forward twice: it fits that way only, and it may."""
+        """Whether a stage must run its forward twice: allowed, and the only way to fit."""
         if not self.may_recompute or self.cluster.memory_bytes is None:
             return np.zeros_like(in_flight, dtype=bool)
         limit = self.cluster.memory_bytes
@@ -211,14 +212,14 @@ class CostModel:
 class PipeDreamCostModel(CostModel):
     """`T` and `A` of PipeDream's published optimizer (optimizer_graph_hierarchical.py), for comparison with it.
 
-    They differ from the paper and from CostModel. Communication is added to computing, and a round of all-reduce costs
-    twice the bytes of a ring. A border is charged in both directions one after the other, once at each of its stages
-    but the first of all. All workers must be used. Memory is as in CostModel: the original's check leaves out weights
-    and gradients.
+    They differ from the paper and from CostModel. They add communication to computing, and an all-reduce costs twice
+    the bytes of a ring. A border pays for both directions one after the other, at each of its stages except the very
+    first. Plans must use all workers. Memory is as in CostModel, because the original's check leaves out weights and
+    gradients.
 
     Attributes:
-        charges_activations: whether tensors between stages cost anything (its --activation_compression_ratio 1);
-            without, they are free, as by its default.
+        charges_activations: whether tensors between stages cost time (its --activation_compression_ratio 1); by its
+            default they are free.
     """
 
     charges_activations: bool = True
@@ -240,7 +241,7 @@ class PipeDreamCostModel(CostModel):
         return compute_s + allreduce_s
 
     def border_bytes(self, load: StageLoad) -> Number:
-        """2 a for all that crosses the cut, also what only passes by the stage."""
+        """2 a for all that crosses the cut, even tensors that only pass by the stage."""
         return 2 * load.entering_bytes / self.execution.copies * self.charges_activations
 
     def border_s_per_byte(
@@ -261,17 +262,17 @@ COST_MODELS: dict[CostModelName, Callable[..., CostModel]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Bytes on one worker of a stage, or arrays of these: one formula for search, figures of a plan and simulator.
+    """Bytes on one worker of a stage, or arrays of them: one formula for the search, a plan's figures and the
+    simulator.
 
-    A stage that recomputes keeps only what it received, and one whole stash while it works (Chen et al., 2016,
+    A stage that recomputes keeps only its received tensors, and one whole stash while it works (Chen et al., 2016,
     "Training Deep Nets with Sublinear Memory Cost").
 
     Attributes:
         fixed_bytes: gradients, optimizer state, the working set of the largest operator.
         version_bytes: one set of weights, for each version that a minibatch in flight still needs (PipeDream, section
             3.3).
-        minibatch_bytes: what is kept of a minibatch between its forward and its backward, and what the stage received
-            for it.
+        minibatch_bytes: a minibatch's stash between its forward and its backward, and its received tensors.
     """
 
     fixed_bytes: Number
@@ -299,7 +300,7 @@ class StageMemory:
 
 
 def bucket_count(averaged_bytes: float) -> int:
-    """Return in how many buckets of equal size the replicas of a stage are taken to average their gradients."""
+    """Return how many equal buckets we assume when the replicas of a stage average their gradients."""
     return min(_MAX_BUCKETS, max(1, math.ceil(averaged_bytes / _BUCKET_BYTES)))
 
 

@@ -16,7 +16,7 @@ from pdtool.errors import ScheduleError, UsageError
 from pdtool.schedule import STRATEGIES, ExecutionConfig, PipelineShape, check_executable
 
 _MAX_STAGES_SPELLED_OUT = 16
-_MAX_NAME = 400  # characters of the profile's in the plan's
+_MAX_NAME = 400  # characters of the profile's name in the plan's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,10 @@ class Placement:
         """Write the placement as a plan, without predictions.
 
         Args:
-            profile_path: where the profile lies; it stands in the plan.
+            profile_path: the path of the profile, to store in the plan.
 
         Raises:
-            UsageError: no plan can hold that path.
+            UsageError: a plan cannot store that path.
         """
         stages = tuple(
             Stage(
@@ -91,7 +91,7 @@ class Placement:
 
     @property
     def _name_suffix(self) -> str:
-        """`-gpipe` after the name of a plan that is made for comparison, so that it lies beside the planner's own."""
+        """`-gpipe`: ends the name of a plan made for comparison, so that it does not replace the planner's own."""
         strategy = self.execution.strategy
         return "" if STRATEGIES[strategy].is_own else f"-{strategy}"
 
@@ -131,7 +131,7 @@ class Placement:
 
     @property
     def is_executable(self) -> bool:
-        """Whether its schedule runs to the end with these minibatches in flight."""
+        """Whether the schedule ends without a deadlock with these minibatches in flight."""
         try:
             check_executable(self.execution.kind, self.shape())
         except ScheduleError:

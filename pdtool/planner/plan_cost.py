@@ -1,8 +1,8 @@
 """The cost of a whole plan: its time per minibatch, its memory and its traffic.
 
-`Evaluator` applies the formulas to each stage and border of any plan, whether the search found it or a person wrote it.
-The formulas take links that several stages share to be wide enough. Only a whole plan shows what such a link carries:
-`link_times_s` adds it up, and `lower_bound_s` is the time that no simulation of the plan beats.
+`Evaluator` applies the formulas to each stage and border of any plan, found by the search or written by hand. The
+formulas assume that shared links are wide enough. Only a whole plan shows what a shared link carries: `link_times_s`
+adds it up. No simulation of the plan beats `lower_bound_s`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class PlanCost:
 
     Attributes:
         stage_s: computing and averaging together.
-        round_trip_s: from a forward to the end of its backward, over the minibatches in flight meanwhile; () where each
-            update flushes, and without pipelining.
-        memory_bytes: what a worker takes.
-        searched_memory_bytes: what the search takes it for, which cannot know who shares a parameter: they update less
-            often if their replicas are not as many, and keep fewer versions of their weights. It is never less.
+        round_trip_s: time from a forward to the end of its backward, divided by the minibatches in flight meanwhile; ()
+            if each update flushes, and without pipelining.
+        memory_bytes: what a worker needs.
+        searched_memory_bytes: the search's estimate of that, never less. The search does not know who shares a
+            parameter: if their replicas differ, they update less often and keep fewer weight versions.
         traffic_bytes: sent by all workers together for one minibatch.
-        flush_factor: for the fill and drain of a flushing schedule.
+        flush_factor: factor for the fill and drain of a flushing schedule.
         is_pipelined: whether stages compute at the same time; otherwise they take turns.
     """
 
@@ -53,8 +53,8 @@ class PlanCost:
 
     @property
     def time_per_minibatch_s(self) -> float:
-        """Seconds per minibatch: computing, averaging and sending overlap, so the slowest of all counts. Without
-        pipelining their sum does."""
+        """Seconds per minibatch: computing, averaging and sending overlap, so the slowest counts. Without pipelining
+        they add up."""
         if not self.is_pipelined:
             return sum(self.stage_s) + sum(self.transfer_s)
         return max(time_s for time_s, _ in self._resources()) * self.flush_factor
@@ -70,7 +70,7 @@ class PlanCost:
         return f"{name} {format_seconds(time_s)}{flush}"
 
     def _resources(self) -> list[tuple[float, str]]:
-        """Seconds per minibatch and name of everything that a minibatch occupies."""
+        """Seconds per minibatch and name of each resource that a minibatch occupies."""
         return [
             *((time_s, f"stage {s} compute") for s, time_s in enumerate(self.compute_s)),
             *((time_s, f"stage {s} all-reduce") for s, time_s in enumerate(self.allreduce_s)),
@@ -97,11 +97,11 @@ class Candidate:
 class Evaluator:
     """Work out the cost of any plan of one profile on one cluster.
 
-    Messages and rounds of replicas are taken to be hidden, and links that several stages share to be wide enough: this
-    is what can be searched without missing a plan. What it leaves out, the simulator has.
+    It assumes that messages and all-reduces are hidden and that shared links are wide enough. Under these assumptions a
+    search can be complete. The simulator does without them.
 
     Args:
-        cost_model: whose formulas.
+        cost_model: whose formulas to use: ours, or PipeDream's.
         may_recompute: whether stages that lack memory may run their forward twice.
         first_in_flight: minibatches in flight at each replica of the first stage; None: what the schedule wants.
     """
@@ -114,7 +114,7 @@ class Evaluator:
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile) -> Evaluator:
-        """Return whose formulas the figures of a plan are by, for the messages that it sends, and whether stages may
+        """Return the evaluator for a plan's figures: its formulas, its wire format, and whether stages may
         recompute."""
         cost_model = plan.predicted.cost if plan.predicted else "ours"
         asked = plan.asked or PlanOptions()
@@ -194,12 +194,12 @@ class Evaluator:
         return self.place([self.profile.graph.names], [range(workers)], execution)
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether every worker has the memory that the search takes it for."""
+        """Whether the plan fits into each worker's memory, by the search's estimate."""
         return max(candidate.cost.searched_memory_bytes) <= (self.cluster.memory_bytes or math.inf)
 
 
 def samples_per_update(placement: Placement, profile: Profile) -> int:
-    """Return the samples whose gradients an update averages, at the stage where these are most."""
+    """Return the samples whose gradients one update averages, at the stage with the most."""
     return profile.batch_size * max(placement.shape(tied_bytes(profile, placement.stages)).update_every)
 
 
@@ -234,7 +234,7 @@ def _plan_cost(
 
 
 def _transfers_s(model: CostModel, loads: Sequence[StageLoad], placement: Placement) -> list[float]:
-    """Seconds per minibatch over each border; of copies that lie unevenly the slowest counts."""
+    """Seconds per minibatch over each border; if copies lie unevenly, the slowest counts."""
     copies = placement.execution.copies
     fractions = [fractions_by_class(model.cluster, numbers, copies) for numbers in placement.workers]
     replicas = placement.replicas_per_copy
@@ -247,7 +247,7 @@ def _transfers_s(model: CostModel, loads: Sequence[StageLoad], placement: Placem
 
 
 def _traffic_bytes(loads: Sequence[StageLoad], placement: Placement, tied: dict[tuple[int, ...], int]) -> int:
-    """Tensors once to each stage that takes them, gradients back, and 2 (n-1) P of a ring of n, once a round."""
+    """Add up tensors, once to each stage that takes them, gradients back, and 2 (n-1) P per round of a ring of n."""
     rings = [
         2 * (sum(len(placement.workers[s]) for s in stages) - 1) * size_bytes / interval
         for stages, size_bytes, interval in _rings(placement, loads, tied)
@@ -258,10 +258,9 @@ def _traffic_bytes(loads: Sequence[StageLoad], placement: Placement, tied: dict[
 def lower_bound_s(evaluator: Evaluator, candidate: Candidate) -> float:
     """Seconds per minibatch that no simulation of the plan beats: of its slowest stage, and of its busiest link.
 
-    Of the formulas only what they are sure of: they cannot see which replicas meet at a border, who holds a tied
-    parameter, which stages do not depend on the one before, which have less to do when the pipeline fills, and that
-    other replicas do more than the rest in the next update. Beyond them, the last bucket of gradients is there only
-    when the last backward of a round has ended, and nothing hides it.
+    It uses only the certain part of the formulas. They cannot see which replicas meet at a border, who holds a tied
+    parameter, which stages do not depend on the one before, or which have less to do while the pipeline fills. It adds
+    the last bucket of gradients: it exists only after the last backward of a round, so nothing hides it.
     """
     placement, cost = candidate.placement, candidate.cost
     loads = stage_loads(evaluator.profile, placement.stages)
@@ -281,17 +280,17 @@ def lower_bound_s(evaluator: Evaluator, candidate: Candidate) -> float:
 def link_times_s(evaluator: Evaluator, placement: Placement, loads: Sequence[StageLoad]) -> list[NDArray[np.float64]]:
     """For each level, [members] seconds per minibatch of each member's link, in its busier direction.
 
-    Each member has one link, each way, for all that its workers send to or take from other members: tensors straight
-    from the stage that makes them to each stage that takes them, gradients back, and of each ring that passes through
-    it 2 (n-1)/n of the bytes, once a round.
+    Each member has one link each way for all its workers' traffic with other members: tensors straight from the stage
+    that makes them to each stage that takes them, gradients back, and for each ring through it 2 (n-1)/n of the bytes,
+    once a round.
     """
     model = evaluator.model_of(placement.workers, placement.execution)
     workers, profile = placement.workers, evaluator.profile
     edges = stage_edges(profile, placement.stages)
     sides = []
     for edge in edges:
-        # minibatch i is at replica i mod r of both stages: the replicas whose numbers are alike modulo the greatest
-        # common divisor meet, all of them equally often
+        # minibatch i is at replica i mod r of both stages, so replicas meet if their numbers are equal modulo the
+        # greatest common divisor, all equally often
         both = workers[edge.source], workers[edge.destination]
         sides.append([fractions_by_class(model.cluster, numbers, math.gcd(*map(len, both))) for numbers in both])
     fractions = [fractions_by_class(model.cluster, numbers, 1) for numbers in workers]
@@ -314,8 +313,8 @@ def link_times_s(evaluator: Evaluator, placement: Placement, loads: Sequence[Sta
 def _rings(
     placement: Placement, loads: Sequence[StageLoad], tied: dict[tuple[int, ...], int]
 ) -> list[tuple[Sequence[int], int, int]]:
-    """(stages, bytes, minibatches in a round) of what is averaged: by the replicas of a stage what it alone holds, by
-    those of several what they all hold; then they all update after the same number of minibatches."""
+    """Return (stages, bytes, minibatches in a round) of each average: one for each stage's own parameters, and one for
+    each group of stages that share some. Such a group updates after the same number of minibatches."""
     intervals = placement.shape(tied).update_every
     own = [((s,), load.parameter_bytes - load.tied_bytes, intervals[s]) for s, load in enumerate(loads)]
     return [*own, *((stages, size_bytes, intervals[stages[0]]) for stages, size_bytes in tied.items())]

@@ -1,4 +1,4 @@
-"""Loads of stages: what each does and holds for a minibatch, for the stages of one plan or between any two cuts.
+"""Loads of stages: time, memory and traffic per minibatch, for the stages of one plan or between any two cuts.
 
 A stage lies between two cuts (see pdtool.graph). Its load is the sum inside the second cut less the sum inside the
 first:
@@ -27,18 +27,18 @@ Number = Any  # one number, or a numpy array of them
 
 @dataclass(frozen=True, kw_only=True)
 class StageLoad:
-    """What one stage does for one minibatch and holds on one worker; or arrays of these, for many stages.
+    """The time, memory and traffic of one stage for one minibatch on one worker; or arrays of these, for many stages.
 
     Attributes:
         forward_s, backward_s, update_s: seconds on one worker.
         parameter_bytes: distinct parameters, tied ones included.
         tied_bytes: parameters that other stages hold too.
         stash_bytes: kept from forward to backward.
-        working_bytes: the most that one operator needs besides, while it computes.
+        working_bytes: the most that one operator needs in addition while it computes.
         input_bytes: memory of the tensors from all earlier stages, each once.
-        received_bytes: these tensors in messages, see Profile.sent_bytes.
-        returned_bytes: gradients sent back for them, in messages.
-        entering_bytes: all tensors that cross the cut before the stage, whoever takes them, in messages; not the
+        received_bytes: message size of these tensors, see Profile.sent_bytes.
+        returned_bytes: message size of the gradients sent back for them.
+        entering_bytes: message size of all tensors that cross the cut before the stage, whoever takes them, without the
             model's inputs.
     """
 
@@ -100,7 +100,7 @@ class StageLoadTable:
         )
 
     def _working_bytes_between(self, begin: int, ends: Array) -> Array:
-        """[ends] the largest working set of the blocks between the cuts: the first found in falling order of size."""
+        """[ends] the largest working set of the blocks between the cuts: the first match in descending order."""
         sizes, order = self._blocks_by_working_bytes
         held = self.inside[np.ix_(ends, order)] & ~self.inside[begin, order]
         return np.asarray(sizes[order][held.argmax(axis=1)])
@@ -127,7 +127,7 @@ class StageLoadTable:
 
     @cached_property
     def _blocks_by_working_bytes(self) -> tuple[Array, Array]:
-        """[blocks] working bytes, and the blocks in falling order of them."""
+        """[blocks] working bytes, and the blocks in descending order of them."""
         working = self.profile.working_bytes
         sizes = np.array([max((working[name] for name in block), default=0) for block in self.blocks], dtype=float)
         return sizes, np.argsort(-sizes, kind="stable")
@@ -193,7 +193,7 @@ def stage_loads(profile: Profile, stages: Sequence[Sequence[str]]) -> list[Stage
 
 @dataclass(frozen=True, kw_only=True)
 class StageEdge:
-    """What one stage sends another for each minibatch; `has_gradient`: whether gradients come back for it."""
+    """Tensors that one stage sends another for each minibatch; `has_gradient`: whether gradients come back."""
 
     source: int
     destination: int
@@ -203,7 +203,8 @@ class StageEdge:
 
 
 def stage_edges(profile: Profile, stages: Sequence[Collection[str]]) -> list[StageEdge]:
-    """Return what goes from the stage of each node straight to every stage that takes it; inputs come from stage 0."""
+    """Return the tensors that go from each node's stage straight to every stage that takes them; inputs come from stage
+    0."""
     stage_of = _stage_of(stages)
     sent: dict[tuple[int, int], list[str]] = {}
     for name, takers in profile.graph.consumers.items():

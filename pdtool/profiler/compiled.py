@@ -1,7 +1,7 @@
-"""Put a model through torch.compile: in segments, whose times are measured, and as a whole, for the step they make.
+"""Put a model through torch.compile: in segments, to measure their times, and as a whole, to measure the step.
 
-What torch.compile has fused has no times of its own. So the seconds of a segment are measured, and only their division
-among its operators is not: each gets its share in proportion to what it takes when operators run one by one.
+Operators fused by torch.compile have no times of their own. So we measure the seconds of a segment, and divide them
+among its operators in proportion to their times when they run one by one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ OnNote = Callable[[str], None]  # called with a line for the user
 Seconds = Mapping[str, float]  # by name of an operator, or of a segment
 Segments = dict[str, list[Operator]]  # by name
 _MAX_SEGMENTS = 16  # each takes seconds to compile
-_MIN_SEGMENT_S = {"cpu": 1e-2, "cuda": 1e-3}  # of a shorter one much is calling it, and copies at its borders
-_MAX_REASON = 300  # characters, why something cannot be compiled
+_MIN_SEGMENT_S = {"cpu": 1e-2, "cuda": 1e-3}  # shorter ones spend much time on the call and copies at borders
+_MAX_REASON = 300  # characters of the reason why something cannot be compiled
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class CompiledModel:
     """A model that went through torch.compile.
 
     Attributes:
-        model: the same, compiled as a whole, and with an operator in place of each segment that was compiled.
-        segments: name of such an operator -> names of those in its place.
-        is_whole: whether it could be compiled as a whole, too.
+        model: the model compiled as a whole, and with one operator for each compiled segment.
+        segments: name of such an operator -> names of the segment's operators.
+        is_whole: whether it could also be compiled as a whole.
     """
 
     model: ProfiledModel
@@ -43,13 +43,13 @@ class CompiledModel:
 
 
 def compile_model(model: ProfiledModel, seconds: Seconds, note: OnNote, progress: OnProgress) -> CompiledModel:
-    """Compile a model, and run it once forward and backward, when torch.compile does its work.
+    """Compile a model, and run it once forward and backward, which makes torch.compile do its work.
 
-    Operators of a segment that cannot be compiled are left to run one by one; `note` is told which, and why.
+    If a segment cannot be compiled, its operators run one by one; `note` says which, and why.
 
     Args:
-        seconds: of each operator, forward and backward together.
-        progress: called with (passes done, passes in all), of which each segment has two.
+        seconds: forward and backward together, of each operator.
+        progress: called with (passes done, passes in all); each segment has two passes.
 
     Raises:
         ModelError: no segment can be compiled.
@@ -65,7 +65,7 @@ def compile_model(model: ProfiledModel, seconds: Seconds, note: OnNote, progress
     whole = replace(in_segments, traced=replace(in_segments.traced, model=module))
     reason = _failure(whole.train_step)
     if reason:
-        note(f"warning: torch.compile fails for the model as a whole, so that coverage is not known: {reason}")
+        note(f"warning: torch.compile fails for the model as a whole, so coverage is unknown: {reason}")
     names = {name: [op.name for op in segments[name]] for name in compiled}
     return CompiledModel(in_segments if reason else whole, names, not reason)
 
@@ -78,7 +78,7 @@ def _name(segment: Sequence[Operator]) -> str:
 def _compiled_segments(
     model: ProfiledModel, segments: Segments, note: OnNote, progress: OnProgress
 ) -> dict[str, Operator]:
-    """Return what each segment becomes that can be compiled."""
+    """Return the compiled operator of each segment that can be compiled."""
     compiled = {name: _compiled(model, name, segment) for name, segment in segments.items()}
     failures: dict[str, str] = {}
     while failure := _first_failure(_with_operators(model, segments, compiled), compiled, progress):
@@ -86,7 +86,7 @@ def _compiled_segments(
         failures |= [failure]
     if not compiled:
         reason = next(iter(failures.values()), "there is nothing to compile")
-        remedy = "leave --compile out; on a CPU torch.compile needs a C++ compiler, g++ or what $CXX names"
+        remedy = "leave --compile out; on a CPU torch.compile needs a C++ compiler (g++ or $CXX)"
         raise model.model_file.error(f"torch.compile fails for all of the model: {reason}", remedy)
     for name, reason in failures.items():
         note(f"warning: torch.compile fails for {name}, whose operators are measured one by one: {reason}")
@@ -94,7 +94,7 @@ def _compiled_segments(
 
 
 def _compiled(model: ProfiledModel, name: str, segment: Sequence[Operator]) -> Operator:
-    """Return one operator in place of a segment, which torch.compile takes when it is first run."""
+    """Return one operator for a segment; torch.compile compiles it at its first run."""
     made = {value for op in segment for value in op.outputs}
     inside = {op.name for op in segment}
     inputs = tuple(dict.fromkeys(value for op in segment for value in op.values if value not in made))
@@ -137,7 +137,7 @@ def _first_failure(
 
 
 def _failure(work: Work, is_expected: Callable[[], bool] = lambda: True) -> str:
-    """Do `work`; return why it failed, or nothing. Lack of memory, and what was not expected, are raised."""
+    """Do `work`; return why it failed, or nothing. Out-of-memory and unexpected errors are raised."""
     try:
         work()
     except Exception as error:
@@ -152,14 +152,14 @@ def cut_into_segments(
 ) -> list[list[Operator]]:
     """Cut operators into contiguous segments of `shortest_s` to four times that, or of one longer operator.
 
-    Among the borders that this allows the one is taken that the fewest tensors cross; among these one between modules
-    rather than inside of one, and one before a long operator rather than before a short one, which is likelier to be
-    fused with what comes before it.
+    Among the allowed borders, take one that the fewest tensors cross. Ties: prefer one between modules to one inside a
+    module, and one before a long operator to one before a short one, which is likelier to be fused with its
+    predecessor.
 
     Args:
         operators: in topological order.
         outputs: the tensors that the model returns.
-        seconds: of each operator; one that is missing takes none.
+        seconds: seconds of each operator; a missing one takes none.
     """
     crossing = _crossing_tensors(operators, outputs)
 
@@ -175,7 +175,7 @@ def cut_into_segments(
 
 
 def _candidates(elapsed_s: Sequence[float], start: int, shortest_s: float) -> Iterator[int]:
-    """Yield where the segment that begins at `start` may end, and leave enough for another one."""
+    """Yield where the segment from `start` may end so that enough is left for another one."""
     last_s = elapsed_s[-1] - shortest_s
     ends = [i for i in range(start + 1, len(elapsed_s) - 1) if elapsed_s[start] + shortest_s <= elapsed_s[i] <= last_s]
     yield from ends[:1]
@@ -189,7 +189,7 @@ def _common_depth(path: str, other: str) -> int:
 
 
 def _crossing_tensors(operators: Sequence[Operator], outputs: Sequence[Value]) -> list[int]:
-    """Count for each position in `operators` the tensors that are made before it, and taken at it or after it."""
+    """Count for each position in `operators` the tensors that are made before it and used at it or later."""
     last_use = {value: index for index, op in enumerate(operators) for value in op.values}
     last_use.update(dict.fromkeys(outputs, len(operators)))
     changes = [0] * (len(operators) + 2)
@@ -202,12 +202,12 @@ def _crossing_tensors(operators: Sequence[Operator], outputs: Sequence[Value]) -
 
 
 def apportion(measured: Seconds, segments: Mapping[str, Sequence[str]], one_by_one: Seconds) -> dict[str, float]:
-    """Give each operator of a segment its share of the seconds that were measured of the segment.
+    """Give each operator of a segment its share of the segment's measured seconds.
 
-    The shares of a segment's operators add up to its seconds. What is in no segment keeps what was measured of it.
+    The shares of a segment's operators add up to its seconds. Other operators keep their own measured times.
 
     Args:
-        measured: seconds of segments, and of operators that are in none.
+        measured: seconds of segments, and of operators outside segments.
         segments: name of a segment -> its operators.
         one_by_one: seconds of the operators when each runs alone, to which the shares are proportional.
     """
@@ -254,8 +254,8 @@ class _GraphWriter:
     """Appends operators to a graph.
 
     Attributes:
-        attributes: what the graph takes from its module, by name: tensors and modules.
-        nodes: what computes each tensor.
+        attributes: tensors and modules that the graph takes from its module, by name.
+        nodes: the node that computes each tensor.
     """
 
     run: Executor
@@ -264,7 +264,7 @@ class _GraphWriter:
     nodes: dict[Value, fx.Node] = field(default_factory=dict)
 
     def add(self, op: Operator) -> None:
-        """Append an operator whose inputs are there."""
+        """Append an operator whose inputs exist already."""
         if op.branch:
             for part in op.branch.training:
                 self.add(part)
@@ -285,7 +285,7 @@ class _GraphWriter:
         return self.graph.call_module(self._attribute("module", module), args, kwargs)
 
     def _zeros(self, output: Value) -> fx.Node:
-        """Return what stands for an output that only evaluation computes."""
+        """Return a stand-in for an output that only evaluation computes."""
         meta = output.meta(self.run.batch)
         options: dict[str, Any] = {"dtype": meta.dtype, "device": self.run.device}
         return self.graph.call_function(torch.zeros, (tuple(meta.shape),), options)

@@ -1,9 +1,9 @@
 """Estimate each operator for a device that need not be present, and fit a device's factors to a measured profile.
 
-The model runs on fake tensors, which have no storage. Each kernel that a node's forward and backward would launch is
-priced by the roofline of the device (`kernels`). `graph_costs` counts everything else, as for a measured profile. Fake
-tensors are CPU tensors, so the kernels are the CPU's. Those of a GPU are the same except for recurrent layers, whose
-kernels and stash are taken as cuDNN's.
+The model runs on fake tensors, which have no storage. The device's roofline gives the time of each kernel that a node's
+forward and backward would launch (`kernels`). `graph_costs` counts everything else, as for a measured profile. Fake
+tensors are CPU tensors, so the kernels are the CPU's. A GPU has the same kernels except for recurrent layers, for which
+we use cuDNN's kernels and stash.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pdtool.profiler.execute import OnProgress, ProfiledModel, disable_inplace_m
 from pdtool.profiler.graph_costs import GraphCosts, count_stash_and_flops, make_profile, minibatch_errors
 from pdtool.profiler.kernels import PRECISIONS, Kernel, KernelRecorder, recurrent_costs, roofline_s
 
-Kernels = dict[str, list[Kernel]]  # node -> what its forward or its backward launches
+Kernels = dict[str, list[Kernel]]  # node -> the kernels of its forward or backward
 _KINDS: tuple[tuple[OperatorKind, re.Pattern[str]], ...] = (
     ("conv", re.compile(r"[Cc]onv")),
     ("rnn", re.compile(r"LSTM|GRU|RNN|^(lstm|gru|rnn_)")),
@@ -85,14 +85,14 @@ def estimate(
 
 
 def calibrate_device(device: DeviceSpec, measured: Profile, path: Path | str, *, tf32: bool = False) -> DeviceSpec:
-    """Fit the device's factors to a profile measured on it; its model is estimated again for that.
+    """Fit the device's factors to a profile measured on it, by estimating the profile's model again.
 
     Args:
-        path: of the profile, for errors.
+        path: path of the profile, for errors.
         tf32: products of fp32 ran in TF32.
 
     Raises:
-        ArtifactError: the profile is no measured one, or not of the model as it is now.
+        ArtifactError: the profile was not measured, or the model has changed since.
         StaleError: its model changed.
         UsageError: its model file lies outside the current folder.
     """
@@ -108,7 +108,7 @@ def calibrate_device(device: DeviceSpec, measured: Profile, path: Path | str, *,
 
 
 def measured_model(profile: Profile, path: Path | str) -> ModelRef:
-    """Return the model of a measured profile; raises ArtifactError when its operators were not measured by pdtool."""
+    """Return the model of a measured profile; raises ArtifactError if pdtool did not measure its operators."""
     if profile.device.kind != "measured" or profile.model is None:
         remedy = "calibrate with a profile made with --device cpu or cuda"
         raise ArtifactError(path, "holds no times that pdtool measured", remedy, field="device.kind")
@@ -119,13 +119,13 @@ def measured_model(profile: Profile, path: Path | str) -> ModelRef:
 
 
 def fit_factors(measured: Profile, estimated: Profile, path: Path | str) -> dict[OperatorKind, float]:
-    """Divide measured by estimated seconds for each kind of operator; a kind that took no time is left out.
+    """Divide measured by estimated seconds for each kind of operator; leave out kinds that took no time.
 
     Args:
-        path: of the measured profile, for errors.
+        path: path of the measured profile, for errors.
 
     Raises:
-        ArtifactError: the two are not of the same operators.
+        ArtifactError: the two have different operators.
     """
     _check_same_nodes(measured, estimated, path)
     estimated_s, measured_s = _seconds_by_kind(estimated), _seconds_by_kind(measured)
@@ -139,7 +139,7 @@ def operator_kind(op: str) -> OperatorKind:
 
 
 def _has_changed(model: ModelRef, before: Profile, now: Profile) -> bool:
-    """Compare the operator graphs of two profiles of a model, or the bytes of its file where one records no graph."""
+    """Compare the operator graphs of two profiles of a model, or the bytes of its file if one records no graph."""
     if before.graph_sha256 and now.graph_sha256:
         return before.graph_sha256 != now.graph_sha256
     return before.digests.get(model.source) not in (None, now.digests[model.source])
@@ -169,7 +169,7 @@ def _seconds_by_kind(profile: Profile) -> dict[OperatorKind, float]:
 
 @dataclass(frozen=True)
 class _FakeTensors:
-    """Makes fake tensors, cast to `cast` where that is given."""
+    """Makes fake tensors, cast to `cast` if that is given."""
 
     mode: FakeTensorMode
     cast: torch.dtype | None
@@ -190,7 +190,7 @@ class _FakeTensors:
         except ModelError:
             model = model_file.build()
         tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-        fakes = {key: self._same_kind(t) for key, t in tensors.items()}  # a tied parameter stays one
+        fakes = {key: self._same_kind(t) for key, t in tensors.items()}  # tied parameters stay tied
         for module in model.modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
@@ -270,7 +270,7 @@ def _recorded(work: Callable[[], Any]) -> tuple[Any, list[Kernel]]:
 
 @contextmanager
 def _without_values() -> Iterator[None]:
-    """Explain the error of a function that reads the values of its tensors: an estimate has none."""
+    """Explain the error of a function that reads tensor values, which an estimate does not have."""
     try:
         yield
     except (ModelError, RuntimeError) as error:

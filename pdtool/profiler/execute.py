@@ -24,7 +24,7 @@ from pdtool.frontend.user_code import defaults_kept
 
 Environment = dict[Value, Tensor]
 Work = Callable[[], Any]
-R = TypeVar("R")  # what was read of a piece of work
+R = TypeVar("R")  # the readings for a piece of work
 OnProgress = Callable[[int, int], None]  # called with (done, total)
 
 
@@ -36,7 +36,7 @@ class Executor:
         batch: samples in the minibatch.
         device: where tensors are made.
         state: the model's parameters and buffers by name.
-        precision: what forwards compute in.
+        precision: precision of forwards.
     """
 
     traced: Traced
@@ -51,23 +51,23 @@ class Executor:
             return tensors_in(self.bound_call(op, environment)())
 
     def region(self) -> AbstractContextManager[Any]:
-        """Return the context of a forward, which is the same in a run."""
+        """Return the context of a forward, the same as in a run."""
         return computing_in(self.precision, self.device)
 
     def bound_call(self, op: Operator, environment: Mapping[Value, Tensor]) -> Callable[[], Any]:
-        """Return the operator's own call with its arguments in place, so that nothing else is timed with it."""
+        """Return the operator's own call with its arguments bound, so that nothing else is timed with it."""
         if op.branch:
             return partial(self._run_branch, op, environment)
         args, kwargs = self.arguments(op, environment)
         return partial(self.callee(op), *args, **kwargs)
 
     def callee(self, op: Operator) -> Callable[..., Any]:
-        """Return what an operator without branches calls: a function, or a module of the model."""
+        """Return the function or module that an operator without branches calls."""
         call: Any = op.function.apply if op.function else op.target
         return self.traced.model.get_submodule(op.module) if call is None else call
 
     def arguments(self, op: Operator, environment: Mapping[Value, Any]) -> Any:
-        """Return an operator's arguments with the model's tensors, and those of the environment, in place."""
+        """Return an operator's arguments, with the tensors of the model and the environment filled in."""
 
         def resolve(argument: Any) -> Any:
             if isinstance(argument, Value):
@@ -85,7 +85,7 @@ class Executor:
         return pytree.tree_map(resolve, (op.args, op.kwargs))
 
     def _run_branch(self, op: Operator, environment: Mapping[Value, Tensor]) -> list[Tensor]:
-        """Run what the operator consists of in training; what only evaluation computes is zeros."""
+        """Run the operator's training branch; outputs that only evaluation computes are zeros."""
         assert op.branch
         inner = dict(environment)
         for part in op.branch.training:
@@ -96,7 +96,7 @@ class Executor:
         ]
 
     def gradient_leaves(self, op: Operator, inputs: Mapping[Value, Tensor]) -> list[Tensor]:
-        """Return what a backward of this operator computes gradients of: its inputs and its parameters."""
+        """Return the tensors whose gradients a backward of this operator computes: its inputs and its parameters."""
         parameters = [self.state[name] for name in op.parameters]
         unique = {id(t): t for t in (*inputs.values(), *parameters) if t.requires_grad}
         return list(unique.values())
@@ -108,8 +108,8 @@ class ProfiledModel:
 
     Attributes:
         run: executes its operators.
-        inputs: the model's arguments, as the user's `example_inputs` or dataset has them.
-        target: what the loss compares the output with; None without a loss.
+        inputs: the model's arguments, from the user's `example_inputs` or dataset.
+        target: the target of the loss; None without a loss.
         with_loss: whether the model file has a loss and a dataset to take a target from.
     """
 
@@ -134,16 +134,16 @@ class ProfiledModel:
         """Join a traced model with the first minibatch of its training set.
 
         Args:
-            move: what brings a tensor of the minibatch to where the model is; None: a copy to `device`.
-            precision: what forwards compute in.
+            move: function that brings a tensor of the minibatch to the model; None: copy it to `device`.
+            precision: precision of forwards.
 
         Raises:
-            ModelError: the training set does not go with the model, or there is nothing to train.
+            ModelError: the training set does not match the model, or there is nothing to train.
         """
         parameters = list(traced.model.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):
-            what = "no parameter of the model requires a gradient, so that there is nothing to train"
-            raise model_file.error(what, "let model() leave requires_grad on for what is to be trained")
+            what = "no parameter of the model requires a gradient, so there is nothing to train"
+            raise model_file.error(what, "leave requires_grad on in model() for the parameters to train")
         returned = pytree.tree_leaves(traced.output)
         if parameters and not any(isinstance(leaf, (State, ByMode)) or _has_gradient(leaf) for leaf in returned):
             raise _no_gradient(model_file)
@@ -165,12 +165,12 @@ class ProfiledModel:
 
     @property
     def computed(self) -> list[Operator]:
-        """The operators that a minibatch runs through."""
+        """The operators that run for a minibatch."""
         return [op for op in self.traced.operators if not (op.is_input or op.constant)]
 
     @cached_property
     def _leading_to_outputs(self) -> set[str]:
-        """The names of the operators to which a gradient goes back from what the model returns."""
+        """The names of the operators that get a gradient back from the model's output."""
         reached, names = set(self.outputs), set()
         for op in reversed(self.computed):
             if any(value.differentiable for value in reached.intersection(op.outputs)):
@@ -200,11 +200,11 @@ class ProfiledModel:
         """Measure every node's forward, in order, and then every node's backward, in reverse order.
 
         Args:
-            measure: called with (name, work), does the work; returns its result and what it read.
+            measure: called with (name, work); does the work and returns its result and its reading.
             progress: called with (nodes done, nodes in all).
 
         Returns:
-            What was read of the forward, and of the backward, by node; a node without gradients has no backward.
+            The readings of the forward and of the backward, by node; a node without gradients has no backward.
         """
         environment = self.environment()
         replayed: list[tuple[str, list[Tensor], list[Tensor]]] = []  # (node, outputs, gradient leaves)
@@ -231,7 +231,7 @@ class ProfiledModel:
             if ends and leaves and (name == "loss" or name in self._leading_to_outputs):
                 gradients = [torch.ones_like(t) for t in ends]
                 work: Callable[[], Any] = partial(torch.autograd.grad, ends, leaves, gradients, allow_unused=True)
-                if name in opaque:  # it may checkpoint reentrantly, which allows no other form
+                if name in opaque:  # it may checkpoint reentrantly, which allows only this form
                     work = partial(torch.autograd.backward, ends, gradients)
                 _, backward[name] = measure(f"{name} backward", work)
                 for leaf in leaves:
@@ -240,7 +240,7 @@ class ProfiledModel:
         return forward, backward
 
     def train_step(self) -> None:
-        """Do forward, loss and backward of the model itself."""
+        """Run forward, loss and backward of the model itself."""
         with defaults_kept(f"{self.model_file.path.name}: forward"), self.run.region():
             output = self.inputs.call(self.traced.model)
         scalars = [self.loss(output)] if self.with_loss else [t.sum() for t in tensors_of(output) if t.requires_grad]
@@ -255,12 +255,12 @@ class ProfiledModel:
         return [p for p in self.traced.model.parameters() if p.requires_grad]
 
     def output(self, environment: Mapping[Value, Tensor]) -> Any:
-        """Return the model's output with its tensors in place, as the user's loss takes it."""
+        """Return the model's output with its tensors filled in, in the form for the user's loss."""
         state = self.run.state
         return self.traced.output_with(lambda v: environment[v] if isinstance(v, Value) else state[v.name], self.batch)
 
     def loss(self, output: Any) -> Tensor:
-        """Compute the user's loss of this minibatch, a scalar; raises ModelError where nothing can be trained by it."""
+        """Compute the user's loss of this minibatch, a scalar; raises ModelError if it cannot train anything."""
         with defaults_kept(f"{self.model_file.path.name}: loss()"), self.run.region():
             loss = self.model_file.loss(output, self.target)
         check_gradient(loss, output)
@@ -293,8 +293,8 @@ class ProfiledModel:
 
 
 def _no_gradient(model_file: ModelFile) -> ModelError:
-    what = "nothing that the model returns has a gradient, so that nothing can be trained"
-    return model_file.error(what, "take torch.no_grad(), inference_mode() and detach() out of its forward")
+    what = "none of the model's outputs has a gradient, so nothing can be trained"
+    return model_file.error(what, "remove torch.no_grad(), inference_mode() and detach() from its forward")
 
 
 def _has_gradient(returned: Any) -> bool:
@@ -302,22 +302,22 @@ def _has_gradient(returned: Any) -> bool:
 
 
 def detached(values: Iterable[Value], environment: Mapping[Value, Tensor]) -> Environment:
-    """Return tensors apart from the operators that made them, so that a backward stops there."""
+    """Return detached tensors, so that a backward stops there."""
     return {v: environment[v].detach().requires_grad_(v.differentiable) for v in values}
 
 
 def tensors_in(result: Any) -> list[Tensor]:
-    """Return the tensors in what an operator returned, in order."""
+    """Return the tensors in an operator's result, in order."""
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 def requiring_gradients(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return those of the tensors that require gradients."""
+    """Return the tensors that require gradients."""
     return [t for t in tensors if t.requires_grad]
 
 
 def disable_inplace_modules(model: nn.Module) -> None:
-    """Set `inplace=False` in all modules, as codegen does: a replayed operator must leave its inputs as they are."""
+    """Set `inplace=False` in all modules, as codegen does, because a replayed operator must not change its inputs."""
     for module in model.modules():
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""What each node of a model's graph costs, and the Profile that it makes, whether times are measured or estimated."""
+"""The costs of the nodes of a model's graph, and the Profile made from them, with measured or estimated times."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from pdtool.frontend.operators import Value, unique_name
 from pdtool.profiler.execute import ProfiledModel, tensors_in
 from pdtool.profiler.kernels import FLOP_FORMULAS
 
-_MAX_REASON = 300  # characters, why a module is opaque
+_MAX_REASON = 300  # characters of the reason why a module is opaque
 Seconds = Mapping[str, float]  # by node
 Counts = Mapping[str, int]  # by node
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphCosts:
-    """What the nodes of a graph cost for one minibatch, by name; a node that is missing costs nothing.
+    """The costs of a graph's nodes for one minibatch, by name; a missing node costs nothing.
 
     Attributes:
         forward_s, backward_s: seconds of each node.
-        stash_bytes: kept for its backward.
-        flops: of its forward.
-        scratch_bytes: where they were measured; see artifacts.profile.Node.
+        stash_bytes: bytes kept for its backward.
+        flops: flops of its forward.
+        scratch_bytes: if they were measured; see artifacts.profile.Node.
         update_s: seconds of one optimizer step over all parameters.
         optimizer_state_bytes: for each byte of parameters.
-        step_s: seconds of a whole step without the update; 0 when it was not measured.
+        step_s: seconds of a whole step without the update; 0 if not measured.
     """
 
     forward_s: Seconds
@@ -65,7 +65,7 @@ def count_stash_and_flops(model: ProfiledModel) -> tuple[dict[str, int], dict[st
         storage = tensor.untyped_storage()
         if storage._cdata not in seen:
             seen.add(storage._cdata)
-            saved.append(tensor)  # so that its address is not given to another
+            saved.append(tensor)  # so that no other storage gets its address
             stash_bytes[node] = stash_bytes.get(node, 0) + storage.nbytes()
         return tensor
 
@@ -83,13 +83,13 @@ def count_stash_and_flops(model: ProfiledModel) -> tuple[dict[str, int], dict[st
 
 
 def make_profile(model: ProfiledModel, device: Device, costs: GraphCosts, **measured: Any) -> Profile:
-    """Make the profile of a model that costs this on `device`.
+    """Make the profile of a model with these costs on `device`.
 
     Args:
         measured: other fields of the profile.
 
     Raises:
-        ModelError: HINTS names what is no module of the model, or a figure is larger than a profile holds.
+        ModelError: HINTS names an unknown module, or a figure is too large for a profile.
     """
     remedy = "choose a smaller --batch-size, a faster --device, or another name for the file"
     with fields_checked(lambda fault: model.model_file.error(f"its profile cannot be written: {fault}", remedy)):
@@ -114,10 +114,10 @@ def make_profile(model: ProfiledModel, device: Device, costs: GraphCosts, **meas
 
 
 def _nodes(model: ProfiledModel, costs: GraphCosts) -> Iterator[Node]:
-    """Yield the nodes in topological order; the optimizer step is shared out by parameter bytes."""
+    """Yield the nodes in topological order; divide the optimizer step by parameter bytes."""
     used = {v for op in model.traced.operators for v in op.values} | set(model.outputs)
     all_bytes = max(1, sum(p.nbytes for p in model.traced.model.parameters()))
-    charged: set[str] = set()  # parameters whose update is some node's already
+    charged: set[str] = set()  # parameters whose update already belongs to a node
     for op in model.traced.operators:
         if op.constant:
             continue
@@ -167,7 +167,7 @@ def _shared_parameters(model: ProfiledModel) -> Iterator[SharedParameter]:
 
 
 def _constraints(model: ProfiledModel, profile: Profile) -> dict[str, Any]:
-    """Return `together` and `pin`: what the trace demands, what belongs to its user, and what HINTS asks for."""
+    """Return `together` and `pin`: from the trace, for nodes that belong to their user, and from HINTS."""
     hints = model.model_file.hints
     asked = (_nodes_of(model, profile, path) for path in hints.no_split)
     together = [*model.traced.together, *_made_of_parameters(profile), *asked]
@@ -176,9 +176,9 @@ def _constraints(model: ProfiledModel, profile: Profile) -> dict[str, Any]:
 
 
 def _made_of_parameters(profile: Profile) -> Iterator[tuple[str, ...]]:
-    """Yield (node, user) for each node that is computed from parameters alone, such as dropped weights, for one user.
+    """Yield (node, user) for each node that depends only on parameters, such as dropped weights, and has one user.
 
-    Without inputs it could stand in the first stage, which would then send its value with each minibatch.
+    Without inputs it could be in the first stage, which would then send its value with each minibatch.
     """
     from_parameters: set[str] = set()
     for node in profile.nodes:
@@ -193,13 +193,13 @@ def _nodes_of(model: ProfiledModel, profile: Profile, path: str) -> tuple[str, .
     if names == [path] and path not in profile.by_name:
         modules = (name for name, _ in model.traced.model.named_modules())
         remedy = unknown_module_remedy(path, modules)
-        raise model.model_file.error(f"HINTS names {path!r}, which is no module of the model", remedy)
+        raise model.model_file.error(f"HINTS names {path!r}, but the model has no such module", remedy)
     return tuple(names)
 
 
 @contextmanager
 def minibatch_errors(model_file: ModelFile, batch_size: int) -> Iterator[None]:
-    """Say what to do when a minibatch does not fit, is too small to normalise over, or finds no kernel on this CPU."""
+    """Say what to do if a minibatch does not fit, is too small to normalise over, or has no kernel on this CPU."""
     try:
         yield
     except PdtoolError:

@@ -1,8 +1,8 @@
-"""The kernels that PyTorch launches, as work: flops, bytes moved, and how long a device takes for them.
+"""The kernels that PyTorch launches, as work: flops, bytes moved, and a device's time for them.
 
-FLOP_FORMULAS count what PyTorch's own counter leaves out: LSTM, recurrent layers on cuDNN, attention on a CPU. Each
-step of each layer and direction multiplies the batch by the matrices of that layer, gates side by side: 2 · steps ·
-batch · elements of the matrices, as PyTorch counts a matrix product (a multiplication and an addition each).
+FLOP_FORMULAS count operators that PyTorch's own counter leaves out: LSTM, recurrent layers on cuDNN, attention on a
+CPU. Each step of each layer and direction multiplies the batch by the matrices of that layer, gates side by side: 2 ·
+steps · batch · elements of the matrices, as PyTorch counts a matrix product (a multiplication and an addition each).
 Elementwise work counts nothing, as everywhere in that counter. A GRU or RNN on a CPU arrives as single matrix products
 and needs no formula.
 """
@@ -31,7 +31,7 @@ PRECISIONS: dict[torch.dtype, Precision] = {
 }
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
 _UNREAD = {"zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "fill_", "zero_", "new_zeros", "new_ones"}
-_LOOKUPS = {"embedding", "index_select", "index", "gather"}  # read of their table only what they return
+_LOOKUPS = {"embedding", "index_select", "index", "gather"}  # only read from their table
 
 
 def _recurrent_flops(steps: Shape, matrices: Sequence[Shape]) -> int:
@@ -76,7 +76,7 @@ class Kernel:
     """One kernel.
 
     Attributes:
-        flops: of its matrix products; 0 where it has none.
+        flops: flops of its matrix products; 0 if it has none.
         moved_bytes: bytes that it reads and writes, each tensor once.
         dtype: type of its operands.
         launches: how often it is launched.
@@ -89,7 +89,7 @@ class Kernel:
 
 
 class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records in `kernels`, while it is entered, every kernel that is launched; a view is no kernel."""
+    """Records in `kernels`, while it is entered, every launched kernel; a view is not a kernel."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -132,12 +132,12 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def recurrent_costs(module: nn.RNNBase, inputs: Tensor) -> tuple[list[Kernel], list[Kernel], int]:
-    """Return the kernels of the forward and the backward of a whole LSTM, GRU or RNN by cuDNN, and its stash in bytes.
+    """Return the kernels of forward and backward of a whole LSTM, GRU or RNN in cuDNN, and its stash in bytes.
 
-    For each layer and direction one product of all steps' inputs with the one matrix, (steps · batch, features) by
-    (features, gates), and then step after step one of the state with the other, which is read again each time. The
-    backward has a product by the gradient for each of the two operands. For it are kept, of each step and layer, the
-    input, and per direction the gates and the state.
+    Each layer and direction has one product of all steps' inputs with the first matrix, (steps · batch, features) by
+    (features, gates). Then each step has one product of the state with the second matrix, which is read again each
+    time. The backward has a product by the gradient for each of the two operands. The stash keeps, for each step and
+    layer, the input, and per direction the gates and the state.
 
     Args:
         inputs: (steps, features), or (steps, batch, features), or with `batch_first` (batch, steps, features).

@@ -1,6 +1,6 @@
-"""Measure each operator: replay the graph node by node, forward timed, backward by autograd.grad on that node alone.
+"""Measure each operator: replay the graph node by node, and time each forward, and each backward by autograd.grad.
 
-Segments of a model that goes through torch.compile are measured in the same way, and shared out (`compiled`). The
+Segments of a model under torch.compile are measured in the same way, and divided among operators (`compiled`). The
 instruments follow below: seconds on a CPU or a GPU, scratch memory, and the time of loading a minibatch.
 """
 
@@ -36,9 +36,9 @@ Reading = Callable[[], float]  # to be called once the device has finished
 Timer = Callable[[str, Work], tuple[Any, Reading]]  # (name of the work, work) -> (its result, its seconds)
 Readings = dict[str, float]  # by node: seconds, or bytes
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 15
-_BUDGET_S = 6.0  # for all rounds, as far as _MIN_ROUNDS allows
-_LOADED, _LOADING_BUDGET_S = 6, 3.0  # minibatches, the first of which is for warming up
-_MOST_PROCESS_BYTES = 2**28  # whoever calls the API may hold data of its own
+_BUDGET_S = 6.0  # for all rounds, if _MIN_ROUNDS allows
+_LOADED, _LOADING_BUDGET_S = 6, 3.0  # minibatches; the first is for warming up
+_MOST_PROCESS_BYTES = 2**28  # callers of the API may hold data of their own
 _WHOLE_STEP = "whole step"  # no operator has a name with a space
 _MAX_SPIN_S = 1.0
 _MARGIN_S = 20e-6  # of a spin: recording two events
@@ -58,21 +58,21 @@ def measure(
 ) -> Profile:
     """Profile the model at `batch_size` on `device` of this machine.
 
-    The loss and the optimizer step are profiled with it: the loss as a node of its own, the step as each node's
-    update_s, shared out by parameter bytes.
+    It includes the loss, as a node of its own, and the optimizer step, as each node's update_s in proportion to its
+    parameter bytes.
 
     Args:
         batch_size: samples in one minibatch.
         threads: CPU threads to compute with; None: PyTorch's default.
-        precision: what a run is to compute in.
-        compiled: whether a run is to put its stages through torch.compile.
-        progress: called with (rounds done, rounds in all), and of compiling with (passes done, passes in all).
+        precision: precision of the run.
+        compiled: whether the run will put its stages through torch.compile.
+        progress: called with (rounds done, rounds in all); during compilation, with (passes done, passes in all).
         note: called with a line for the user.
 
     Raises:
         TraceError: the model cannot be traced.
-        UsageError: there is no such device; or the model switches autocast off, and cannot be computed in bf16.
-        ModelError: a minibatch does not fit in memory, the user's functions fail, or torch.compile does.
+        UsageError: there is no such device, or the model switches autocast off, so that bf16 is impossible.
+        ModelError: a minibatch does not fit in memory, or the user's functions or torch.compile fail.
     """
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
@@ -108,7 +108,7 @@ class _Measurement:
     """The measurement of one profile.
 
     Attributes:
-        process_bytes: held by this process before it had the model.
+        process_bytes: memory of this process before it had the model.
     """
 
     model: ProfiledModel
@@ -146,7 +146,7 @@ class _Measurement:
         )
 
     def _compiled_times(self, one_by_one: _StepTimes, note: OnNote) -> tuple[_StepTimes, tuple[tuple[str, ...], ...]]:
-        """Time the model compiled, and share out what its segments take; return the nodes of each segment, too."""
+        """Time the compiled model, and divide the times of its segments; also return the nodes of each segment."""
         seconds = {name: s + one_by_one.backward_s.get(name, 0.0) for name, s in one_by_one.forward_s.items()}
         compiled = compile_model(self.model, seconds, note, self.progress)
         times = replace(self, model=compiled.model)._times()
@@ -161,8 +161,8 @@ class _Measurement:
     def _times(self) -> _StepTimes:
         """Time the whole step, each node's forward and each node's backward.
 
-        Whole steps and passes through the nodes take turns, so that both meet the same machine. A pass runs every node
-        once, in order, so that caches are as in training; the first round is for warming up.
+        Whole steps and passes through the nodes take turns, so that both run under the same conditions. A pass runs
+        every node once, in order, so that caches are as in training. The first round is for warming up.
         """
         start = time.perf_counter()
         self._pass(self._timer), self._whole_step()
@@ -183,7 +183,7 @@ class _Measurement:
         return _StepTimes(statistics.median(steps), launch_s, forwards, backwards)
 
     def _engine_s(self) -> float:
-        """Measure the seconds of an empty autograd.grad: a whole step pays them once, a pass at every node."""
+        """Measure the seconds of an empty autograd.grad: a whole step has one, a pass has one at every node."""
         if self.device.type == "cuda":
             return 0.0  # events time the device's work only
         x = torch.zeros(1, requires_grad=True)
@@ -202,7 +202,7 @@ class _Measurement:
 
     @cached_property
     def _timer(self) -> Timer:
-        """The same for nodes and whole steps, which are compared."""
+        """The same timer for nodes and whole steps, because they are compared."""
         return CudaTimer() if self.device.type == "cuda" else time_on_host
 
     def _seconds(self, name: str, work: Work) -> float:
@@ -226,7 +226,7 @@ class _Measurement:
 
 
 def _measured_device(device: torch.device) -> Device:
-    """Return the name and all the memory of a GPU, or of the machine for a CPU; no memory where it does not say."""
+    """Return the name and total memory of a GPU, or of the machine for a CPU; None for unknown memory."""
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
         return Device(name=gpu.name, kind="measured", memory_bytes=int(gpu.total_memory))
@@ -249,18 +249,18 @@ def time_on_host(name: str, work: Work) -> tuple[Any, Reading]:
 class CudaTimer:
     """Times the kernels of work on the current CUDA device, by events around them.
 
-    The device must find all kernels queued when it comes to the first event, or else it waits for the host between
-    them, and what is measured of small operators is how long their launches take:
+    All kernels must be queued when the device reaches the first event. Otherwise it waits for the host between them,
+    and small operators would be measured by their launches:
 
         host    spin, begin, launch launch launch, end
         device  |------- spin -------|begin|kernel|kernel|kernel|end|
 
-    So a kernel that spins goes first, for twice the time that the host has needed to queue work of that name. It is
-    short of that in two cases: at the first time, which is for warming up; and where the host cannot run ahead, since
-    the work itself waits for the device, or has more kernels than fit into the device's queue (about a thousand).
+    So a kernel that spins goes first, for twice the time that the host has needed to queue work of that name. That is
+    too short in two cases: the first time, which is for warming up; and if the host cannot run ahead, because the work
+    itself waits for the device or has more kernels than fit into the device's queue (about a thousand).
 
     Attributes:
-        launch_s: by name, the shortest time in which the host queued the work; a longer one may hold the spin itself.
+        launch_s: by name, the shortest time in which the host queued the work; a longer one may include the spin.
     """
 
     def __init__(self) -> None:
@@ -283,7 +283,8 @@ class CudaTimer:
 
 
 def _spin_cycles_per_s() -> float:
-    """Measure how fast the spin kernel counts: the fastest of several, since an idle device raises its clock slowly."""
+    """Measure how fast the spin kernel counts: the fastest of several, because an idle device raises its clock
+    slowly."""
     seconds = []
     for _ in range(5):
         begin, end = _timing_event(), _timing_event()
@@ -305,12 +306,12 @@ def _timing_event() -> torch.cuda.Event:
 
 
 def measure_scratch_bytes(device: torch.device, work: Callable[[], Any]) -> tuple[Any, Reading]:
-    """Do `work`; return its result and its scratch: the bytes held at its peak, less those that are held anyway.
+    """Do `work`; return its result and its scratch: the bytes held at its peak, less a base.
 
-    Held anyway is what was held before together with the result, or what is held afterwards, whichever is more. A
-    backward frees what its forward stashed, which is counted as the stash, so after a backward the first is more. The
-    reading is 0 where the system does not say. On a CPU resident pages count, which includes what libraries such as
-    oneDNN take for themselves, past torch's allocator; `host.returning_freed_memory` keeps those of freed tensors out.
+    The base is the larger of two: the bytes held before plus the result, or the bytes held afterwards. A backward frees
+    its forward's stash, which is counted separately, so after a backward the first is larger. The reading is 0 if the
+    system does not report memory. On a CPU resident pages count, which includes memory that libraries such as oneDNN
+    take past torch's allocator; `host.returning_freed_memory` excludes pages of freed tensors.
     """
     held = torch.cuda.memory_allocated if device.type == "cuda" else _held_on_host
     before = held(device)
@@ -327,14 +328,14 @@ def measure_scratch_bytes(device: torch.device, work: Callable[[], Any]) -> tupl
 
 
 def _held_on_host(device: torch.device) -> int:
-    host.trim_heap()  # what glibc keeps of freed tensors is resident, too
+    host.trim_heap()  # memory of freed tensors that glibc keeps is also resident
     return host.resident_bytes() or 0
 
 
 def measure_loading_s(model_file: ModelFile, batch_size: int) -> float | None:
     """Return the median seconds of loading a minibatch with one thread, as a loader worker does.
 
-    None without dataset(), and of a stream that ends before a minibatch is full.
+    None without dataset(), and for a stream that ends before a minibatch is full.
 
     Raises:
         ModelError: the dataset or one of its samples cannot be read.
@@ -357,7 +358,7 @@ def measure_loading_s(model_file: ModelFile, batch_size: int) -> float | None:
 
 
 def _loaded_minibatches(model_file: ModelFile, batch_size: int) -> Iterator[object]:
-    """Load minibatches of the training set: as they come from a stream, which may end, or else in random order."""
+    """Load minibatches of the training set: in order from a stream, which may end, or else in random order."""
     data, name = model_file.dataset("train"), "dataset('train')"
     if is_stream(data):
         stream = model_file.stream(data, name)

@@ -1,6 +1,6 @@
-"""Import profiles as PipeDream published them (`graph.txt`). Nothing here needs torch.
+"""Import the profiles that PipeDream published (`graph.txt`). Nothing here needs torch.
 
-A line is a node or an edge; sizes are in bytes, times in milliseconds, and a size can be a list to be summed:
+A line is a node or an edge. Sizes are in bytes, times in milliseconds. A size can be a list to sum up:
 
     node7 -- LSTM(2048, 1024) -- forward_compute_time=3.190, backward_compute_time=5.348, \
 activation_size=[6291456.0; 131072.0], parameter_size=50364416.000
@@ -27,14 +27,14 @@ from pdtool.errors import ArtifactError
 
 DEVICE, _DEVICE_IN_TABLE = "V100 (published by PipeDream)", "v100"  # the paper's V100 have 16 GB (section 5.1)
 _MAX_SAMPLES = 10**9
-DEFAULT_BATCH = 128  # what PipeDream's own profiles were mostly taken at
+DEFAULT_BATCH = 128  # the batch size of most of PipeDream's own profiles
 _FLOAT_BYTES = 4
 _MAX_NUMBER = 1e12  # of milliseconds and of bytes
 _NODE = re.compile(
     r"(node[0-9]{1,18}) -- (([^()\x00-\x1f]{1,100}?)(?:\([^\x00-\x1f]*)?) -- forward_compute_time=([^,]+), "
     r"backward_compute_time=([^,]+), activation_size=([^,]+), parameter_size=([^,]+?)(?: -- stage_id=[0-9]+)?"
 )
-# What writes into the memory of its input, or returns a part of it.
+# Operators that write into the memory of their input, or return a part of it.
 _ALIAS = re.compile(r"(View|Size|__getitem__)\b|.*\(.*\binplace\b")
 _EDGE = re.compile(r"\t(node[0-9]{1,18}) -- (node[0-9]{1,18})")
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?(e[+-]?[0-9]{1,3})?")
@@ -45,7 +45,7 @@ class _NodeLine:
     """A node as its line describes it.
 
     Attributes:
-        number: of the line.
+        number: number of the line.
         output_bytes: one entry per output tensor.
     """
 
@@ -57,7 +57,7 @@ class _NodeLine:
 
 
 class ImportedProfile(NamedTuple):
-    """A profile, and where its batch size comes from, in words ("" when it was given)."""
+    """A profile, and where its batch size comes from, in words ("" if it was given)."""
 
     profile: Profile
     batch_source: str
@@ -66,18 +66,17 @@ class ImportedProfile(NamedTuple):
 def read_pipedream_profile(text: str, path: str, *, name: str, batch_size: int | None = None) -> ImportedProfile:
     """Read the text of a `graph.txt`.
 
-    The file tells neither what is kept for a backward (`stash_bytes` is the node's own output, as in PipeDream's
-    planner, or nothing where it lies in the memory of another) nor the time of the optimizer, nor that of a whole step:
-    these stay 0. Inputs cost nothing: their time is that of loading. The memory is that of the V100 that the paper
-    names, from the table of devices.
+    The file lacks the times of the optimizer and of a whole step, which stay 0. It also lacks the stash: `stash_bytes`
+    is the node's own output, as in PipeDream's planner, or 0 if that lies in another node's memory. Inputs cost
+    nothing, because their time is that of loading. The memory is that of the paper's V100, from the table of devices.
 
     Args:
-        path: of the text, for errors and for the digest.
-        batch_size: samples in the minibatch; None: what the shapes tell, or else 128.
+        path: path of the text, for errors and for the digest.
+        batch_size: samples in the minibatch; None: from the shapes, or else 128.
 
     Raises:
-        ArtifactError: a line is malformed, a node is there twice, an edge leads nowhere or the graph has a cycle.
-        UsageError: the name cannot be that of a profile.
+        ArtifactError: a line is malformed, a node stands twice, an edge leads nowhere or the graph has a cycle.
+        UsageError: a profile cannot have that name.
     """
     lines = _parse(text, path)
     samples, batch_source = (batch_size, "") if batch_size else _batch_size(lines)
@@ -115,10 +114,10 @@ def _parse(text: str, path: str) -> dict[str, _NodeLine]:
     for (source, target), number in edges.items():
         for end in (source, target):
             if end not in nodes:
-                raise _fault(path, number, f"the edge {source} -- {target} names {end}, which is no node")
+                raise _fault(path, number, f"the edge {source} -- {target} names {end}, which is not a node")
         nodes[target].inputs.append(source)
     if not nodes:
-        raise ArtifactError(path, "has no nodes", "name a graph.txt as PipeDream's profiler writes it")
+        raise ArtifactError(path, "has no nodes", "name a graph.txt of PipeDream's profiler")
     connected = {end for edge in edges for end in edge}
     for key, node in nodes.items():
         if key not in connected and len(nodes) > 1:
@@ -157,16 +156,16 @@ def _number(text: str, key: str, line: int, path: str) -> float:
         raise _fault(path, line, f"{key} {text[:40]!r} is not a number from 0 up")
     if value > _MAX_NUMBER or 0 < value < 1 / _MAX_NUMBER:
         limits = f"0, or from {1 / _MAX_NUMBER:g} to {_MAX_NUMBER:g}"
-        raise _fault(path, line, f"{key} {text[:40]!r} is none that anyone measures: {limits}")
+        raise _fault(path, line, f"{key} {text[:40]!r} is not plausible: {limits}")
     return value
 
 
 def _fault(path: str, line: int, what: str) -> ArtifactError:
-    return ArtifactError(path, what, "give a graph.txt as PipeDream's profiler writes it", field=f"line {line}")
+    return ArtifactError(path, what, "give a graph.txt of PipeDream's profiler", field=f"line {line}")
 
 
 def _ordered(nodes: Mapping[str, _NodeLine], path: str) -> list[str]:
-    """Order the nodes topologically, and by number where that leaves a choice, whatever the order of the lines."""
+    """Order the nodes topologically, with ties by number, whatever the order of the lines."""
     graph = nx.DiGraph((source, key) for key, node in nodes.items() for source in node.inputs)
     graph.add_nodes_from(nodes)
     try:
@@ -189,11 +188,10 @@ def _node(line: _NodeLine) -> Node:
 
 
 def _batch_size(nodes: Mapping[str, _NodeLine]) -> tuple[int, str]:
-    """Derive the samples in a minibatch from float32 sizes; return them and where they were seen, in words.
+    """Derive the samples in a minibatch from float32 sizes; return them and their source in words.
 
-    The state of an LSTM has samples × hidden numbers whatever the length of its sequences; the output of a Linear has
-    samples × out_features where it comes after a View. All that a file has of the first kind, or else of the second,
-    must agree.
+    The state of an LSTM has samples × hidden numbers whatever the length of its sequences. The output of a Linear after
+    a View has samples × out_features. All LSTMs of a file must agree, or without LSTMs all such Linears.
     """
     # (operator, number of its outputs, index of the one whose size tells, words)
     kinds = [(r"LSTM\([0-9]+, ([0-9]+)\)", 3, 1, "the state of")]
@@ -209,4 +207,4 @@ def _batch_size(nodes: Mapping[str, _NodeLine]) -> tuple[int, str]:
             [(samples, line)] = lines_by_samples.items()
             if samples == int(samples) and 0 < samples <= _MAX_SAMPLES:
                 return int(samples), f"from {what} {line.description} in line {line.number}"
-    return DEFAULT_BATCH, "assumed: no shape in the file tells it"
+    return DEFAULT_BATCH, "assumed: no shape in the file shows it"

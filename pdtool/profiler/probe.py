@@ -1,4 +1,4 @@
-"""Measure the network between the workers: what each level's links carry, an all-reduce, and a small message.
+"""Measure the network between the workers: the bandwidth of each level's links, an all-reduce, and a small message.
 
 One process per worker, started by `probe`. At a level of n members, worker p of member i sends to worker p of member
 i + 1 and receives from worker p of member i - 1, all at once: every member's link is full in both directions, shared
@@ -48,10 +48,10 @@ class ProbeRequest:
     """What to measure.
 
     Attributes:
-        sizes: of the levels, the outermost first.
-        device: `auto` is cuda (over NCCL) when every worker has a CUDA device of its own, else cpu (over gloo).
+        sizes: sizes of the levels, the outermost first.
+        device: `auto` is cuda (over NCCL) if every worker has a CUDA device of its own, else cpu (over gloo).
         timeout_s: how long one worker waits for another.
-        round_s: seconds that a round lasts at least: long against its start, which workers reach a millisecond apart.
+        round_s: least seconds of a round, because workers may start it a millisecond apart.
     """
 
     name: str
@@ -63,7 +63,7 @@ class ProbeRequest:
     def __post_init__(self) -> None:
         if 1 in self.sizes:
             topology = "x".join(map(str, self.sizes))
-            what = f"topology {topology}: there is nothing to measure in a level of 1"
+            what = f"topology {topology} has a level of 1 member, which has nothing to measure"
             raise UsageError(what, "leave out levels of 1 member")
 
     @property
@@ -82,11 +82,11 @@ def run_probe_worker(request: ProbeRequest, store: Any, on_step: OnStep) -> Clus
     """Be the worker that RANK names, in this process.
 
     Args:
-        store: where all workers meet.
-        on_step: told by worker 0 what is measured next.
+        store: the store where all workers meet.
+        on_step: called by worker 0 with the next measurement.
 
     Raises:
-        WorkerDiedError: a wait was not answered; it says which, and by whom.
+        WorkerDiedError: a worker did not answer; it says which, and in which step.
         UsageError: a worker lacks the device.
     """
     rank = int(os.environ["RANK"])
@@ -98,7 +98,7 @@ def run_probe_worker(request: ProbeRequest, store: Any, on_step: OnStep) -> Clus
     memory_bytes = agreed_memory_bytes(request.device, gpus)
     device = gpu if gpu and memory_bytes else torch.device("cpu")
     if memory_bytes:
-        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a wait ends when its time is over, with an error
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a wait ends with an error at its timeout
         torch.cuda.set_device(device)
     levels = _LevelProber(request, rendezvous, device, on_step if rank == 0 else lambda step: None).levels()
     rendezvous.leave()
@@ -117,7 +117,7 @@ def run_probe_worker(request: ProbeRequest, store: Any, on_step: OnStep) -> Clus
 
 
 def _gpu(local_rank: int) -> torch.device | None:
-    """This worker's GPU, of those that it sees: all of the machine, or only its own."""
+    """This worker's GPU among those that it sees: all of the machine's, or only its own."""
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return None
     return torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -129,20 +129,20 @@ def _uuid_and_memory(gpu: torch.device) -> tuple[str, int]:
 
 
 def agreed_memory_bytes(asked: str, gpus: Sequence[tuple[str, int] | None]) -> int | None:
-    """Return the bytes of the smallest GPU; None when the CPU is used. All workers come to the same answer.
+    """Return the bytes of the smallest GPU; None if the CPU is used. All workers get the same answer.
 
     Args:
         asked: `auto`, `cpu` or `cuda`.
-        gpus: UUID and bytes of each worker's.
+        gpus: UUID and bytes of each worker's GPU.
 
     Raises:
-        UsageError: GPUs are asked for, and a worker has none, or shares one.
+        UsageError: the user asked for GPUs, but a worker has none, or shares one.
     """
     owner: dict[str, int] = {}
     for worker, gpu in enumerate(gpus):
         other = owner.setdefault(gpu[0], worker) if gpu else None
         if other != worker and asked == "cuda":
-            what = f"worker {worker} has no CUDA device of its own" + (f", but that of worker {other}" if gpu else "")
+            what = f"worker {worker} has no CUDA device of its own" + (f": it shares worker {other}'s" if gpu else "")
             raise UsageError(what, "use --device cpu, or fewer workers")
         if other != worker:
             return None
@@ -204,7 +204,7 @@ class _LevelProber:
         self.on_step(self.rendezvous.step)
 
     def _rate(self, transfer: Transfer) -> float:
-        """Bytes per second at the slowest worker. Rounds grow until they last long enough; then several count."""
+        """Bytes per second at the slowest worker. Rounds grow until they last long enough; then several are counted."""
         total_bytes = _FIRST_ROUND_BYTES
         self._round_s(transfer, total_bytes)  # to warm up
         while (seconds := self._round_s(transfer, total_bytes)) < self.request.round_s:
@@ -230,9 +230,9 @@ class _LevelProber:
             dist.all_reduce(torch.zeros(1))
 
     def _exchange(self, to: int | None, source: int | None, out: Tensor, into: Tensor) -> None:
-        """Both ways at once: gloo needs the receive posted first, NCCL the two in one batch."""
+        """Send both ways at once: gloo needs the receive posted first, NCCL needs the two in one batch."""
         if to is None or source is None:
-            return  # this worker only waits for those who do
+            return  # this worker only waits for those that do
         with self.rendezvous.waiting_for((source, to)):
             for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, into, source), dist.P2POp(dist.isend, out, to)]):
                 self._finish(work)
@@ -242,7 +242,7 @@ class _LevelProber:
             self._finish(dist.all_reduce(out, group=group, async_op=True))
 
     def _latency_s(self, other: int | None) -> float:
-        """Seconds of a small message one way: half the median of many there and back; None only waits."""
+        """Seconds of a small message one way: half the median of many round trips; None only waits."""
         self._start_together()
         times = [0.0]
         if other is not None:
@@ -265,19 +265,19 @@ class _LevelProber:
 
 
 def _rounded(value: float) -> float:
-    """To the digits that a measurement has, and that a person reads."""
+    """Round to the significant digits of a measurement."""
     return float(f"{value:.4g}")
 
 
 def probe(
     request: ProbeRequest, machines: Machines, on_step: OnStep, notify: Notify = lambda line: None
 ) -> ClusterFile | None:
-    """Measure the network; None on machines and workers that are not the first, which have no figures to report.
+    """Measure the network; None except on the first machine or worker, since others have no figures to report.
 
-    Inside torchrun or srun this process is one of the workers already.
+    Inside torchrun or srun this process is already one of the workers.
 
     Args:
-        notify: called with a line that says for which machine this one waits.
+        notify: called with a line that says which machine this one waits for.
 
     Raises:
         PdtoolError: a machine does not come in time, or does not belong to this launch.
@@ -285,7 +285,7 @@ def probe(
         UsageError: the workers cannot be shared among the machines, or lack the device.
     """
     environment = worker_environment(os.environ, machines.endpoint)
-    is_launcher = machines.count > 1 and "RANK" not in os.environ  # which srun may have started, one on each machine
+    is_launcher = machines.count > 1 and "RANK" not in os.environ  # srun may have started these, one on each machine
     if environment and not is_launcher:
         return _probe_as_worker(request, environment, on_step)
     node_workers = machines.node_workers(request.workers)
@@ -316,7 +316,7 @@ def _launch(request: ProbeRequest, machines: Machines, node_workers: range, on_s
         exit_codes = workers.exit_codes
     for rank, code in exit_codes.items():
         if code and rank not in failures:
-            raise WorkerDiedError(f"worker {rank} {describe_exit(code)}", "see what it said on stderr")
+            raise WorkerDiedError(f"worker {rank} {describe_exit(code)}", "see its messages on stderr")
     for failure in failures.values():  # the others follow from the first
         raise failure
     return cluster
@@ -325,7 +325,7 @@ def _launch(request: ProbeRequest, machines: Machines, node_workers: range, on_s
 def _worker_main(
     pipe: Connection, request: ProbeRequest, address: tuple[str, int], variables: Mapping[str, str]
 ) -> None:
-    """The process of one worker: sends each step that begins, and at the end what it has measured, or a PdtoolError."""
+    """The process of one worker: sends each step that begins, and at the end its measurement or a PdtoolError."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
     os.environ.update(variables)
     try:
@@ -350,9 +350,11 @@ def _connect_store(request: ProbeRequest, address: tuple[str, int], *, is_master
         return dist.TCPStore(host, port, is_master=is_master, wait_for_workers=False, **options)  # type: ignore[attr-defined]
     except (RuntimeError, ValueError) as error:
         if is_master:
-            raise UsageError(f"nobody can meet at {host}:{port} ({error})", "name a free port of machine 0") from error
+            raise UsageError(
+                f"workers cannot meet at {host}:{port} ({error})", "name a free port of machine 0"
+            ) from error
         raise WorkerDiedError(
-            f"machine 0 did not answer at {host}:{port}", "start it, too, and see that this one can reach it"
+            f"machine 0 did not answer at {host}:{port}", "start it too, and check that this one can reach it"
         ) from error
 
 
@@ -361,12 +363,12 @@ def _probe_as_worker(request: ProbeRequest, environment: Mapping[str, str], on_s
     os.environ.update(environment)
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     if world_size != request.workers:
-        what = f"{world_size} processes were started, the topology has {request.workers}"
+        what = f"{world_size} processes were started, but the topology has {request.workers}"
         raise UsageError(what, "start one per worker")
     try:
         timeout = timedelta(seconds=2 * request.timeout_s)
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     except RuntimeError as error:
-        raise WorkerDiedError("the workers did not come together", "see that all of them are started") from error
+        raise WorkerDiedError("the workers did not all connect", "check that all of them are started") from error
     cluster = run_probe_worker(request, PrefixStore("probe", store), on_step)
     return cluster if rank == 0 else None

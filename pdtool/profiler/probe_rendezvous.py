@@ -1,4 +1,4 @@
-"""Where the workers of the probe meet: whoever does not answer there is named."""
+"""The rendezvous of the probe's workers, which names workers that do not answer."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pdtool.artifacts.text_formats import FormatError, read_message, write_messa
 from pdtool.errors import WorkerDiedError
 
 _GRACE_S = 1.0  # for others to notice that a wait has failed
-_REMEDY = "see that it runs and can be reached, or give a longer --timeout"
+_REMEDY = "check that it runs and can be reached, or give a longer --timeout"
 
 
 class Rendezvous:
     """One worker's view of the store where all workers meet.
 
-    The store knows who has answered, so that whoever does not can be named. The workers take turns together: a turn
-    ends when all have given a value.
+    The store knows who has answered, so it can name the others. The workers go through the same turns: a turn ends when
+    all have given a value.
 
     Args:
         store: a store of torch.distributed, on the machine of worker 0.
         workers: number of workers in all.
-        timeout_s: how long two workers wait for each other; at the store each waits twice as long for all, so that
-            one of those two speaks first.
+        timeout_s: how long two workers wait for each other; at the store each waits twice as long for all, so that one
+            of those two reports first.
 
     Attributes:
         step: what is being measured, for errors.
@@ -50,12 +50,12 @@ class Rendezvous:
             try:
                 values.append(read_message(answer, kind))
             except FormatError as error:
-                what = f"{self.step}: what worker {rank} answered cannot be read ({error})"
+                what = f"{self.step}: the answer of worker {rank} cannot be read ({error})"
                 raise WorkerDiedError(what, "let nobody else reach the workers' ports (SECURITY.md)") from error
         return values
 
     def leave(self) -> None:
-        """End the rendezvous. Worker 0 goes last: the store, which others may still be reading, can end with it."""
+        """End the rendezvous. Worker 0 goes last, because the store ends with it and others may still read it."""
         with self.waiting_for([0]):
             if self.rank:
                 self.store.set(f"left/{self.rank}", "")
@@ -64,7 +64,7 @@ class Rendezvous:
 
     @contextmanager
     def waiting_for(self, peers: Iterable[int], remedy: str = _REMEDY) -> Iterator[None]:
-        """Turn what torch.distributed raises into a WorkerDiedError: what was waited for, and which of `peers`."""
+        """Turn errors of torch.distributed into a WorkerDiedError that names the step and the missing `peers`."""
         try:
             yield
         except RuntimeError as error:
@@ -75,7 +75,7 @@ class Rendezvous:
             raise self._timeout_error([peer for peer in others if peer in silent] or others or [0], remedy) from error
 
     def _answers(self, subject: str, content: bytes) -> list[bytes]:
-        """What each worker has put into the store on a subject, this one included."""
+        """Each worker's value in the store on a subject, including this one's."""
         keys = [f"{subject}/{rank}" for rank in range(self._workers)]
         deadline_s, pause_s = time.monotonic() + 2 * self._timeout_s, 1e-3
         with self.waiting_for([0]):

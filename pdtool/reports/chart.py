@@ -9,14 +9,15 @@ from pdtool.planner.choice.comparison import SweepPoint, crossings
 from pdtool.reports.picture import SMALL, AxisScale, Picture, fitted, number_label, stage_class, text_width
 from pdtool.units import format_bits_rate
 
-_HEIGHT, _GAIN_HEIGHT = 230, 250  # pixels, of a chart of curves, and of the gain
+_HEIGHT, _GAIN_HEIGHT = 230, 250  # pixels, for a chart of curves, and for the gain
 _BOTTOM, _RIGHT = 40, 14  # pixels
 _DECADES_OF_LOG = 20.0  # curves that differ by more than this factor get a logarithmic scale
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of one colour; `is_thin`: a background, such as losses of single updates; `is_dotted`: a dot at each."""
+    """Points of one colour; `is_thin`: a background, such as losses of single updates; `is_dotted`: a dot at each
+    point."""
 
     label: str
     points: Sequence[tuple[float, float]]
@@ -41,7 +42,7 @@ class _Frame:
 
 
 def curve_chart(curves: Sequence[Curve], width: float, title: str, below: str) -> Picture:
-    """Draw curves on common axes: `title` says what y is, `below` what x is. Large ranges get a logarithmic y."""
+    """Draw curves on common axes; `title` names y, `below` names x. Large ranges get a logarithmic y."""
     picture = Picture(width, f"{title}, over {below}")
     points = [point for curve in curves for point in curve.points]
     xs, ys = [x for x, _ in points], [y for _, y in points]
@@ -64,7 +65,7 @@ def gain_chart(points: Sequence[SweepPoint], width: float, own: float | None = N
     """Draw gain over data parallelism against bandwidth, both logarithmic; dashed where both are equally fast.
 
     Args:
-        own: the plan's own bandwidth in bytes/s, which is marked.
+        own: the plan's own bandwidth in bytes/s, to mark.
     """
     picture = Picture(width, title or "gain over data parallelism against bandwidth")
     line = [(point.bandwidth_bytes_per_s, point.gain) for point in points]
@@ -86,14 +87,14 @@ def gain_chart(points: Sequence[SweepPoint], width: float, own: float | None = N
 
 
 def _bandwidth_marks(picture: Picture, frame: _Frame, own: float | None, equal: Sequence[float]) -> None:
-    """Mark the plan's bandwidth by a line up to a label above the chart, and those where both are as fast by a ring."""
+    """Mark the plan's bandwidth by a line up to a label above the chart, and bandwidths of equal speed by a ring."""
     if own:
         label = f"this plan, {format_bits_rate(own)}"
         x, half = frame.x(own), text_width(label, SMALL) / 2
         picture.line(x, frame.y.end, x, frame.y.start, "mark")
         centre = min(max(x, half), picture.width - half)
         picture.text(centre, frame.y.end - 6, label, "accent small", anchor="middle")
-    together: list[list[float]] = []  # rates whose labels would lie over each other share one
+    together: list[list[float]] = []  # rates with overlapping labels share one
     for rate in sorted(equal):
         picture.dot(frame.x(rate), frame.y(1), 4.5, "ring", _equal_label(frame, [rate])[0])
         together.append([rate])
@@ -105,7 +106,7 @@ def _bandwidth_marks(picture: Picture, frame: _Frame, own: float | None, equal: 
 
 
 def _equal_label(frame: _Frame, rates: Sequence[float]) -> tuple[str, float, float]:
-    """Return what stands below rings at these bandwidths, and between which pixels."""
+    """Return the label below rings at these bandwidths, and its pixel range."""
     ends = " and ".join(format_bits_rate(rate) for rate in (rates[0], *rates[1:][-1:]))
     label = f"equal at {ends}" if len(rates) <= 2 else f"equal at {len(rates)} bandwidths between {ends}"
     half = text_width(label, SMALL) / 2
@@ -115,7 +116,7 @@ def _equal_label(frame: _Frame, rates: Sequence[float]) -> tuple[str, float, flo
 
 
 def _y_axis(picture: Picture, y: AxisScale, label_of: Callable[[float], str]) -> float:
-    """Draw the y axis; its labels decide where x begins, which is returned."""
+    """Draw the y axis; return where x begins, which its labels decide."""
     labels = {tick: label_of(tick) for tick in y.ticks(6)}
     left = max(text_width(label, SMALL) for label in labels.values()) + 8
     for tick, label in labels.items():

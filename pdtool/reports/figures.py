@@ -1,7 +1,7 @@
 """The data of the page's figures: bars, timelines and curves.
 
-Bars show what a stage takes in time and in memory, and how fast plans are beside each other. Timelines show a plan on
-the simulator's clock, and the last epoch of a run. Curves show the metrics of runs over updates.
+Bars show a stage's time and memory, and compare the speed of plans. Timelines show a plan on the simulator's clock, and
+the last epoch of a run. Curves show the metrics of runs over updates.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pdtool.units import format_bytes, format_seconds
 
 _MAX_DRAWN_MINIBATCHES = 96
 _MAX_POINTS, _MAX_THIN_POINTS = 160, 500  # of a curve
-_MAX_VALUE = 1e30  # what is larger, or not finite, is not drawn
+_MAX_VALUE = 1e30  # larger or infinite values are not drawn
 _MAX_METRICS = 4  # charts of metrics besides the loss
 Values = Iterable[tuple[int, float | None]]  # by the number of the update
 
 
 @dataclass(frozen=True)
 class BarPart:
-    """A part of a bar: a class of page.css, its share of the whole bar, and what it says."""
+    """A part of a bar: a class of page.css, its share of the whole bar, and its text."""
 
     style: str
     share: float
@@ -39,7 +39,7 @@ class BarPart:
 
 @dataclass(frozen=True)
 class Bar:
-    """A named bar, with a figure at its end; `is_own`: of the plan that the page is about."""
+    """A named bar, with a figure at its end; `is_own`: it belongs to the page's own plan."""
 
     name: str
     parts: list[BarPart]
@@ -49,13 +49,13 @@ class Bar:
 
 
 def predicted_bar(name: str, shares: StageShares, time_s: float, longest_s: float) -> Bar:
-    """The time per minibatch that is predicted for a stage, beside the longest of all stages."""
+    """A stage's predicted time per minibatch, compared with the longest of all stages."""
     shares_of = {"computing": shares.computing, "communicating": shares.communicating, "idle": shares.idle}
     return _time_bar(name, {style: share * time_s for style, share in shares_of.items()}, time_s, longest_s)
 
 
 def measured_bar(stage: StageReport, longest_s: float) -> Bar:
-    """The time per minibatch that a stage was measured to take, beside the longest of all stages."""
+    """A stage's measured time per minibatch, compared with the longest of all stages."""
     seconds_of = {
         "computing": stage.busy_s,
         "waiting": stage.wait_s,
@@ -91,15 +91,15 @@ def rival_bars(simulated: SimulatedPlan) -> list[Bar]:
 
 
 def _is_same(plan: ComparedPlan, own: ComparedPlan) -> bool:
-    """Whether a rival is the plan itself, as when a straight pipeline was asked for."""
+    """Whether a rival is the plan itself, as if the user asked for a straight pipeline."""
     return (plan.config, plan.time_per_minibatch_s) == (own.config, own.time_per_minibatch_s)
 
 
 def memory_bars(limit: int | None, simulated: StageShares | None, measured: StageReport | None) -> Iterator[Bar]:
-    """The memory that a stage takes, simulated and measured, beside that of a device.
+    """A stage's memory, simulated and measured, compared with a device's.
 
     Args:
-        limit: bytes of a device; None where the plan names none.
+        limit: bytes of a device; None if the plan has no limit.
     """
     peaks = {}
     if simulated:
@@ -128,8 +128,8 @@ def emulation_bars(emulation: Emulation) -> list[Bar]:
 def simulated_group(result: SimulationResult, shape: PipelineShape, schedule: str, title: str) -> TimelineGroup:
     """Return the part of a simulation that shows its schedule: the pipeline fills, then two steady rounds.
 
-    A round is that after which the schedule repeats itself, or as many minibatches as are in flight if those are more;
-    with a flush two whole updates, which fill and drain the pipeline, are drawn.
+    A round is the schedule's period, or the minibatches in flight if those are more. With a flush, draw two whole
+    updates, which fill and drain the pipeline.
     """
     round_minibatches = max(*shape.update_every, shape.in_flight[0] * shape.replicas[0])
     drawn = min(2 * round_minibatches, max(_MAX_DRAWN_MINIBATCHES, 2 * shape.pipeline_depth))
@@ -141,7 +141,7 @@ def simulated_group(result: SimulationResult, shape: PipelineShape, schedule: st
 
 
 def measured_group(workers: Sequence[WorkerTrace], schedule: str, length_s: float, title: str) -> TimelineGroup | None:
-    """Return the beginning of the last epoch of a trace, `length_s` seconds of it; None where there is none."""
+    """Return the first `length_s` seconds of the last epoch of a trace; None if there is none."""
     firsts = [e.start_s for worker in workers for e in worker.events if e.name == "0F0"]
     if not firsts or not length_s:
         return None
@@ -160,7 +160,7 @@ def metric_curves(runs: Sequence[tuple[str, Sequence[MetricsLine]]]) -> dict[str
     """Return the curves of the loss, the metrics, the learning rate and the speed over updates, by the chart's title.
 
     Args:
-        runs: name and lines of metrics of each; with several, all curves of a run have its colour.
+        runs: name and metrics lines of each; with several, all curves of a run have its colour.
     """
     names = [name if len(runs) > 1 else "" for name, _ in runs]
     updates = [[line for line in lines if isinstance(line, UpdateLine)] for _, lines in runs]
@@ -197,12 +197,12 @@ def _curves(names: Sequence[str], runs: Sequence[Values], *, dotted: bool = Fals
 
 
 def _points(values: Values) -> list[tuple[float, float]]:
-    """Return (update, value) where the value is known and finite."""
+    """Return (update, value) for known, finite values."""
     return [(float(step), value) for step, value in values if value is not None and abs(value) < _MAX_VALUE]
 
 
 def _thinned(points: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """Return means over neighbours, at most `most` of them, or all points if those are not more."""
+    """Return at most `most` means over neighbours, or all points if there are no more."""
     if len(points) <= most:
         return points
     size = math.ceil(len(points) / most)

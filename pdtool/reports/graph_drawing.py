@@ -1,7 +1,7 @@
 """Drawings of a model by stage: its blocks as SVG, and its operators in DOT, the language of Graphviz.
 
-`module_blocks` collapses the operators into few blocks, modules where they are whole, which can be taken in at a
-glance. They stand from left to right, in lines, as a text does, each coloured by its stage and as high as it costs.
+`module_blocks` collapses the operators into a few blocks, complete modules if possible, to be seen at a glance. They
+stand from left to right, in lines like a text. A block's colour shows its stage, its height its cost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdtool.units import format_bytes, format_seconds
 
 _BOX_WIDTHS = (104, 100, 96, 92, 88, 84)  # pixels
 _GAP, _BORDER_GAP = 22, 64  # pixels, between columns of one stage, and of two
-_MIN_HEIGHT, _EXTRA_HEIGHT = 42, 54  # pixels, of a box without cost, and what the costliest has more
+_MIN_HEIGHT, _EXTRA_HEIGHT = 42, 54  # pixels, of a box without cost, and the extra of the costliest
 _STACK_GAP, _LANE, _HEADER, _LINE_GAP = 8, 7, 22, 20
 _MARGIN = 16  # on both sides, where edges leave a line and enter the next
 MAX_BLOCKS = 24
@@ -27,7 +27,7 @@ MAX_BLOCKS = 24
 
 @dataclass(eq=False)
 class _Box:
-    """A block as it is drawn, which stands in `column` of the whole drawing and on the line `line`.
+    """A drawn block, in `column` of the whole drawing and on the line `line`.
 
     Attributes:
         users: the boxes of the blocks that take its output.
@@ -58,7 +58,7 @@ class _Box:
 
 @dataclass
 class _Line:
-    """A line of columns, each with its costliest box first; `lanes` are of boxes whose outputs skip columns."""
+    """A line of columns, each with its costliest box first; `lanes` are for boxes whose outputs skip columns."""
 
     columns: list[list[_Box]] = field(default_factory=list)
     lanes: dict[_Box, int] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class _Line:
 
 
 def graph_drawing(plan: Plan, profile: Profile, width: float, title: str = "") -> Picture:
-    """Draw the plan's model: what goes from one stage to the next stands at the border, as activation bytes."""
+    """Draw the plan's model, with the bytes of activations at each border between stages."""
     blocks = module_blocks(profile, plan.stage_nodes(profile))
     return _GraphPicture(plan, profile, blocks, width, title).draw()
 
@@ -86,7 +86,7 @@ class _GraphPicture:
         costliest_first = sorted(self.boxes, key=lambda box: -box.block.seconds)
         columns = range(max((box.column for box in self.boxes), default=-1) + 1)
         self.columns = [[box for box in costliest_first if box.column == column] for column in columns]
-        # The widest with which the lines are as few as with any.
+        # the widest one that still gives the fewest lines
         self.box_width = min(_BOX_WIDTHS, key=lambda width: len(self._packed(width)))
         self.lines = self._packed(self.box_width)
         self._give_lanes()
@@ -174,7 +174,7 @@ class _GraphPicture:
             self.picture.text(box.x + self.box_width / 2, baseline + 12 * index, text, style, anchor="middle")
 
     def _draw_edges(self, box: _Box) -> None:
-        """Draw what a block's output goes to: beside it straight, farther away through its lane."""
+        """Draw lines to a block's users: straight to neighbours, through its lane to farther ones."""
         far = [user for user in box.users if user.column - box.column > 1]
         for user in box.users:
             if user not in far:
@@ -221,7 +221,7 @@ class _GraphPicture:
                 self.picture.text(centre, self.lines[box.line].bottom + 2, label, "accent small", anchor="middle")
 
     def _border_bytes(self) -> list[int]:
-        """Return for each stage the bytes that it, and those before it, send to later stages."""
+        """Return for each stage the bytes that it and earlier stages send to later ones."""
         profile = self.profile.sent_as(self.plan.wire_dtype)
         stage_of = {name: box.block.stage for box in self.boxes for name in box.block.nodes}
         sizes = [0] * len(self.plan.stages)
@@ -240,9 +240,9 @@ def _bend(x: float, y: float, end_x: float, end_y: float) -> str:
 
 
 def _boxes(blocks: Sequence[ModuleBlock]) -> list[_Box]:
-    """Return a box for each block, in a column after all that it takes, and after all of the stages before.
+    """Return a box for each block, in a column after its inputs and after all earlier stages.
 
-    What takes nothing, such as a target, stands just before its first user.
+    A block without inputs, such as a target, stands just before its first user.
     """
     boxes: list[_Box] = []
     first = end = 0
@@ -293,18 +293,18 @@ def _lines(plan: Plan, profile: Profile) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    """Quote a text as a string of DOT, so that what stands in an artifact never becomes syntax."""
+    """Quote a text as a string of DOT, so that an artifact's text never becomes syntax."""
     escaped = printable(text).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("&", "&amp;")
     return f'"{escaped}"'
 
 
 @dataclass(frozen=True)
 class ModuleBlock:
-    """Operators of one stage that are drawn as one.
+    """Operators of one stage that are drawn as one block.
 
     Attributes:
         name: path of the module, or of the costliest operator.
-        what: the operator's kind, or how many operators there are.
+        what: the operator's kind, or the number of operators.
         seconds: forward and backward of one minibatch, on one worker.
         inputs: positions of the blocks whose outputs it takes, all before it.
     """
@@ -320,7 +320,7 @@ class ModuleBlock:
 
 @dataclass(frozen=True)
 class _Group:
-    """Atoms (operators with what belongs to them) of one stage, with `depth` leading parts of their paths in common."""
+    """Atoms (operators with their followers) of one stage that share the first `depth` parts of their paths."""
 
     atoms: tuple[tuple[str, ...], ...]
     path: tuple[str, ...] = ()
@@ -333,8 +333,8 @@ class _Group:
 def module_blocks(profile: Profile, stages: Sequence[Collection[str]], most: int = MAX_BLOCKS) -> list[ModuleBlock]:
     """Return about `most` blocks, or one for each stage if those are more, in topological order.
 
-    The costliest modules are opened first, as long as the blocks are not too many. An operator without parameters, such
-    as a ReLU, belongs to the one before it where nothing else takes that one's output.
+    It opens the costliest modules first, as long as there are not too many blocks. An operator without parameters, such
+    as a ReLU, belongs to the one before it if nothing else takes that one's output.
     """
     stage_of = _stages_of(profile, stages)
     atoms = _atoms(profile, stage_of)
@@ -343,7 +343,7 @@ def module_blocks(profile: Profile, stages: Sequence[Collection[str]], most: int
 
 
 def _stages_of(profile: Profile, stages: Sequence[Collection[str]]) -> dict[str, int]:
-    """Return the stage of each operator; of an input the first that takes it, for no stage sends inputs to another."""
+    """Return the stage of each operator; for an input its first user's, because no stage sends inputs to another."""
     stage_of = {name: s for s, names in enumerate(stages) for name in names}
     for node in profile.nodes:
         if node.op == "input":
@@ -353,7 +353,7 @@ def _stages_of(profile: Profile, stages: Sequence[Collection[str]]) -> dict[str,
 
 
 def _opened(profile: Profile, groups: list[_Group], most: int) -> list[_Group]:
-    """Open the costliest group, again and again, that still fits."""
+    """Repeatedly open the costliest group that still fits."""
     groups, closed = [*groups], set[_Group]()
     while candidates := [group for group in groups if len(group.atoms) > 1 and group not in closed]:
         costliest = max(candidates, key=lambda group: _seconds(profile, group.names))
@@ -367,7 +367,7 @@ def _opened(profile: Profile, groups: list[_Group], most: int) -> list[_Group]:
 
 
 def _parts(graph: Graph, group: _Group) -> list[_Group]:
-    """Divide a group by the next part of its atoms' paths; one operator with a path of its own is a part by itself."""
+    """Divide a group by the next part of its atoms' paths; an operator at the end of its path is a part by itself."""
     depth = len(group.path) + 1
     parts: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for atom in group.atoms:

@@ -1,8 +1,8 @@
 """The page of `pdtool report`: one HTML file without a server or scripts, about one subject or several side by side.
 
-A subject is a plan, a run with what it was planned to be, or an emulation; `SubjectView` has what there is to show of
-it. FIGURES lists the figures of the page: a new one is a function there. page.html.j2 lays them out, and the macros of
-blocks.html.j2 write what is no drawing.
+A subject is a plan, a run with its plan, or an emulation. `SubjectView` has its data. FIGURES lists the figures of the
+page: to add one, add a function there. page.html.j2 lays them out, and the macros of blocks.html.j2 write everything
+but drawings.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from pdtool.reports.slowness import differences
 from pdtool.reports.timeline_drawing import TimelineGroup, timeline_drawing
 from pdtool.units import format_bits_rate, format_seconds
 
-GENERATOR = '<meta name="generator" content="pdtool report">'  # by which a page is known
-REFRESH_S = 5  # seconds after which the page of an unfinished run is loaded again
+GENERATOR = '<meta name="generator" content="pdtool report">'  # identifies a page of pdtool
+REFRESH_S = 5  # seconds after which the browser reloads the page of an unfinished run
 WIDE, HALF, NARROW = 1120.0, 540.0, 358.0  # pixels, of drawings
-_MAX_LISTED = 8  # names of what a stage holds
+_MAX_LISTED = 8  # names of a stage's content
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Subject:
     """A plan, a run or an emulation.
 
     Attributes:
-        name: as it was named on the command line.
-        profile: that the plan was made from; None where it is no longer there.
+        name: its name on the command line.
+        profile: the plan's profile; None if it no longer exists.
         missing: why there is no plan or profile, for the reader of the page.
     """
 
@@ -69,7 +69,7 @@ class Subject:
 
     @property
     def digest(self) -> str:
-        """Digests of what the predictions depend on; "" where there is no plan or profile."""
+        """Digests of the inputs of the predictions; "" without a plan or profile."""
         return f"{self.plan.plan_sha256} {self.profile.content_sha256}" if self.plan and self.profile else ""
 
 
@@ -85,7 +85,7 @@ def page(subjects: Sequence[Subject], simulations: dict[str, SimulatedPlan]) -> 
     """Return the page as HTML.
 
     Args:
-        simulations: those of earlier pages, by the digest of the plan; new ones are put into it.
+        simulations: cache of earlier pages' simulations, by the digest of the plan.
 
     Raises:
         PdtoolError: a plan cannot be simulated.
@@ -129,7 +129,7 @@ def _environment() -> Environment:
 
 
 def _html(block: str, *values: object) -> Markup:
-    """Return what a macro of blocks.html.j2 makes of some values."""
+    """Apply a macro of blocks.html.j2 to some values."""
     return Markup(getattr(_environment().get_template("blocks.html.j2").module, block)(*values))
 
 
@@ -139,7 +139,7 @@ def pictures(draw: Callable[[float], Picture], wide: float = WIDE) -> Markup:
 
 
 class StageSection(NamedTuple):
-    """One stage: what it holds, how it spends a minibatch's time, and its memory."""
+    """One stage: its content, how it spends a minibatch's time, and its memory."""
 
     number: int
     colour: str
@@ -149,14 +149,14 @@ class StageSection(NamedTuple):
 
 
 class SubjectView:
-    """What there is to show of one subject.
+    """The data of one subject.
 
     Args:
-        simulations: of plans that were simulated already; a new one is put into it.
-        is_repeated: whether the plan was drawn for another subject already.
+        simulations: cache of simulations.
+        is_repeated: whether the plan was already drawn for another subject.
 
     Attributes:
-        simulated: what simulations say; None where there is no plan, or the plan of a run cannot be simulated.
+        simulated: the simulations; None without a plan, or if a run's plan cannot be simulated.
 
     Raises:
         PdtoolError: a plan cannot be simulated.
@@ -183,14 +183,14 @@ class SubjectView:
 
     @property
     def title(self) -> str:
-        """The name of an emulation's plan or of a plan, else that which was given on the command line."""
+        """The name of an emulation's plan or of a plan, else the name on the command line."""
         if self.emulation:
             return self.emulation.plan
         return self.plan.name if self.plan and not self.run else self.subject.name
 
     @property
     def sentence(self) -> str:
-        """What the subject comes to."""
+        """The subject in one sentence."""
         if self.emulation:
             return emulation_sentence(self.emulation)
         if self.run:
@@ -199,19 +199,19 @@ class SubjectView:
 
     @property
     def notes(self) -> list[str]:
-        """What is missing, and what a reader has to know of the figures."""
+        """Missing parts, and notes on the figures for the reader."""
         return [*self.missing, *_report_notes(self.report)]
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """Names and values of what stands at the top."""
+        """Names and values of the key figures at the top."""
         return [*_emulation_facts(self.emulation), *self._run_facts(), *self._plan_facts()]
 
     def stages(self, longest_s: float) -> list[StageSection]:
         """Return predicted and measured bars of each stage, as long as their time per minibatch.
 
         Args:
-            longest_s: time per minibatch that is as long as a bar can be.
+            longest_s: time per minibatch of the longest possible bar.
         """
         simulated, report = self.simulated, self.report
         predicted_s = simulated.result.time_per_minibatch_s if simulated else 0.0
@@ -241,7 +241,7 @@ class SubjectView:
         return ", ".join(names[:_MAX_LISTED]) + more, workers
 
     def timelines(self, *, named: bool) -> Iterator[TimelineGroup]:
-        """Return what was simulated and what was measured, over the same length of time."""
+        """Return the simulated and the measured timeline, over the same length of time."""
         of = f"{self.subject.name}: " if named else ""
         predicted = None
         if self.simulated and self.plan:
@@ -257,7 +257,7 @@ class SubjectView:
                 yield group
 
     def _measured_length_s(self, report: Report, predicted: TimelineGroup | None) -> float:
-        """Return how much of a run is drawn: what was simulated, or up to three times that where the run is slower."""
+        """Return how much of a run to draw: the simulated length, or up to three times that if the run is slower."""
         measured_s = report.measured.bottleneck_s
         if not predicted or not self.simulated:
             return 12 * measured_s
@@ -402,7 +402,7 @@ def _emulated(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
             yield PageFigure("Emulated, time per minibatch", "", _html("bars", emulation_bars(view.emulation)))
 
 
-# The figures of the page, in order: each function yields those of all subjects, and none where it has nothing to show.
+# The figures of the page, in order. Each function yields those of all subjects, if there are any.
 FIGURES: tuple[Callable[[Sequence[SubjectView]], Iterator[PageFigure]], ...] = (
     _training,
     _graphs,

@@ -30,12 +30,12 @@ _OTHER_WIDTH = 0.64
 
 
 def text_width(text: str, size: float = FONT_SIZE) -> float:
-    """Return the pixels that a text takes, at most."""
+    """Return an upper bound on the pixels of a text."""
     return size * sum(_WIDTHS.get(character, _OTHER_WIDTH) for character in text)
 
 
 def fitted(text: str, width: float, size: float = FONT_SIZE) -> str:
-    """Return the text, its beginning cut off where it is wider than `width` pixels: the end of a path tells most."""
+    """Return the text, with its beginning cut off if it is wider than `width` pixels: a path's end says most."""
     if text_width(text, size) <= width:
         return text
     start = next((i for i in range(1, len(text)) if text_width(f"…{text[i:]}", size) <= width), len(text))
@@ -43,7 +43,7 @@ def fitted(text: str, width: float, size: float = FONT_SIZE) -> str:
 
 
 def stage_class(stage: int) -> str:
-    """Return the class that colours what belongs to a stage."""
+    """Return the class with a stage's colour."""
     return f"stage-{stage % STAGE_COLOURS}"
 
 
@@ -54,9 +54,9 @@ def stylesheet() -> str:
 
 
 class Picture:
-    """A drawing of a certain width in pixels, whose height grows with what is drawn.
+    """A drawing of a certain width in pixels, whose height grows with its content.
 
-    `style` is one or more classes of drawings.css, wherever it is an argument; `tooltip` is shown by browsers.
+    Each `style` argument is one or more classes of drawings.css; browsers show `tooltip`.
     """
 
     def __init__(self, width: float, description: str) -> None:
@@ -93,10 +93,10 @@ class Picture:
         self._reach(y + 4)
 
     def legend(self, entries: Iterable[tuple[str, str]], y: float, *, is_of_lines: bool = False) -> float:
-        """Write (style, label) of each entry behind a box or a line, in as many rows as they take.
+        """Write (style, label) of each entry after a box or a line, in as many rows as needed.
 
         Returns:
-            the baseline of the last row.
+            The baseline of the last row.
         """
         x, baseline, swatch = 0.0, y + 12, 14 if is_of_lines else 10
         for style, label in entries:
@@ -113,7 +113,7 @@ class Picture:
         return baseline
 
     def inline(self) -> str:
-        """Return the drawing for a page that has the stylesheet."""
+        """Return the drawing for a page with the stylesheet."""
         return self._svg("", [])
 
     def standalone(self) -> str:
@@ -136,7 +136,7 @@ class Picture:
 
 
 def escaped(text: str) -> str:
-    """Escape what XML reads as syntax, and what it does not allow."""
+    """Escape XML's syntax and characters that it does not allow."""
     return html.escape(printable(text))
 
 
@@ -158,7 +158,7 @@ class AxisScale:
         return self.start + (self.end - self.start) * ((value - low) / ((high - low) or 1.0))
 
     def ticks(self, most: int) -> list[float]:
-        """Return round values within the scale: about `most` of them, never more than that and one."""
+        """Return about `most` round values within the scale, at most one more."""
         return (_log_ticks if self.is_log else _linear_ticks)(self.low, self.high, most)
 
 

@@ -1,4 +1,4 @@
-"""What a plan or a run comes to, in one sentence."""
+"""The essence of a plan or a run, in one sentence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdtool.artifacts.run_dir import RunRecord
 from pdtool.reports.slowness import busiest_stage
 from pdtool.units import format_bits_rate, format_seconds
 
-_SAME = 0.02  # speeds that differ by less are called the same
+_SAME = 0.02  # speeds that differ by less count as equal
 
 
 def plan_sentence(plan: Plan, profile: Profile) -> str:
@@ -37,7 +37,7 @@ def gain_in_words(gain: float) -> str:
 
 
 def slowest_part(predicted: Predicted) -> str:
-    """Say what a minibatch waits for longest: `stage 0 computes longest`."""
+    """Name the slowest part: `stage 0 computes longest`."""
     parts = [
         *((seconds, f"stage {s} computes longest") for s, seconds in enumerate(predicted.compute_s)),
         *((seconds, f"stage {s} averages gradients longest") for s, seconds in enumerate(predicted.allreduce_s)),

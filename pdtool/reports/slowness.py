@@ -1,6 +1,6 @@
 """Why a run was slower than predicted: the parts of the difference, and the likely cause of each.
 
-The report page lists them, and the terminal says the largest ones.
+The report page lists them, and the terminal prints the largest ones.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from pdtool.artifacts.plan import Predicted
 from pdtool.artifacts.report import Report
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
-_NOTABLE = 0.01  # of the predicted time per minibatch: smaller parts are not explained
-_MUCH_SLOWER = 1.25  # times what was profiled: a stage that computes longer than that is named
-_BUSY = 0.7  # of its predicted share: where no stage computes as large a share of the time, messages set the pace
-_SLOWER = 1.1  # times what was predicted: what the terminal explains
-_MUCH_LOADING = 0.1  # of the first stage's time: then it is said that loading slows a run
-_SMALL_MESSAGES_BYTES = 64_000  # a minibatch; for so few the bandwidth of a link matters little
-_LARGE_SHARE = 0.1  # of the whole difference, which the terminal names
+_NOTABLE = 0.01  # fraction of the predicted time per minibatch; smaller parts are not explained
+_MUCH_SLOWER = 1.25  # factor on the profiled time; name stages that compute longer
+_BUSY = (
+    0.7  # fraction of its predicted share; if no stage computes that large a share of the time, messages set the pace
+)
+_SLOWER = 1.1  # factor on the predicted time; the terminal explains larger times
+_MUCH_LOADING = 0.1  # fraction of the first stage's time; above it, say that loading slows a run
+_SMALL_MESSAGES_BYTES = 64_000  # per minibatch; for so few the bandwidth of a link matters little
+_LARGE_SHARE = 0.1  # fraction of the whole difference; the terminal names larger parts
 
 
 @dataclass(frozen=True)
 class ExtraTime:
-    """One part of what the busiest stage needs more per minibatch than predicted, in seconds, and its likely cause."""
+    """One part of the busiest stage's extra seconds per minibatch over the prediction, and its likely cause."""
 
     what: str
     more_s: float
@@ -46,7 +48,9 @@ def differences(report: Report) -> list[ExtraTime]:
         ExtraTime(
             "waiting for other stages", stage.wait_s - (predicted_s - profiled_s), _waiting_cause(report, predicted)
         ),
-        ExtraTime("averaging gradients", stage.allreduce_s, "waits for replicas, which prediction counts as waiting"),
+        ExtraTime(
+            "averaging gradients", stage.allreduce_s, "waits for replicas, which the prediction counts as waiting"
+        ),
         ExtraTime("loading", stage.data_s, f"the prediction leaves out loading, and {_loading_remedy(report)}"),
         ExtraTime("between actions", stage.rest_s, "Python, and the system giving the core to others"),
     ]
@@ -55,10 +59,10 @@ def differences(report: Report) -> list[ExtraTime]:
 
 
 def slowness_lines(report: Report) -> Iterator[str]:
-    """Say which parts of the difference are large, and why; where a run is about as fast as predicted, only that
+    """Say which parts of the difference are large, and why. If a run is about as fast as predicted, say only whether
     loading slows it.
 
-    The difference is not explained, too, where its reason is known: workers that share cores, or torch.compile at work.
+    The difference is not explained either if its reason is known: workers share cores, or torch.compile was at work.
     """
     parts = differences(report)
     predicted_s = report.predicted.time_s if report.predicted else 0.0
@@ -74,7 +78,7 @@ def slowness_lines(report: Report) -> Iterator[str]:
 
 
 def _loading_limit(report: Report) -> Iterator[str]:
-    """Say that loading slows a run: the first stage would not be as slow as the slowest without it."""
+    """Say that loading slows a run if without it the first stage would not be as slow as the slowest."""
     if not report.stages:
         return
     first, *others = report.stages
@@ -84,7 +88,7 @@ def _loading_limit(report: Report) -> Iterator[str]:
 
 
 def _loading_remedy(report: Report) -> str:
-    """Say what makes loading faster: one loader worker more, if there is a core for it."""
+    """Return the remedy for slow loading: one loader worker more, if there is a core for it."""
     used, replicas = report.loader_workers or 0, report.stages[0].replicas
     loaded = f"{used} loader worker(s) loaded for each replica" if used else "no loader worker loaded ahead"
     taken = (report.local_workers or 0) + used * replicas
@@ -101,14 +105,14 @@ def busiest_stage(report: Report) -> int:
 def _waiting_cause(report: Report, predicted: Predicted) -> str:
     """Name the link that all stages wait for, or say that another stage is slower."""
     measured_s, depth = max(stage.time_s for stage in report.stages), len(report.stages)
-    longest_s = max(sum(predicted.compute_s[s::depth]) for s in range(depth))  # less than all, with a flush
+    longest_s = max(sum(predicted.compute_s[s::depth]) for s in range(depth))  # less than the whole time, with a flush
     busy_s = _BUSY * min(1.0, longest_s / max(predicted.time_s, 1e-12)) * measured_s
     if depth < 2 or any(stage.time_s - stage.wait_s > busy_s for stage in report.stages):
         return "another stage, or the link to it, is slower"
     seen = ""
-    if measured_s and all(stage.replicas == 1 for stage in report.stages):  # no averaged gradients among the bytes
+    if measured_s and all(stage.replicas == 1 for stage in report.stages):  # the bytes include no averaged gradients
         over = [0]
-        for stage in report.stages[:-1]:  # it sends back as many bytes as came to it, and the rest on
+        for stage in report.stages[:-1]:  # it sends back as many bytes as it received, and the rest onward
             over.append(max(0, stage.sent_bytes - over[-1]))
         border = max(range(1, len(over)), key=over.__getitem__)
         size, rate = format_bytes(over[border]), format_bits_rate(over[border] / measured_s)
@@ -126,7 +130,7 @@ def _waiting_cause(report: Report, predicted: Predicted) -> str:
 
 
 def _computing_cause(report: Report, number: int, profiled_s: float) -> str:
-    """Say how much longer a stage computes than was profiled, and what to look for."""
+    """Say how much longer a stage computes than profiled, and what to check."""
     stage = report.stages[number]
     if report.is_crowded:
         return f"{report.local_workers} workers share {report.cores} cores, but the profile had one core to itself"

@@ -1,4 +1,4 @@
-"""What workers do when, as rows of boxes on one time axis: of simulations and of runs."""
+"""Timelines of workers, as rows of boxes on one time axis, for simulations and runs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ COMPUTING = {
 MESSAGES = {"all-reduce": "all-reduce", "send": "send"}
 _ROW, _BOX, _THIN = 24, 16, 3  # pixels
 _NARROW = 600  # pixels; a drawing below it has short labels
-_MAX_ROWS = 24  # of a group; the other replicas are left out
+_MAX_ROWS = 24  # rows of a group; other replicas are left out
 
 
 @dataclass(frozen=True)
 class TimelineGroup:
-    """Workers of one simulation or run, of which the time from `start_s` to `end_s` is drawn.
+    """Workers of one simulation or run, drawn from `start_s` to `end_s`.
 
     Attributes:
-        steady_s: from when on the pipeline is full; idle time is counted from there.
+        steady_s: when the pipeline is full; idle time counts from there.
     """
 
     title: str
@@ -54,10 +54,10 @@ class TimelineGroup:
 
 
 def timeline_drawing(groups: Sequence[TimelineGroup], width: float, title: str = "") -> Picture:
-    """Draw a row per worker, the groups below each other on one time axis that begins with each group's start.
+    """Draw a row per worker, with the groups below each other on one time axis that starts at each group's start.
 
-    A box holds the number of its minibatch where there is room; thin bars below are messages. On the right stands the
-    share of its time in which a worker computes, once the pipeline is full.
+    A box shows the number of its minibatch if there is room; thin bars below are messages. On the right is the share of
+    its time in which a worker computes, once the pipeline is full.
     """
     picture = Picture(width, title or "; ".join(group.title for group in groups))
     left, right = (52, 38) if width < _NARROW else (122, 52)
@@ -101,7 +101,7 @@ def _group(picture: Picture, group: TimelineGroup, scale: AxisScale, y: float) -
 
 
 def _shown(rows: Sequence[WorkerTrace]) -> list[WorkerTrace]:
-    """Return all rows, or where they are too many the first replicas of each stage, in proportion."""
+    """Return all rows, or if there are too many, the first replicas of each stage, in proportion."""
     share = min(1.0, _MAX_ROWS / max(1, len(rows)))
     shown = []
     for _, of_stage in groupby(rows, key=lambda row: row.stage):
@@ -111,7 +111,7 @@ def _shown(rows: Sequence[WorkerTrace]) -> list[WorkerTrace]:
 
 
 def _row(picture: Picture, group: TimelineGroup, row: WorkerTrace, scale: AxisScale, y: float, end_x: float) -> None:
-    """Draw one worker; what lies outside the group's time is cut off."""
+    """Draw one worker, cut off at the limits of the group's time."""
     label = f"s{row.stage} w{row.worker}" if picture.width < _NARROW else f"worker {row.worker}"
     picture.text(scale.start - 11, y + 13, label, "soft small", anchor="end")
     picture.box(scale.start, y, end_x - scale.start, _BOX, "rail", radius=2)

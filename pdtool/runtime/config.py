@@ -18,24 +18,24 @@ from pdtool.schedule import PipelineShape
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(WorkerOptions):
-    """What a run is asked to do: the options of which each worker is told, for one plan in one folder.
+    """The options of a run, for one plan in one folder; each worker gets them.
 
     Attributes:
-        bundle_dir: the folder of bundle.yaml and the stage files, as users know it.
-        stage_files: the folder of the run's own copy of them; None: they are read from `bundle_dir`.
+        bundle_dir: the user's folder of bundle.yaml and the stage files.
+        stage_files: the folder of the run's own copy of them; None: read them from `bundle_dir`.
         trusted: whether the model was named on the command line, so that it may lie outside the current folder.
         out: the folder of the run, for checkpoints, metrics.jsonl, trace.json and report.json.
         threads: CPU threads of each worker; None divides the cores of a machine among its workers.
-        threads_given: whether the user asked for so many; else OMP_NUM_THREADS has precedence, and the cores are the
+        threads_given: whether the user asked for `threads`; else OMP_NUM_THREADS has precedence, and the cores are the
             limit.
-        loader_workers: processes that load for each replica of the first stage; with 0 it loads itself.
+        loader_workers: processes that load for each replica of the first stage; 0: it loads itself.
         machines: the machines of the launch.
         check_stage_files: called on each machine with the traced model before a stage file is imported; raises
-            StaleError when they are not what codegen writes. The caller gives it, since the runtime does not import the
-            generator. None: they are trusted as they are.
-        plan_path: of the plan's file, which run.json records.
+            StaleError if codegen would write something else. The caller passes it, because the runtime does not import
+            the generator. None: trust the files.
+        plan_path: path of the plan, which run.json records.
         asked: the options of the run, as run.json records them.
-        bucket_bytes: of gradients that replicas average in one message; the same on all machines.
+        bucket_bytes: gradients that replicas average in one message; the same on all machines.
     """
 
     plan: Plan
@@ -55,16 +55,16 @@ class RunConfig(WorkerOptions):
 
     @property
     def delay_compensation(self) -> DelayCompensation | None:
-        """How to correct gradients that come late; None applies them as they are. Raises UsageError."""
+        """How to correct late gradients; None: apply them unchanged. Raises UsageError."""
         return DelayCompensation.parse(self.correction) if self.correction else None
 
     @property
     def shape(self) -> PipelineShape:
-        """What the workers build their schedule for: stages that share a parameter update together."""
+        """The shape that the workers build their schedule for: stages that share a parameter update together."""
         return self.plan.shape(tuple(tied.stages for tied in self.bundle.tied))
 
     def with_absolute_paths(self) -> RunConfig:
-        """Return the same with paths that hold when the current folder changes."""
+        """Return the same with absolute paths, which hold when the current folder changes."""
         stage_files, resume = (path and path.absolute() for path in (self.stage_files, self.resume))
         bundle_dir, out = self.bundle_dir.absolute(), self.out.absolute()
         return replace(self, bundle_dir=bundle_dir, stage_files=stage_files, out=out, resume=resume)

@@ -1,4 +1,4 @@
-"""Corrections for gradients that come late: what --correction names, and the optimizer steps that it changes.
+"""Corrections for late gradients (--correction), and how they change the optimizer's steps.
 
 An asynchronous pipeline applies a gradient tau updates after its forward; tau is the delay of the stage in steady
 state. `DelayCompensation` lists the methods with their sources, and `CompensatedSteps` takes the steps.
@@ -27,14 +27,14 @@ class DelayCompensation:
     lr-discount[=K]     lr / tau^p with p = max(0, 1 - t/K) at update t; without K always p = 1
                         (Yang et al., "PipeMare", MLSys'21, section 3.1; without K Zhang et al., IJCAI'16, section 3.2)
     weight-prediction   forwards read w + tau d, where d is the last step: the weights that the gradient will meet
-                        (Chen et al., "SpecTrain", 2018, equation 4: there d is -lr times the momentum, which is what
-                        SGD's last step is; for Adam it is what Guan et al., "XPipe", 2019, section 3.2 predict with)
+                        (Chen et al., "SpecTrain", 2018, equation 4: there d is -lr times the momentum, which equals
+                        SGD's last step; for Adam it is the prediction of Guan et al., "XPipe", 2019, section 3.2)
     nesterov[=G]        d <- G d + (1 - G) step, w <- w + d, and forwards read w + G d; G is 0.9 unless given
                         (Ajanthan et al., ICML'25: look-ahead as a correction of delay, with the gradient discounted by
                         1 - G; here for the step of any optimizer)
 
-    tau is the delay of the stage in steady state, in updates. The first two do nothing at a stage without delay, and
-    the first one also does nothing at a delay of 1.
+    tau is the delay of the stage in steady state, in updates. The first two do nothing at a stage without delay; the
+    first does nothing at a delay of 1 either.
     """
 
     kind: str
@@ -62,7 +62,7 @@ class DelayCompensation:
 
     @property
     def extrapolates_weights(self) -> bool:
-        """Whether forwards read other weights than those that the optimizer holds."""
+        """Whether forwards read weights that differ from the optimizer's."""
         return self.kind != "lr-discount"
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class CompensatedSteps:
 
     Args:
         method: None takes plain steps.
-        parameters: the parameters that the optimizer steps; those that are frozen move no more.
+        parameters: the parameters that the optimizer steps; frozen ones no longer move.
         delay: tau, in updates.
 
     """
@@ -107,7 +107,7 @@ class CompensatedSteps:
                     torch.add(old, last_step, out=p.data)
 
     def _select_parameters(self) -> None:
-        """Keep the last steps of parameters that are trained, and begin those of parameters that are trained anew."""
+        """Keep the last steps of trained parameters, and start new ones for parameters that have become trainable."""
         trained = [p for p in self._extrapolated if p.requires_grad]
         self._last_steps = {p: self._last_steps[p] if p in self._last_steps else torch.zeros_like(p) for p in trained}
 
@@ -121,14 +121,14 @@ class CompensatedSteps:
             group["lr"] = rate
 
     def extrapolated_weights(self) -> Mapping[nn.Parameter, Tensor]:
-        """Return what forwards read instead of a parameter, of its shape."""
+        """Return the tensor that forwards read instead of a parameter, of its shape."""
         return {p: p.detach() + self._factor * last_step for p, last_step in self._last_steps.items()}
 
     def state_dict(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return what a checkpoint holds of the correction of a parameter, for the optimizer's record of it."""
+        """Return the correction's state for a parameter, for the optimizer's record of it in a checkpoint."""
         return {"last_step": self._last_steps[parameter]} if parameter in self._last_steps else {}
 
     def load_state_dict(self, parameter: nn.Parameter, record: Mapping[str, Any]) -> None:
-        """Take over what a checkpoint holds of it; `record` is the optimizer's."""
+        """Load that state from the optimizer's `record` in a checkpoint."""
         if parameter in self._last_steps and "last_step" in record:
             self._last_steps[parameter].copy_(record["last_step"])

@@ -1,8 +1,8 @@
 """Communication among all workers of a run: collectives, process groups, and checks that the workers agree.
 
-A worker that waits for another in vain raises PeerError, which names the worker that was lost. Every worker makes all
-process groups, in the same order. When the workers meet they compare their settings, since all must be asked for the
-same, and they check that all see the same run folder.
+A worker that waits for another in vain raises PeerError, which names the lost worker. Every worker makes all process
+groups, in the same order. When the workers meet, they check that all have the same settings and see the same run
+folder.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from pdtool.runtime.config import RunConfig, assign_ranks
 from pdtool.runtime.memory import is_out_of_memory
 from pdtool.runtime.status import ANY_PEER, PeerError, Status
 
-_DIGITS = 12  # of a digest that are shown
-_VISIBLE_WITHIN_S = 10.0  # until a file that one machine wrote is seen by another; NFS caches folders for seconds
+_DIGITS = 12  # characters of a digest to show
+_VISIBLE_WITHIN_S = 10.0  # until another machine sees a new file; NFS caches folders for seconds
 _POLL_S = 0.1
 _MAX_GATHERED_BYTES, _MAX_BROADCAST_BYTES = 2**26, 2**30  # that a worker reads from another
-_TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)  # as gloo, NCCL and torch's stores say it
+_TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)  # the words of gloo, NCCL and torch's stores
 _T = TypeVar("_T")
 
 
 class PeerErrorContext:
-    """Context of a wait for other workers, which turns what torch.distributed raises into a PeerError.
+    """Context of a wait for other workers, which turns errors of torch.distributed into a PeerError.
 
     It is a class, not a generator, because it is entered for every all-reduce.
 
     Args:
-        what: what did not happen, for the error's text.
-        peer: rank of the worker that is waited for.
+        what: text for the error that says what did not happen.
+        peer: rank of the worker to wait for.
     """
 
     def __init__(self, what: str, peer: int = ANY_PEER) -> None:
@@ -69,17 +69,17 @@ class PeerErrorContext:
 
 
 class Reason(NamedTuple):
-    """Why another worker was waited for in vain."""
+    """Why a wait for another worker failed."""
 
     text: str
     is_timeout: bool = False
 
 
 def short_reason(error: RuntimeError) -> Reason:
-    """Return the first sentence of what torch.distributed says, without the place in its sources.
+    """Return the first sentence of torch.distributed's message, without the line in its sources.
 
     Raises:
-        RuntimeError: `error` itself, when this worker ran out of memory: no other one is to blame.
+        RuntimeError: `error` itself if this worker ran out of memory, because no other one is to blame.
     """
     if is_out_of_memory(error):
         raise error
@@ -90,14 +90,14 @@ def short_reason(error: RuntimeError) -> Reason:
 def all_gather(value: _T, kind: type[_T], group: Any, what: str) -> list[_T]:
     """Return the `value` of every rank of `group`, in order.
 
-    It travels as data: object collectives of torch.distributed would execute what another worker sends.
+    Values travel as data, because object collectives of torch.distributed would execute another worker's message.
 
     Args:
         kind: type of the values, as `write_message` takes it.
-        what: what they are, for an error.
+        what: name of the values, for an error.
 
     Raises:
-        PeerError: one did not come, or is too long or not of that type.
+        PeerError: a value did not come, is too long, or is not of that type.
     """
     problem = f"{what} did not come from every worker"
     content = write_message(value, kind)
@@ -131,9 +131,7 @@ def _length(size: Tensor, rank: int, what: str, limit_bytes: int) -> int:
     """Read how many bytes a message has, [1]."""
     length = int(size)
     if not 0 < length <= limit_bytes:
-        raise PeerError(
-            f"{what} would have {length} bytes from rank {rank}, and at most {limit_bytes} are read", peer=rank
-        )
+        raise PeerError(f"{what} from rank {rank} would have {length} bytes, but the limit is {limit_bytes}", peer=rank)
     return length
 
 
@@ -147,7 +145,7 @@ def _read(message: Tensor, kind: type[_T], rank: int, what: str) -> _T:
         return read_message(message.numpy().tobytes(), kind)
     except FormatError as error:
         remedy = "start the same pdtool on all machines, and close their ports to others (SECURITY.md)"
-        problem = f"{what} from rank {rank} cannot be read, and none of it was executed ({error})"
+        problem = f"{what} from rank {rank} cannot be read; none of it was executed ({error})"
         raise PeerError(problem, remedy, peer=rank) from error
 
 
@@ -158,7 +156,7 @@ class ReplicaGroup:
     Attributes:
         ranks: in the order of the replicas.
         group: their process group, for gradients and buffers; None for one replica.
-        host_group: their gloo group, for what is in the memory of the CPU.
+        host_group: their gloo group, for tensors in CPU memory.
         uses_nccl: whether `group` is one of NCCL, else of gloo.
     """
 
@@ -175,8 +173,8 @@ class ProcessGroups:
 
     Attributes:
         world: all workers, gloo; for metadata, metrics and checkpoints.
-        replicas: of each stage.
-        tied: of each tied parameter of the bundle, all replicas of all stages that hold it; gloo.
+        replicas: the group of each stage.
+        tied: for each tied parameter of the bundle, the group of all replicas of all stages that hold it; gloo.
         device: where this worker's tensors are.
         uses_nccl: whether tensors can go from device to device; otherwise they go through CPU memory.
     """
@@ -189,7 +187,7 @@ class ProcessGroups:
 
 
 def make_process_groups(config: RunConfig, device: torch.device) -> ProcessGroups:
-    """Make all groups but those of routes (messages/distributed.py).
+    """Make all groups except those of routes (messages/distributed.py).
 
     Args:
         device: where this worker computes.
@@ -214,10 +212,10 @@ def make_process_groups(config: RunConfig, device: torch.device) -> ProcessGroup
 
 
 def have_own_devices(names: Sequence[str]) -> bool:
-    """Whether every worker has a GPU of its own, which NCCL asks for.
+    """Whether every worker has a GPU of its own, which NCCL needs.
 
     Args:
-        names: of each worker's GPU, the same for the same one however it is numbered; "" without one.
+        names: UUID of each worker's GPU; "" without one.
     """
     return all(names) and len(set(names)) == len(names)
 
@@ -232,7 +230,7 @@ def _nccl_device(device: torch.device) -> str:
 def _nccl_group(ranks: list[int], timeout: timedelta, device: torch.device) -> Any:
     """NCCL's group of a stage's replicas.
 
-    It is used once, since the first operation makes the hosts of all members wait for each other.
+    It is used once here, because the first operation makes the hosts of all members wait for each other.
     """
     group = dist.new_group(ranks, timeout=timeout, backend="nccl", device_id=device)
     if dist.get_rank() in ranks:
@@ -242,7 +240,7 @@ def _nccl_group(ranks: list[int], timeout: timedelta, device: torch.device) -> A
 
 
 def run_settings(config: RunConfig) -> dict[str, str]:
-    """Return what must be the same on all machines, by the name under which a user knows it."""
+    """Return the settings that must be the same on all machines, by the user's name for each."""
     settings = {
         option.flag: str(getattr(config.plan if option.of_plan else config, name))
         for name, option in declared(RunOptions).items()
@@ -263,7 +261,7 @@ def check_agreement(config: RunConfig, group: object) -> None:
     """Compare the settings of all workers of `group`; all call it together.
 
     Raises:
-        UsageError: on every worker, when they differ: in what, and where which value was given.
+        UsageError: on every worker, if they differ; it says which settings, and the value on each machine.
         PeerError: a worker does not come.
     """
     machine = os.environ.get("GROUP_RANK")
@@ -279,10 +277,10 @@ def check_agreement(config: RunConfig, group: object) -> None:
 
 
 def describe_differences(workers: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
-    """Say for each setting that differs which value was given where.
+    """Say for each setting that differs which value each place has.
 
     Args:
-        workers: place and settings of each; a setting that a worker does not have is `none`.
+        workers: place and settings of each; a missing setting is `none`.
     """
     names = dict.fromkeys(name for _, settings in workers for name in settings)
     differences = []
@@ -297,13 +295,13 @@ def describe_differences(workers: Sequence[tuple[str, Mapping[str, str]]]) -> li
 
 
 def check_shared(out: Path, group: Any, timeout_s: float) -> None:
-    """Check that all workers of `group` have the same folder before them: each must see what the first one writes.
+    """Check that all workers of `group` share a folder: each must see a file that the first one writes.
 
     Args:
         timeout_s: how long workers wait for each other.
 
     Raises:
-        UsageError: on every worker, when one does not; ranks and machines are named.
+        UsageError: on every worker, if one does not see it; it names ranks and machines.
         PeerError: a worker is lost.
     """
     token, path = "", RunDir(out).token_file
@@ -326,7 +324,7 @@ def check_shared(out: Path, group: Any, timeout_s: float) -> None:
 
 
 def _comes_to_hold(path: Path, text: str, limit_s: float) -> bool:
-    """Whether a file holds a text, or comes to hold it within the limit."""
+    """Whether a file holds a text, now or within the limit."""
     deadline_s = time.monotonic() + limit_s
     while time.monotonic() < deadline_s:
         with suppress(OSError):

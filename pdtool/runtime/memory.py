@@ -22,7 +22,7 @@ from pdtool.errors import WorkerDiedError
 from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
 from pdtool.units import format_bytes
 
-# What allocators say: CUDA's and that of CPU tensors in torch, C++ and cuBLAS.
+# Messages of allocators: CUDA's, torch's for CPU tensors, C++'s and cuBLAS's.
 _TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
 _PLACE = re.compile(r"^\[enforce fail at [^]]*\] err == 0\. ")  # in torch's sources
 _REMEDY = (
@@ -30,22 +30,22 @@ _REMEDY = (
     "profile, or put fewer workers on this machine"
 )
 
-_NEAR_LIMIT = 0.8  # the rest is for what one action adds
-_LOOK_S = 0.01  # a look takes as long as a short action
-# Of the limit. Memory that was kept at first cannot all be returned: about a third more is held than is in use.
+_NEAR_LIMIT = 0.8  # the rest is for the next action
+_LOOK_S = 0.01  # looking takes as long as a short action
+# Of the limit. Memory kept at first cannot all be returned: the process holds about a third more than it uses.
 _LITTLE_ROOM = 0.75
 
 
 class PeakMemory:
-    """What training needs: the stages themselves, and what this process holds beyond what it held when training began.
+    """The memory of training: the stages themselves, and all that this process has added since training began.
 
-    On a GPU tensors are counted, on a CPU resident pages without those of files. Memory that is shared with other
-    workers counts in each of them.
+    On a GPU it counts tensors, on a CPU resident pages except those of files. Memory shared with other workers counts
+    in each of them.
 
     Attributes:
-        received_bytes: memory of a GPU that is set aside for messages, which counts, too.
-        limit_bytes: what the plan gives the tensors of one worker; None: no limit.
-        returns_freed: whether freed memory is returned to the system, since what was kept came near the limit.
+        received_bytes: GPU memory set aside for messages, which counts too.
+        limit_bytes: the plan's limit for the tensors of one worker; None: no limit.
+        returns_freed: whether freed memory goes back to the system, because kept memory came near the limit.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,12 +55,12 @@ class PeakMemory:
         self.returns_freed = False
         self._next_look_s = 0.0
         self._before_bytes: int | None = None
-        self._file_bytes = 0  # the most that was seen since the last `restart`
+        self._file_bytes = 0  # the most since the last `restart`
 
     def start(self, stages: Iterable[nn.Module]) -> None:
-        """Begin to measure; of what is held by now, parameters and buffers of `stages` count and libraries do not."""
+        """Begin to measure. Parameters and buffers of `stages` count, but the libraries loaded by now do not."""
         gc.collect()
-        host.trim_heap()  # what glibc keeps of the stages of others looks held
+        host.trim_heap()  # memory of other workers' stages that glibc keeps looks like memory in use
         stage_bytes = {id(t): t.nbytes for stage in stages for t in (*stage.parameters(), *stage.buffers())}
         now = torch.cuda.memory_allocated(self._device) if self._is_cuda else host.resident_bytes()
         self._before_bytes = None if now is None else now - sum(stage_bytes.values()) - self.received_bytes
@@ -75,17 +75,17 @@ class PeakMemory:
             self._file_bytes = host.file_bytes()
 
     def epoch_ended(self) -> None:
-        """See how many pages of files are resident, before the system may take them back."""
+        """Count resident pages of files now, before the system may take them back."""
         if not self._is_cuda:
             self._file_bytes = max(self._file_bytes, host.file_bytes())
 
     def stay_within_limit(self) -> str:
-        """After an action on a CPU: return freed memory to the system once what is kept comes near the limit.
+        """After an action on a CPU, return freed memory to the system if kept memory comes near the limit.
 
-        Of short actions it looks after a few only.
+        It checks only after some of the short actions.
 
         Returns:
-            What to tell the user the first time; "" otherwise.
+            A note for the user the first time; "" otherwise.
         """
         if self.limit_bytes is None or self._before_bytes is None or self._is_cuda:
             return ""
@@ -93,18 +93,18 @@ class PeakMemory:
             return ""
         self._next_look_s = perf_counter() + _LOOK_S
         if self.returns_freed:
-            host.trim_heap()  # of holes in the heap, which are still filled first
+            host.trim_heap()  # holes in the heap are still filled first
             return ""
         if host.heap_bytes() - self._before_bytes < _NEAR_LIMIT * self.limit_bytes:
             return ""
         self.returns_freed = True
         host.return_freed_memory()
         limit = format_bytes(self.limit_bytes)
-        return f"returns freed memory from now on, which is slower: it came near the {limit} that the plan has for it"
+        return f"returns freed memory from now on, which is slower: it came near the plan's limit of {limit}"
 
     @property
     def peak_bytes(self) -> int | None:
-        """The peak since the last `restart`; None before `start`, and where the system does not say."""
+        """The peak since the last `restart`; None before `start`, and if the system does not report it."""
         if self._before_bytes is None:
             return None
         peak = (
@@ -116,23 +116,23 @@ class PeakMemory:
 
 
 def choose_heap(config: RunConfig, rank: int) -> None:
-    """Keep freed memory for the next minibatch, unless the plan leaves little room beside what is in use at a time.
+    """Keep freed memory for the next minibatch, unless the plan's limit leaves little room for it.
 
-    Returning it is slower, so that is said.
+    Returning it is slower, so a note says so.
     """
     limit, predicted, assignments = config.plan.cluster.memory_bytes, config.plan.predicted, assign_ranks(config.plan)
     if limit and predicted and rank < len(assignments):
         stages = config.shape.stages_on_same_workers(assignments[rank].stage)
         if (needed := sum(predicted.memory_bytes[s] for s in stages)) > _LITTLE_ROOM * limit:
             host.return_freed_memory()
-            what = f"the plan has {format_bytes(limit)} for it, and predicts {format_bytes(needed)}"
+            what = f"the plan's limit is {format_bytes(limit)}, and it predicts {format_bytes(needed)}"
             sys.stderr.write(f"note: {assignments[rank]} returns freed memory at once, which is slower: {what}\n")
             return
     host.keep_freed_memory()
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether `error`, or an error that it was raised from, is an allocation that failed."""
+    """Whether `error`, or one that it was raised from, is a failed allocation."""
     while error:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
             return True
@@ -145,7 +145,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def out_of_memory_error(
     error: BaseException, plan: Plan, assignment: RankAssignment, device: torch.device
 ) -> WorkerDiedError:
-    """Return the error of a worker in which an allocation has failed with `error`."""
+    """Return the error of a worker whose allocation failed with `error`."""
     cause = error
     while cause.__cause__ and is_out_of_memory(cause.__cause__):
         cause = cause.__cause__
@@ -154,7 +154,7 @@ def out_of_memory_error(
 
 
 def killed_for_memory_error(what: str, plan: Plan, assignment: RankAssignment) -> WorkerDiedError:
-    """Return the error of a worker that the kernel killed, or seems to have killed, for lack of memory."""
+    """Return the error of a worker that the kernel killed, or seems to have killed, because memory ran out."""
     return WorkerDiedError(f"{what}{memory_sentence(plan, assignment, torch.device('cpu'))}", _REMEDY)
 
 

@@ -27,10 +27,10 @@ from pdtool.runtime.memory import PeakMemory
 from pdtool.runtime.status import Status
 from pdtool.schedule import Action, ActionKind
 
-MAX_EVENTS = 5_000  # of actions and waits, and as many of messages: the first ones
-MIN_DRAWN_S = 50e-6  # a shorter wait does not divide the action that it is in
+MAX_EVENTS = 5_000  # events of actions and waits, and as many of messages: the first ones
+MIN_DRAWN_S = 50e-6  # a shorter wait does not split its action
 MAX_UNREAD = 1_000  # actions and waits whose timestamps are kept before they are read
-_MAX_DISTANCE_S = 10.0  # of an event from the origin, which moves beyond that
+_MAX_DISTANCE_S = 10.0  # distance of an event from the origin; beyond it the origin moves
 _NVTX_VARIABLE = "PDTOOL_NVTX"
 _FIELD = {kind: f"{kind.name.lower().partition('_')[0]}_s" for kind in ActionKind}  # both backwards: backward_s
 _is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
@@ -44,19 +44,19 @@ _Span = tuple[str, str, str, float, float, int]  # track, name, kind, start and 
 class WorkerMeter:
     """Measures one worker: the times of its actions and waits, its messages, and its peak of memory.
 
-    What an action waits for other workers is not its own time.
+    An action's time does not include its waits for other workers.
 
-    A torch profiler that is active in the worker (the user's model.py may start one) sees each action as a range
-    `stage 2 forward 0`; so does Nsight Systems, on a GPU with PDTOOL_NVTX=1 in the environment. Otherwise no range is
-    made: it would cost ten microseconds.
+    If a torch profiler is active in the worker (the user's model.py may start one), it sees each action as a range
+    `stage 2 forward 0`. So does Nsight Systems, on a GPU with PDTOOL_NVTX=1 in the environment. Otherwise no range is
+    made, because it would cost ten microseconds.
 
     Attributes:
         memory: the most that the worker holds; the worker starts it.
         epochs: the times of the epochs since the last `restart`.
-        timestamps: of the device.
-        waiting: context that times a wait for messages of other stages; one within another is part of it.
+        timestamps: timestamps of the device.
+        waiting: context that times a wait for messages of other stages; a nested wait is part of the outer one.
         averaging: context that times a wait for gradients of other replicas, or of tied stages.
-        loading: context that times the loading of a minibatch, or a wait for the loader worker that does.
+        loading: context that times the loading of a minibatch, or a wait for its loader worker.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,7 +74,7 @@ class WorkerMeter:
         self._losses: list[tuple[int, Timestamp]] = []  # the first and the last one in `_timed`
 
     def epoch_begins(self, timed: range) -> None:
-        """Begin an epoch, in which the time is taken between the losses of `timed` minibatches: in steady state."""
+        """Begin an epoch; the time between the losses of the `timed` minibatches is that of the steady state."""
         self._timed, self._losses = timed, []
 
     def loss_computed(self, minibatch: int) -> None:
@@ -83,7 +83,7 @@ class WorkerMeter:
             self._losses[1:] = [(minibatch, self.timestamps.record())]
 
     def epoch_ended(self, minibatches: int, samples: int, train_s: float) -> None:
-        """Add an epoch of training that took `train_s` seconds; the device has come to its end."""
+        """Add an epoch of training that took `train_s` seconds; the device has finished it."""
         self.memory.epoch_ended()
         self.epochs.minibatches += minibatches
         self.epochs.samples += samples
@@ -105,7 +105,7 @@ class WorkerMeter:
             consumer: the action that takes it, without its minibatch: `2F`.
         """
         end_s, totals = perf_counter(), self._timings.totals
-        if self._is_on_host:  # else it is beside the kernels, whose times the actions are
+        if self._is_on_host:  # else sending runs beside the kernels, and actions are timed by their kernels
             totals.send_s += end_s - start_s
         totals.sent_bytes += sent_bytes
         self._timings.add_message("send", f"for {consumer}{minibatch}", start_s, end_s, sent_bytes)
@@ -130,7 +130,7 @@ class WorkerMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing of what is done meanwhile (validation)."""
+        """Count nothing in this context (validation)."""
         self.synchronize()
         timings, self._timings = self._timings, Timings()
         yield
@@ -138,13 +138,13 @@ class WorkerMeter:
         self._timings = timings
 
     def restart(self) -> None:
-        """Forget what was measured (setting up, warming up); the trace keeps it."""
+        """Forget the measurements so far (setup, warm-up); the trace keeps them."""
         self.synchronize()
         self._timings.totals, self.epochs = TimeTotals(), EpochTimes()
         self.memory.restart()
 
     def synchronize(self) -> None:
-        """Wait until the device has done what was started, and read all timestamps: at the end of an epoch."""
+        """Wait until the device is done, and read all timestamps, at the end of an epoch."""
         self.timestamps.synchronize()
         self._read()
 
@@ -156,12 +156,12 @@ class WorkerMeter:
 
     @property
     def events(self) -> list[TraceEvent]:
-        """What the trace shows of this worker."""
+        """This worker's part of the trace."""
         self.synchronize()
         return self._timings.events()
 
     def _keep(self, action: Action | None, start: Timestamp, end: Timestamp, waits: Sequence[_Wait]) -> None:
-        """Keep the timestamps of an action; without one, of a wait between two."""
+        """Keep the timestamps of an action, or, without one, of a wait between two actions."""
         self._unread.append((action, start, end, waits))
         if len(self._unread) >= MAX_UNREAD:
             self._read()
@@ -178,13 +178,13 @@ class WorkerMeter:
         del self._unread[:read]
 
     def _profiler_range(self, action: Action) -> AbstractContextManager[Any]:
-        """What a profiler sees of an action."""
+        """An action's range in a profiler."""
         name = f"stage {action.stage} {action.kind.name.lower()} {action.minibatch}"
         return torch.cuda.nvtx.range(name) if self._uses_nvtx else record_function(name)
 
 
 class _ActionContext:
-    """Around an action. It is entered for each of them, so it is no generator."""
+    """The context of an action. It is entered for each action, so it is not a generator."""
 
     def __init__(self, meter: WorkerMeter) -> None:
         self._meter, self._record = meter, meter.timestamps.record
@@ -210,7 +210,8 @@ class _ActionContext:
 
 
 class _WaitContext:
-    """Around a wait, one for other workers is shown by this worker's status; one within another is part of it."""
+    """The context of a wait. This worker's status shows waits for other workers; a nested wait is part of the outer
+    one."""
 
     def __init__(self, meter: WorkerMeter, total: WaitTotal, *, is_for_peers: bool = True) -> None:
         self._meter, self._record, self._total = meter, meter.timestamps.record, total
@@ -243,7 +244,7 @@ class EpochTimes:
     Attributes:
         minibatches, samples: numbers of those trained.
         train_s: seconds of training, pipeline fill and drain included.
-        intervals, intervals_s: from one loss to the next in steady state: their number, and seconds in all.
+        intervals, intervals_s: number and total seconds of the intervals between two losses in steady state.
     """
 
     minibatches: int = 0
@@ -264,7 +265,7 @@ class TimeTotals:
 
     Attributes:
         forward_s, backward_s, update_s: seconds in actions, without their waits; zero-bubble's two backwards are one.
-        wait_s: seconds of waiting for messages of other stages, and at the end of an epoch to be rid of one's own.
+        wait_s: seconds of waiting for messages of other stages, and at the end of an epoch for its own to be sent.
         allreduce_s: seconds of waiting for gradients of other workers, and at the end of an epoch for their buffers.
         data_s: seconds of loading minibatches, or of waiting for loader workers, at the first stage.
         send_s: seconds of handing over messages, a part of the times of actions; 0 on a GPU.
@@ -295,7 +296,7 @@ class Timings:
         """Add an action, or with None a wait between two actions.
 
         Args:
-            waits: those in the action: start, end, and their total.
+            waits: the waits in the action: start, end, and their total.
         """
         compute_s, drawn_from_s = end_s - start_s, start_s
         for wait_start_s, wait_end_s, total in waits:
@@ -325,17 +326,17 @@ class Timings:
     def events(self) -> list[TraceEvent]:
         """Return the events in seconds of time.time.
 
-        So the tracks of several machines are comparable: perf_counter is finer but may start anywhere.
+        This makes the tracks of several machines comparable: perf_counter is finer but may start anywhere.
         """
         offset_s = time.time() - time.perf_counter()
-        return [  # rounded before they are subtracted: events that touch still do
+        return [  # round before subtracting, so that adjacent events stay adjacent
             TraceEvent(track, name, kind, start_s + offset_s, (end_s + offset_s) - (start_s + offset_s), size)
             for track, name, kind, start_s, end_s, size in (*self._actions, *self._messages)
         ]
 
 
 def timestamps_of(device: torch.device) -> HostTimestamps | CudaTimestamps:
-    """Return the source of timestamps for what is computed on `device`."""
+    """Return the source of timestamps for computation on `device`."""
     return CudaTimestamps(device) if device.type == "cuda" else HostTimestamps()
 
 
@@ -359,8 +360,8 @@ class HostTimestamps:
 class CudaTimestamps:
     """Timestamps of a GPU: each is an event on the current stream, which happens when the kernels before it are done.
 
-    So what lies between two timestamps is the time of the kernels started between them; and a wait is as long as the
-    device had nothing to do because of it, however long the worker itself waited while kernels were still at work.
+    So the time between two timestamps is that of the kernels started between them. A wait counts only while the device
+    is idle because of it, not while the worker waits and kernels still run.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -376,13 +377,13 @@ class CudaTimestamps:
         return event
 
     def is_ready(self, timestamp: torch.cuda.Event) -> bool:
-        """Whether the stream has come to the event."""
+        """Whether the stream has reached the event."""
         return bool(timestamp.query())  # type: ignore[no-untyped-call]
 
     def seconds(self, timestamp: torch.cuda.Event) -> float:
         """Read a timestamp, in seconds of time.perf_counter.
 
-        The origin moves along with the timestamps: an event says how far it is from another in single precision.
+        The origin moves along with the timestamps, because events give their distance in single precision.
         """
         distance_s = float(self._origin.elapsed_time(timestamp)) / 1e3
         if distance_s > _MAX_DISTANCE_S:

@@ -1,6 +1,6 @@
-"""What a worker is doing, in a small memory-mapped file: it can still be read after the worker was killed.
+"""What a worker is doing, in a small memory-mapped file that can be read even after the worker was killed.
 
-And how it failed: its error travels to the launcher by the name of its class, with its fields.
+And how it failed: its error travels to the launcher as the name of its class and its fields.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import ArtifactError, PdtoolError, WorkerDiedError, revived
 from pdtool.files import check_no_link, open_in_place
 
-ANY_PEER, NOBODY = -1, -2  # where the rank of a peer may stand
+ANY_PEER, NOBODY = -1, -2  # in place of a peer's rank
 _HEADER = struct.Struct("<iqdi")  # fields of LastStatus: pid, oom_kills, since_s, waits_for
 _STATUS_BYTES = 160
 _STATE = struct.Struct("<di")  # since_s, waits_for
@@ -34,7 +34,7 @@ class Status:
     """The status of one worker; setting it takes about a microsecond.
 
     Attributes:
-        of_this_process: that of the worker that this process is; in a process that is none, one that nobody reads.
+        of_this_process: the status of this process's worker; in other processes, one that nobody reads.
     """
 
     of_this_process: ClassVar[Status]
@@ -45,7 +45,7 @@ class Status:
 
     @classmethod
     def begin(cls, out: Path, rank: int) -> None:
-        """Let this process be the worker of a rank, with a status in the run's folder."""
+        """Make this process the worker of a rank, with a status in the run's folder."""
         _make_files(out, rank)
         with open_in_place(RunDir(out).worker_file(rank, "status")) as file:
             memory = mmap.mmap(file.fileno(), _STATUS_BYTES)
@@ -53,22 +53,22 @@ class Status:
         cls.of_this_process = cls(memory)
 
     def set(self, text: str) -> None:
-        """Say what begins now: `1F7 of epoch 2`."""
+        """Set what begins now: `1F7 of epoch 2`."""
         self._waits = 0
         _STATE_AND_TEXT.pack_into(self._memory, _STATE_AT, time.time(), NOBODY, text.encode())
 
     def waits_for(self, peer: int) -> None:
-        """Say whom it waits for, now that this is known: a rank, ANY_PEER or NOBODY."""
+        """Set whom it waits for: a rank, ANY_PEER or NOBODY."""
         _STATE.pack_into(self._memory, _STATE_AT, time.time(), peer)
 
     def wait_begins(self, peer: int = ANY_PEER) -> None:
-        """Say that a wait begins, for a rank or for one of several; one within another is part of it."""
+        """Begin a wait for a rank or for one of several; a nested wait is part of the outer one."""
         self._waits += 1
         if self._waits == 1 or peer != ANY_PEER:
             self.waits_for(peer)
 
     def wait_ends(self) -> None:
-        """Say that a wait is over, and that it goes on to compute. After an error it is not called."""
+        """End a wait: it goes on to compute. This is not called after an error."""
         self._waits -= 1
         if self._waits <= 0:
             self.waits_for(NOBODY)
@@ -82,10 +82,10 @@ class LastStatus:
     """What a worker was last doing.
 
     Attributes:
-        pid: of its process; 0 when it has not started.
-        since_s: when it began that, or began or ended to wait in it; of time.time, which machines nearly share.
+        pid: id of its process; 0 if it has not started.
+        since_s: when it began that, or last began or ended a wait in it; in time.time, which machines nearly share.
         waits_for: the rank that it waited for, ANY_PEER or NOBODY.
-        oom_kills: how many processes of its machine the kernel had killed for lack of memory when it started.
+        oom_kills: how many processes of its machine the kernel had killed because memory ran out when it started.
     """
 
     text: str = "the start"
@@ -104,8 +104,8 @@ class PeerError(WorkerDiedError):
     """A worker waited in vain for another.
 
     Attributes:
-        peer: rank of the other, or ANY_PEER when it can be one of several.
-        is_timeout: whether the other did not answer in time, rather than close its connection.
+        peer: rank of the other, or ANY_PEER if it can be one of several.
+        is_timeout: whether the other did not answer in time; otherwise it closed its connection.
     """
 
     def __init__(self, what: str, remedy: str = "", *, peer: int = ANY_PEER, is_timeout: bool = False) -> None:
@@ -118,11 +118,11 @@ class WorkerFailure:
     """How a worker ended, in its own words.
 
     Attributes:
-        error: that it raised: a PeerError if it waited in vain.
+        error: the error that it raised: a PeerError if it waited in vain.
         at_s: when, in seconds of time.time.
         stopped: ranks of its machine whose processes were stopped then (SIGSTOP).
         gone: ranks of its machine whose processes had ended then.
-        traceback: of the error; "" for none.
+        traceback: traceback of the error; "" for none.
     """
 
     error: PdtoolError
@@ -143,7 +143,7 @@ class WorkerFailure:
 
 
 def write_failure(out: Path, rank: int, failure: WorkerFailure) -> None:
-    """Write a failure where `read_failure` reads it, into the bytes that were reserved for it; then its traceback."""
+    """Write a failure for `read_failure`, into the bytes reserved for it; then its traceback."""
     error, path = failure.error, RunDir(out).worker_file(rank, "failure")
     raised = [type(error).__name__, error.what, error.remedy, error.fields]
     text = json.dumps([raised, failure.at_s, failure.stopped, failure.gone], default=str)
@@ -153,7 +153,7 @@ def write_failure(out: Path, rank: int, failure: WorkerFailure) -> None:
 
 
 def read_failure(out: Path, rank: int) -> WorkerFailure | None:
-    """Return what the worker wrote when it failed; None when it wrote nothing."""
+    """Return the failure that the worker wrote; None if it wrote nothing."""
     try:
         path = RunDir(out).worker_file(rank, "failure")
         text, _, traceback = path.read_text(encoding="utf-8", errors="replace").partition("\n")
@@ -175,7 +175,7 @@ def read_status(out: Path, rank: int) -> LastStatus:
 
 
 def process_state(pid: int) -> str:
-    """Return the letter that Linux has for the state of a process of this machine: T is stopped, Z or "" has ended."""
+    """Return Linux's letter for the state of a process of this machine: T is stopped, Z or "" has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
     except OSError:
@@ -183,8 +183,8 @@ def process_state(pid: int) -> str:
 
 
 def prepare_folder(out: Path, ranks: Sequence[int], *, keep_metrics: bool) -> None:
-    """Make the run's folder with the files of these ranks, so that their workers need no room on the disk to say how
-    they ended; what an earlier run left there of them, and of metrics, is removed.
+    """Make the run's folder with the files of these ranks, so that workers can report their end even on a full disk.
+    Remove such files, and metrics, of an earlier run.
 
     Raises:
         ArtifactError: a link in the folder leads elsewhere.
@@ -203,7 +203,7 @@ def prepare_folder(out: Path, ranks: Sequence[int], *, keep_metrics: bool) -> No
 
 
 def _make_files(out: Path, rank: int) -> None:
-    """Make the files of a worker, blank and as large as they will be."""
+    """Make the files of a worker, blank and in their final size."""
     run_dir = RunDir(out)
     check_no_link(run_dir.workers, is_folder=True)
     run_dir.workers.mkdir(parents=True, exist_ok=True)

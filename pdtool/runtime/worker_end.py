@@ -1,6 +1,6 @@
-"""End of a worker's process: never without a word, and not later than its work.
+"""End of a worker's process: never silently, and not later than its work.
 
-A worker that fails writes why into a file that the launcher reads. A worker that is done ends even if the user's code
+A failing worker writes its reason into a file that the launcher reads. A finished worker ends even if the user's code
 has left threads running. Files in /dev/shm would outlive their processes, so they are unlinked here.
 """
 
@@ -23,17 +23,17 @@ from pdtool.processes import describe_exit
 from pdtool.runtime.status import PeerError, WorkerFailure, process_state, read_status, write_failure
 
 _THREADS_GRACE_S = 1.0  # for threads of the user's code, when the work is done
-_ENDING_S = 0.1  # a process that is killed closes its connections a little earlier than it is gone
+_ENDING_S = 0.1  # a killed process closes its connections a little before it is gone
 _RAISE_AN_ERROR = "raise an error in model.py instead"
 _FOLDER = Path("/dev/shm")  # of counters
-end_process = os._exit  # kept, for `explain_exits` replaces it
+end_process = os._exit  # kept, because `explain_exits` replaces it
 
 
 def record_failure(out: Path, rank: int, error: BaseException) -> int:
-    """Write what ended this worker where the launcher reads it; return the exit code of the process."""
+    """Write this worker's failure for the launcher; return the exit code of the process."""
     failure = _failure(out, rank, error, time.time())
-    if not isinstance(error, PeerError):  # whose traceback ends in our own waiting
-        with suppress(Exception):  # of a full memory, or of an error that cannot be printed
+    if not isinstance(error, PeerError):  # its traceback would end in our own waiting
+        with suppress(Exception):  # memory is full, or the error cannot be printed
             failure = replace(failure, traceback="".join(traceback.format_exception(error)))
     write_failure(out, rank, failure)
     return failure.error.exit_code
@@ -46,20 +46,20 @@ def exit_error(error: SystemExit) -> WorkerDiedError:
 
 
 def describe_end(exit_code: int | None) -> str:
-    """Return how a process ended, as `was killed by SIGKILL`; None where only its silence tells of it."""
+    """Return how a process ended, as `was killed by SIGKILL`; None if only its silence shows it."""
     if exit_code is None:
         return "died"
     return describe_exit(exit_code) + (" and without a word" if exit_code >= 0 else "")
 
 
 def explain_exits(out: Path, rank: int) -> None:
-    """Let os._exit, when the user's code calls it in this process, say so first; the status is never 0."""
+    """Make os._exit, if the user's code calls it in this process, report that first; the status is never 0."""
     own_pid, own_code = os.getpid(), Path(__file__).parent
 
     def exit_with_a_word(status: int) -> NoReturn:
         caller = sys._getframe(1)
         file = Path(caller.f_code.co_filename)
-        if os.getpid() == own_pid and not file.is_relative_to(own_code):  # nor in a process forked from this one
+        if os.getpid() == own_pid and not file.is_relative_to(own_code):  # not in a process forked from this one
             what = f"os._exit({status}) was called ({file.name}:{caller.f_lineno})"
             error = WorkerDiedError(what, _RAISE_AN_ERROR)
             status = record_failure(out, rank, error)
@@ -69,7 +69,7 @@ def explain_exits(out: Path, rank: int) -> None:
 
 
 def keep_threads_from_lingering() -> None:
-    """Let this process end when its work is done, even if the user's code has left threads and processes running."""
+    """Make this process end when its work is done, even if the user's code has left threads and processes running."""
     multiprocessing.util.Finalize(None, _terminate_children, exitpriority=0)
     multiprocessing.util.Finalize(None, _end_worker, exitpriority=-1000)  # after all others
 
@@ -80,7 +80,7 @@ def _terminate_children() -> None:
 
 
 def _end_worker() -> None:
-    end_despite_threads(1 if sys.exc_info()[0] else 0)  # an error on the way out of this process is still one
+    end_despite_threads(1 if sys.exc_info()[0] else 0)  # an error during the exit still counts
 
 
 def end_despite_threads(exit_code: int) -> NoReturn:
@@ -110,7 +110,7 @@ def _failure(out: Path, rank: int, error: BaseException, at_s: float) -> WorkerF
 
 
 def _silent_neighbours(out: Path, rank: int) -> tuple[list[int], list[int]]:
-    """The ranks of this machine whose processes are stopped, and those whose processes have ended."""
+    """This machine's ranks whose processes are stopped, and those whose processes have ended."""
     first = rank - int(os.environ["LOCAL_RANK"])
     others = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
     pids = {other: pid for other in others if (pid := read_status(out, other).pid)}
@@ -120,15 +120,15 @@ def _silent_neighbours(out: Path, rank: int) -> tuple[list[int], list[int]]:
 
 
 def _place(error: BaseException) -> str:
-    """` (model.py:12)`, the last line that an error came through; "" when it came through none."""
+    """` (model.py:12)`, the deepest line in an error's traceback; "" if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 def remove_counters(pid: int) -> None:
-    """Unlink the counters of shared tensors of a process that ends or is gone, of this container.
+    """Unlink the counters of shared tensors of a process of this container that ends or is gone.
 
-    torch counts who shares memory of a GPU, and unlinks the counters in destructors, which no worker lives to see.
+    torch counts users of shared GPU memory, and unlinks the counters in destructors, which never run in a worker.
     """
     for path in _FOLDER.glob(f"torch_{pid}_*"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Schedules: what each worker does, in which order, as plain data; other folders import all of it from here.
+"""Schedules: what each worker does, in which order, as plain data. Other folders import everything from here.
 
 A schedule is one list of actions per worker, stage by stage, replica by replica: a "2-1" plan has three lists.
 

@@ -1,4 +1,4 @@
-"""One action of a worker, of which schedules are lists, and such lists as a grid of text."""
+"""One action of a worker, and lists of actions as a grid of text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pdtool.errors import ScheduleError
 class ActionKind(StrEnum):
     """Forward or backward of one minibatch, or the weight update that ends a round of minibatches.
 
-    A zero-bubble schedule splits the backward in two: the gradient of the inputs, which the stage before waits for, and
-    the gradient of the weights, which only the update waits for.
+    A zero-bubble schedule splits the backward in two. The stage before waits for the gradient of the inputs. Only the
+    update waits for the gradient of the weights.
     """
 
     FORWARD = "F"
@@ -62,7 +62,7 @@ def grid(lists: Sequence[Actions], mark: tuple[int, int] | None = None, around: 
     """Write the lists, one worker a line.
 
     Args:
-        mark: (worker, position) of an action that is written as >0F3<, with `around` actions on each side.
+        mark: (worker, position) of an action to write as >0F3<, with `around` actions on each side.
     """
     first = max(0, mark[1] - around) if mark else 0
     rows = []

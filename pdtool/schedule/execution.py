@@ -68,7 +68,7 @@ class StashTracker:
         in_flight: (stage, minibatch) -> weight version that its forward read.
         updates: updates of each stage so far.
         peak: most minibatches in flight at once, over all stages of the worker.
-        delay: most updates between the version that a forward reads and its backward.
+        delay: most updates between a forward's weight version and its backward.
     """
 
     def __init__(self, forward_versions: ForwardVersions, *, stashing: bool = True) -> None:
@@ -78,7 +78,7 @@ class StashTracker:
         self._forward_versions, self._stashing = forward_versions, stashing
         # (stage, version) -> minibatches that still need the version
         self._users = Counter((stage, version) for (stage, _), version in forward_versions.items())
-        self._old_versions: Counter[int] = Counter()  # of each stage, versions kept besides the newest
+        self._old_versions: Counter[int] = Counter()  # for each stage, versions kept besides the newest
 
     def apply(self, action: Action) -> None:
         """Account for one action; a backward must follow the forward of its minibatch."""
@@ -108,7 +108,7 @@ def timeline(lists: Sequence[Actions], forward: float = 1.0, backward: float = 2
     backward at the stage after, an update for every replica's backwards of its round.
 
     Args:
-        forward, backward: time that each takes; each part of a split backward takes half of it.
+        forward, backward: slots that each takes; each part of a split backward takes half.
 
     Raises:
         ScheduleError: the lists cannot be executed to their end; the text shows where each worker is stuck.
@@ -117,7 +117,7 @@ def timeline(lists: Sequence[Actions], forward: float = 1.0, backward: float = 2
     half = backward / 2
     durations = dict(zip(ActionKind, (forward, backward, half, half, 0.0), strict=True))
     ends: dict[Action, float] = {}
-    ready: dict[Action, float] = {}  # when what each action needs, as far as it was seen, had ended
+    ready: dict[Action, float] = {}  # when the inputs of each action, as far as they were seen, had ended
     starts: list[list[float]] = [[] for _ in lists]
     free = [0.0] * len(lists)
     moved = True
@@ -126,7 +126,7 @@ def timeline(lists: Sequence[Actions], forward: float = 1.0, backward: float = 2
         for worker, actions in enumerate(lists):
             while len(starts[worker]) < len(actions):
                 action = actions[len(starts[worker])]
-                needs = needs_of[action]  # an update's are those of all replicas: each is seen once, not once by each
+                needs = needs_of[action]  # an update needs those of all replicas: see each once, not once per replica
                 while needs and needs[-1] in ends:
                     ready[action] = max(ready.get(action, 0.0), ends[needs.pop()])
                 if needs:
@@ -142,7 +142,7 @@ def timeline(lists: Sequence[Actions], forward: float = 1.0, backward: float = 2
 
 
 def _dependencies(lists: Sequence[Actions]) -> dict[Action, list[Action]]:
-    """Return for each action those that must have ended, on any worker, before it starts."""
+    """Return for each action the actions, on any worker, that must end before it starts."""
     last = max((a.stage for actions in lists for a in actions), default=0)
     split = {a.stage for actions in lists for a in actions if a.kind is ActionKind.BACKWARD_INPUT}
     needs: dict[Action, list[Action]] = {}
@@ -199,7 +199,7 @@ def draw(lists: Sequence[Actions], forward: int = 1, backward: int = 2, width: i
 
     Args:
         forward, backward: slots that each takes.
-        width: characters after which a line is cut off.
+        width: characters to cut lines at.
     """
     starts = timeline(lists, forward, backward)
     slots = dict(zip(ActionKind, (forward, backward, backward // 2, backward // 2, 0), strict=True))

@@ -1,4 +1,4 @@
-"""How the stages of a plan are executed: with it, and their replicas, the shape of their pipeline is known."""
+"""How the stages of a plan are executed; this and their replicas give the shape of the pipeline."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ExecutionConfig:
 
     @classmethod
     def of_schedule(cls, schedule: str, microbatches: int = 1, chunks: int = 1, strategy: str = "auto") -> Self:
-        """Return the execution of a schedule with the weight policy that it usually has."""
+        """Return the execution of a schedule with its usual weight policy."""
         weights = SCHEDULES[schedule].policy_names[0]
         return cls(schedule=schedule, weights=weights, microbatches=microbatches, chunks=chunks, strategy=strategy)
 
@@ -48,12 +48,12 @@ class ExecutionConfig:
 
     @property
     def minibatches_per_update(self) -> int | None:
-        """Minibatches in one update of every stage; None: of each stage as many as it has replicas, or as its weight
-        policy says."""
+        """Minibatches in one update of every stage; None: it differs by stage, from its replicas or its weight
+        policy."""
         return self.microbatches if self.kind.flushes else self.update_every
 
     def averaging(self, minibatches: int | None) -> Self:
-        """Return the same with so many minibatches in one update of every stage; as it is for None."""
+        """Return the same with so many minibatches in one update of every stage; None changes nothing."""
         if minibatches is None:
             return self
         if self.kind.flushes:
@@ -62,7 +62,7 @@ class ExecutionConfig:
 
     @property
     def has_choice_in_flight(self) -> bool:
-        """Whether more or fewer minibatches may be in flight than the schedule wants."""
+        """Whether the minibatches in flight can be chosen freely."""
         return self.kind.deepening is not None and self.is_pipelined
 
     def shape(
@@ -71,7 +71,7 @@ class ExecutionConfig:
         """Return the shape of a pipeline, with the number of minibatches after which each stage updates.
 
         Args:
-            replicas, in_flight: r[s] and w[s] of stages that are on workers of their own; None: the usual in flight.
+            replicas, in_flight: r[s] and w[s] of stages on workers of their own; None: the usual in flight.
             tied_stages: groups of stages that share a parameter, and so must update after the same number of
                 minibatches.
         """
@@ -99,7 +99,7 @@ class ExecutionConfig:
         """Return w[s] as the schedule wants it; with chunks for each worker, over all its chunks.
 
         Args:
-            replicas: r[s] of stages that are on workers of their own.
+            replicas: r[s] of stages on workers of their own.
         """
         return self.kind.usual_in_flight(replicas, self.microbatches, self.chunks)
 
@@ -108,8 +108,8 @@ class ExecutionConfig:
         return self.kind.deeper_in_flight(replicas, more, self.microbatches, self.chunks)
 
     def in_flight_from(self, replicas: Sequence[int], first: int) -> tuple[int, ...]:
-        """Return w[s] with `first` in flight at the first stage, where the schedule leaves a choice: at later ones as
-        many as usual, but no more than that, or more in proportion; with a flush no more than an update has."""
+        """Return w[s] with `first` in flight at the first stage, if the schedule leaves a choice. Later stages have the
+        usual number but at most `first`, or more in proportion; with a flush at most an update's."""
         usual = self.usual_in_flight(replicas)
         if not self.has_choice_in_flight:
             return usual

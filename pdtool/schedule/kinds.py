@@ -1,6 +1,6 @@
-"""The kinds of schedules: each is one object, which says what its workers do and what goes with that.
+"""The kinds of schedules: one object each, which defines its workers' actions and its properties.
 
-The simulator and the workers execute the lists of actions without knowing the kind, and nobody else compares its name.
+The simulator and the workers execute lists of actions without knowing the kind. No other code compares its name.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class ScheduleKind:
 
     Attributes:
         name: in plans, and for `--schedule`.
-        policies: the weight policies that it goes with, the usual one first.
-        actions: those of one worker, in order, of (shape, its first stage, its rounds). A flushing schedule gets one
-            round at a time, since it drains the pipeline after each. The others get an iterator over all rounds, and
-            must not read far ahead: an epoch may have millions.
-        in_flight: w of (r, u, m, p, v), just enough in flight for no stage to wait, for u workers of this stage and all
-            later ones and m minibatches in one update. Of one copy of the pipeline; r, u and w may be arrays.
-        deepening: of (s, p), the share that stage s has of those which are in flight at the first stage besides these,
-            so that messages between any two stages get as much time. None: all of an update are in flight in any case.
+        policies: its possible weight policies, the usual one first.
+        actions: function of (shape, first stage, rounds) that yields one worker's actions in order. A flushing schedule
+            gets one round at a time, since it drains the pipeline after each. The others get an iterator over all
+            rounds, and must not read far ahead, because an epoch may have millions.
+        in_flight: function of (r, u, m, p, v) that returns w, just enough in flight for no stage to wait, for u workers
+            of this stage and all later ones and m minibatches in one update, in one copy; r, u and w may be arrays.
+        deepening: function of (s, p). If the first stage has more in flight than that, stage s gets this share of the
+            rest, so that all messages get the same extra time. None: all of an update are always in flight.
         chunked: whether each worker has several stages, which are even pieces of the model.
-        equal_replicas: whether all stages must have as many replicas: r pipelines side by side.
-        splits_backward: whether the gradients of inputs and weights are computed apart.
-        planned_as: the schedule that stands in for this one where no formulas cover it: its search gives the stages,
-            unless these are chunks, and data parallelism beside the plan runs so. None: formulas cover it.
+        equal_replicas: whether all stages must have the same number of replicas: r pipelines side by side.
+        splits_backward: whether the gradients of inputs and weights are computed separately.
+        planned_as: the schedule to search with, because no formulas cover this one. Its search gives the stages, unless
+            these are chunks, and the plan's data parallelism uses it. None: formulas cover this schedule.
     """
 
     name: str
@@ -53,12 +53,12 @@ class ScheduleKind:
 
     @property
     def flushes(self) -> bool:
-        """Whether nothing is in flight while the weights change: the pipeline is emptied after its microbatches."""
+        """Whether the pipeline drains before each update, so that nothing is in flight while weights change."""
         return self.policies[0] is FLUSH
 
     @property
     def has_formulas(self) -> bool:
-        """Whether the cost formulas cover it, so that plans can be searched for; otherwise it is simulated."""
+        """Whether the cost formulas cover it, so that it can be searched; otherwise it is only simulated."""
         return self.planned_as is None
 
     @property
@@ -70,7 +70,7 @@ class ScheduleKind:
         """Return w for each stage; with chunks for the first stage on each worker, over all its chunks.
 
         Args:
-            replicas: r[s], of stages that are on workers of their own.
+            replicas: r[s], of stages on workers of their own.
             microbatches: in one update of a flushing schedule.
         """
         p = len(replicas)
@@ -79,8 +79,8 @@ class ScheduleKind:
     def deeper_in_flight(
         self, replicas: Sequence[int], more: int, microbatches: int = 1, chunks: int = 1
     ) -> tuple[int, ...]:
-        """Return w, as `usual_in_flight` has it, with `more` than that at the first stage, and at no stage more than an
-        update of a flushing schedule has, or than the replicas of the stage before let come: they would wait forever.
+        """Return w as `usual_in_flight`, with `more` at the first stage. No stage gets more than an update of a
+        flushing schedule has, or more than the stage before lets through: it would wait forever.
         """
         p, usual = len(replicas), self.usual_in_flight(replicas, microbatches, chunks)
         most = self.max_in_flight(replicas, microbatches, chunks)
@@ -92,8 +92,7 @@ class ScheduleKind:
         return tuple(deeper)
 
     def max_in_flight(self, replicas: Sequence[int], microbatches: int = 1, chunks: int = 1) -> tuple[float, ...]:
-        """Return the most that can be in flight at each stage, as `usual_in_flight` has it: all of an update, or
-        infinity without a flush."""
+        """Return the most that can be in flight at each stage: all of an update, or infinity without a flush."""
         return tuple(_all_of_update(r, 0, microbatches, 0, chunks) if self.flushes else inf for r in replicas)
 
     def build(self, shape: PipelineShape, minibatches: int) -> list[Actions]:
@@ -105,8 +104,7 @@ class ScheduleKind:
         return [list(actions) for actions in self.worker_actions(shape, minibatches)]
 
     def worker_actions(self, shape: PipelineShape, minibatches: int) -> list[WorkerActions]:
-        """Return the actions of each worker for minibatches 0 .. minibatches - 1 of one epoch, made as they are asked
-        for.
+        """Return the actions of each worker for minibatches 0 .. minibatches - 1 of one epoch, made lazily.
 
         All rounds are closed at the end; the last one is short when `update_every` does not divide `minibatches`.
 
@@ -126,7 +124,7 @@ class ScheduleKind:
 class WorkerActions:
     """The actions of one worker in an epoch, in order.
 
-    Each iteration begins at the first action, and holds no more than what is in flight or in one update: neither its
+    Each iteration begins at the first action. It holds only minibatches in flight or in one update, so neither its
     memory nor the time to the first action depends on the number of minibatches.
     """
 
@@ -159,7 +157,7 @@ def _one_f_one_b(stage: int, rounds: Iterable[Round], in_flight: int) -> Iterato
         2 | .  .  F0 B0 == F1 B1 == F2 B2 == F3 B3 == F4 B4 ==
 
     With w >= n this is GPipe: all forwards, then all backwards. With k >= w it is PipeDream-2BW (ICML'21, section 3.1):
-    every minibatch in flight was begun with this version of the weights or the one before.
+    every minibatch in flight began with the current weights or the version before.
     """
     rounds, ahead = tee(rounds)
     forwards = (Action(stage, ActionKind.FORWARD, i) for _, minibatches in ahead for i in minibatches)
@@ -170,7 +168,7 @@ def _one_f_one_b(stage: int, rounds: Iterable[Round], in_flight: int) -> Iterato
             if i == minibatches[-1]:
                 yield Action(stage, ActionKind.UPDATE, number)
             yield from islice(forwards, 1)
-        if not minibatches:  # in a short round; the replica joins its update, for all-reduce needs everyone
+        if not minibatches:  # in a short round; the replica still joins its update, because all-reduce needs everyone
             yield Action(stage, ActionKind.UPDATE, number)
 
 
@@ -227,8 +225,8 @@ def _interleaved(shape: PipelineShape, worker: int, rounds: Iterable[Round]) -> 
 
 
 def _interleaved_group(shape: PipelineShape) -> int:
-    """Return how many minibatches pass one chunk before the next, at least: as many as the last worker can have in
-    flight, where a round that this does not divide has a group of up to twice as many, less one."""
+    """Return the least number of minibatches that pass one chunk before the next, so that the last worker can have
+    enough in flight. A round that it does not divide has a group of up to twice as many, less one."""
     p, v = shape.pipeline_depth, shape.chunks
     microbatches = -(-shape.update_every[0] // shape.replicas[0])
     largest = (shape.in_flight[p - 1] - 1) // max(1, v - 1)
@@ -238,7 +236,7 @@ def _interleaved_group(shape: PipelineShape) -> int:
 def _interleaved_groups(least: int, microbatches: int) -> list[int]:
     """Return the sizes of the groups that pass one chunk before the next: p, as in Megatron-LM (SC'21, section 2.2).
 
-    Where `least` does not divide them the groups are even and larger than that: one smaller than p would deadlock.
+    If `least` does not divide them, the groups are even and larger, because a group smaller than p would deadlock.
     """
     count = max(1, microbatches // least)
     return [microbatches // count + (i < microbatches % count) for i in range(count)]
@@ -288,7 +286,7 @@ INTERLEAVED = ScheduleKind(
     policies=(FLUSH,),
     actions=_interleaved,
     in_flight=_enough_of_chunks,
-    deepening=lambda s, p: float(p > 1),  # the last worker has some to send to the first one, for the next chunk
+    deepening=lambda s, p: float(p > 1),  # the last worker sends to the first one, for the next chunk
     chunked=True,
     equal_replicas=True,
     planned_as=ONE_F_ONE_B_FLUSH,
@@ -300,7 +298,7 @@ def _looped_bfs(shape: PipelineShape, worker: int, rounds: Iterable[Round]) -> A
 
     Source: "Breadth-First Pipeline Parallelism", MLSys'23. A message may take as long as the other minibatches of its
     chunk. Backwards come in the order of forwards, so that gradients are summed as in the unsplit model; torch's
-    ScheduleLoopedBFS turns it round. Two workers of two chunks, every action takes one slot:
+    ScheduleLoopedBFS reverses them. Two workers of two chunks, every action takes one slot:
 
         0 | 0F0 0F1 2F0 2F1 .   .   2B0 2B1 0B0 0B1
         1 | .   1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1
@@ -314,11 +312,11 @@ LOOPED_BFS = replace(INTERLEAVED, name="looped-bfs", actions=_looped_bfs, in_fli
 
 
 def _zero_bubble(shape: PipelineShape, stage: int, rounds: Iterable[Round]) -> Actions:
-    """Build ZB-H1: the gradients of the weights are put off, by r minibatches at stage r, to fill the drain.
+    """Build ZB-H1: delay the gradients of the weights by r minibatches at stage r, to fill the drain.
 
-    Source: "Zero Bubble Pipeline Parallelism", ICLR'24, section 2.1. With more than p in flight the warm-up is deeper
-    and the gradients are put off for longer, in the same proportion: with 2p - 1 this is ZB-H2 (section 2.2). Three
-    stages, every action takes one slot:
+    Source: "Zero Bubble Pipeline Parallelism", ICLR'24, section 2.1. With more than p in flight, the warm-up is deeper
+    and the gradients are delayed more, in the same proportion: with 2p - 1 this is ZB-H2 (section 2.2). Three stages,
+    every action takes one slot:
 
         0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
         1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3

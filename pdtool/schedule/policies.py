@@ -1,6 +1,6 @@
-"""Weight policies: the version of the weights that each minibatch is computed with, from the action lists alone.
+"""Weight policies: which weight version each minibatch is computed with, from the action lists alone.
 
-A policy also says how many versions a stage holds at most, and after how many minibatches a stage updates.
+A policy also says how many versions a stage holds at most, and after how many minibatches it updates.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _newest_of_first_stage(
 ) -> Iterator[ForwardVersion]:
     """Yield the version that the first stage had when the minibatch's forward ran there.
 
-    The actions of the first stage are followed as far as this worker has come.
+    It follows the first stage's actions as far as this worker has come.
     """
     first = [_newest(workers, replica, replicas, update_every) for replica in range(replicas[0])]
     stage_replicas = [(s, k) for s, r in enumerate(replicas) for k in range(r)]
@@ -67,7 +67,7 @@ def total_in_flight(replicas: Sequence[int], in_flight: Sequence[int]) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightPolicy:
-    """Which version of the weights each minibatch is computed with.
+    """Which weight version each minibatch is computed with.
 
     Attributes:
         name: in plans, and for `--weights`.
@@ -90,7 +90,7 @@ class WeightPolicy:
 
     @property
     def reads_newest(self) -> bool:
-        """Whether each forward reads the newest version there is when it runs."""
+        """Whether each forward reads the newest version at its time."""
         return self.reads is _newest
 
     def forward_versions(
@@ -114,8 +114,8 @@ def _smaller(a: Number, b: Number) -> Number:
     return a - (a > b) * (a - b)
 
 
-# PipeDream, SOSP'19, section 3.3. Between two updates a replica does k/r backwards, so of w minibatches in flight no
-# more than that many were begun with the same weights.
+# PipeDream, SOSP'19, section 3.3. Between two updates a replica does k/r backwards, so at most that many of w
+# minibatches in flight began with the same weights.
 STASH = WeightPolicy(
     name="stash",
     words="those of its forward",
@@ -130,10 +130,10 @@ VERTICAL_SYNC = WeightPolicy(
     max_versions=lambda r, w, k, first: 1 + math.ceil((first - 1) / k),
     intervals=lambda r, w: [math.lcm(*r)] * len(r),
 )
-# The newest when its forward runs, and the newest when its backward runs, which may be another.
+# The newest version at the forward, and the newest at the backward, which may differ.
 NONE = WeightPolicy(name="none", words="the newest ones", max_versions=lambda r, w, k, first: 1, stashes=False)
-# Narayanan et al., ICML'21, section 3.1: one update late everywhere. k is at least all that is in flight, so that a
-# third version is never begun.
+# Narayanan et al., ICML'21, section 3.1: one update late everywhere. k is at least the number in flight, so that a
+# third version never begins.
 TWO_BW = WeightPolicy(
     name="2bw",
     words="those of the update before, at every stage",

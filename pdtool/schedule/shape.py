@@ -40,13 +40,13 @@ class PipelineShape:
 
     @property
     def representative_minibatches(self) -> int:
-        """So many that whoever executes them has seen all that an epoch of any length does.
+        """How many minibatches show everything that an epoch of any length does.
 
-        The lists of a longer epoch have the same beginning and end, and a whole period more in between, as often as it
-        is longer. That may be left out: what is in flight at its end is what was in flight at its beginning, each
-        minibatch later by the period; and an action waits only for actions of its minibatch or of its round, so it
-        can be executed if the same one a period earlier could. So one whole period after the pipeline has filled is
-        enough, and one minibatch more, with which the last round is short. With a flush a round is the period.
+        The lists of a longer epoch only repeat a whole period more often. We may leave out repetitions. At a period's
+        end the same is in flight as at its beginning, each minibatch later by the period. An action waits only for
+        actions of its minibatch or its round, so it can run if the same action a period earlier could. So one whole
+        period after the pipeline has filled is enough, plus one minibatch, which makes the last round short. With a
+        flush the period is a round.
         """
         filling, period = _filling(self), math.lcm(*self.update_every, *self.replicas)
         return filling + max(filling, period if period <= _LONGEST_PERIOD else 0) + 1
@@ -76,24 +76,24 @@ def tied_update_lag(shape: PipelineShape, holders: Sequence[int], stage: int) ->
 
 
 def steady_run(shape: PipelineShape, steady: int = _MIN_STEADY) -> int:
-    """Return the minibatches to fill the pipeline, see it in steady state for whole periods, and drain it.
+    """Return the minibatches to fill the pipeline, keep it in steady state for whole periods, and drain it.
 
     Args:
-        steady: minibatches to see in steady state, at least.
+        steady: least number of minibatches in steady state.
     """
     periods = math.ceil(max(steady, _period(shape)) / _period(shape))
     return 2 * _filling(shape) + periods * _period(shape)
 
 
 def steady_minibatches(minibatches: int, shape: PipelineShape) -> range:
-    """Return as many minibatches, in the order in which they end, as there are in whole periods between filling and
-    draining; there may be none."""
+    """Return the minibatches of whole periods between filling and draining, in the order in which they end; maybe
+    none."""
     first = _filling(shape)
     return range(first, first + (minibatches - 2 * first) // _period(shape) * _period(shape))
 
 
 def _filling(shape: PipelineShape) -> int:
-    """Return the minibatches that are begun before the pipeline is in steady state."""
+    """Return how many minibatches begin before the pipeline is in steady state."""
     in_flight = (w * r for w, r in zip(shape.in_flight, shape.replicas, strict=False))
     return max(*in_flight, *shape.update_every)
 

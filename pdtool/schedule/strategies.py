@@ -1,7 +1,7 @@
-"""The strategies that a plan can be asked for: PipeDream's own, and those that it is compared with.
+"""The strategies of plans: PipeDream's own, and those that it is compared with.
 
-Source: PipeDream, SOSP'19, section 2 (what each is) and section 5 (the comparison). U is the number of workers. How the
-planner finds the plan of a strategy is in pdtool.planner.choice.strategies.
+Source: PipeDream, SOSP'19, section 2 (definitions) and section 5 (the comparison). U is the number of workers.
+pdtool.planner.choice.strategies finds the plan of each strategy.
 
     auto                 whatever is fastest: data parallelism, or a pipeline whose stages may be replicated
     pipeline             the fastest pipeline of two stages or more
@@ -37,25 +37,26 @@ def _any_length(workers: int, max_stages: int) -> Sequence[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """What the plans of a strategy are.
+    """What defines the plans of a strategy.
 
     Attributes:
-        name: as `--strategy` has it.
-        label: in tables.
-        noun: for one of its plans, in sentences; empty: `plan of strategy NAME`.
-        schedule: the only one that it has; None: any.
-        fixes_updates: whether it says how many minibatches an update averages.
+        name: its name for `--strategy`.
+        label: its name in tables.
+        noun: name of one of its plans in sentences; empty: `plan of strategy NAME`.
+        schedule: its only schedule; None: any.
+        fixes_updates: whether it fixes how many minibatches an update averages.
         is_straight: whether no stage is replicated.
-        depths: from the number of workers, and that of the stages that the model can be cut into, to the numbers of
-            stages that its plans may have where none is replicated.
-        min_workers, min_stages: that its plans have.
+        depths: function of the number of workers and the most stages that the model can be cut into; returns the
+            numbers of stages that its plans may have if none is replicated.
+        min_workers, min_stages: the least that its plans have.
         is_pipelined: whether stages compute at the same time; otherwise they take turns.
-        is_searched: whether there are several plans of it to choose from.
+        is_searched: whether it has several plans to choose from.
         is_own: whether it is PipeDream's own; the names of other plans end with their strategy.
-        is_for_speed: whether its plan is as fast as what it stands for.
-        rule: that its figures rely on, and an edit by hand may break; such a plan is run as it is. Empty: none.
-        keeps_rule: whether a plan of this shape, which has its schedule, keeps the rule.
-        remark: on a plan, for people; empty: none.
+        is_for_speed: whether its plan runs as fast as the method that it stands for.
+        rule: a rule that its figures need and that an edit by hand may break; such a plan cannot be run in another way.
+            Empty: none.
+        keeps_rule: whether a plan of this shape and schedule keeps the rule.
+        remark: a remark on its plans, for people; empty: none.
     """
 
     name: str

@@ -127,7 +127,7 @@ def test_errors_are_those_of_the_commands(road):
         with pytest.raises(ArtifactError, match=rf"plans/model-2.yaml: {said}"):
             pdtool.simulate(plan.model_copy(update=update))
     for wrong in (5, [5]):
-        with pytest.raises(UsageError, match=r"against=\[?5\]? are no names of strategies; write against=\['gpipe'\]"):
+        with pytest.raises(UsageError, match=r"against=\[?5\]? is not a list of strategies; write against=\['gpipe'\]"):
             pdtool.simulate(plan, against=wrong)
     with pytest.raises(NoPlanError):
         pdtool.partition("profiles/model.json", topology="2", memory="1B", output="none.yaml")

@@ -44,7 +44,7 @@ def saved(device, path="profiles/net.json"):
             8 * GB - 140_000_000,
             "leaving 140 MB of 8 GB of memory for a worker's",
         ),
-        (MEASURED_CPU, "2", ["--memory", "8GB"], 8 * GB - 240_000_000, "part of what processes need besides tensors"),
+        (MEASURED_CPU, "2", ["--memory", "8GB"], 8 * GB - 240_000_000, "share of process overhead"),
     ],
 )
 def test_a_worker_has_the_memory_of_the_profiled_device_unless_told_otherwise(

@@ -194,7 +194,7 @@ def test_a_file_of_an_older_version_is_upgraded_and_one_of_a_later_version_refus
     assert Renamed.model_json_schema()["properties"]["format"]["const"] == "pdtool/renamed/2"
     with pytest.raises(ArtifactError, match="was altered"):
         Renamed.parse(samples.sealed(first).replace('"old": 7', '"old": 8'))
-    with pytest.raises(ArtifactError, match=r"has format 'pdtool/renamed/3', this pdtool reads 'pdtool/renamed/2'"):
+    with pytest.raises(ArtifactError, match=r"has format 'pdtool/renamed/3', but this pdtool reads 'pdtool/renamed/2'"):
         Renamed.parse(samples.sealed(first | {"format": "pdtool/renamed/3"}))
 
 
@@ -211,20 +211,20 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
 
 @each
 def test_unknown_fields_are_refused(artifact):
-    with pytest.raises(ArtifactError, match=r"hue: is no field here; known are format, .*digests, "):
+    with pytest.raises(ArtifactError, match=r"hue: is not a field here; known are format, .*digests, "):
         type(artifact).parse(altered(artifact, hue="red"))
 
 
 def test_a_misspelt_field_is_named():
     text = samples.plan().dump().replace("in_flight: 1", "inflight: 1")
-    with pytest.raises(ArtifactError, match=r"stages\[1\]\.inflight: is no field here; did you mean in_flight\?"):
+    with pytest.raises(ArtifactError, match=r"stages\[1\]\.inflight: is not a field here; did you mean in_flight\?"):
         Plan.parse(text)
     with pytest.raises(ArtifactError, match=r"stages\[1\]\.in_flight: is missing$"):
         Plan.parse(text.replace("inflight: 1", "").replace("{,", "{"))
-    with pytest.raises(ArtifactError, match=r"stages\[1\]\.recompute_: is no field here; did you mean recompute\?"):
+    with pytest.raises(ArtifactError, match=r"stages\[1\]\.recompute_: is not a field here; did you mean recompute\?"):
         Plan.parse(samples.plan().dump().replace("in_flight: 1", "in_flight: 1\n  recompute_: true"))
     with pytest.raises(
-        ArtifactError, match=r"cluster\.levels\[0\]\.speed: is no field here; known are size, bandwidth"
+        ArtifactError, match=r"cluster\.levels\[0\]\.speed: is not a field here; known are size, bandwidth"
     ):
         Plan.parse(samples.plan().dump().replace("{size: ", "{speed: 1, size: "))
 
@@ -240,17 +240,17 @@ def test_a_node_that_is_named_twice_in_a_stage_is_refused():
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("plan.yaml", samples.plan().dump(), "is a plan, not a profile; name a profile, which `pdtool profile` writes"),
+        ("plan.yaml", samples.plan().dump(), "is a plan, not a profile; name a profile, written by `pdtool profile`"),
         (
             "profile.json",
             samples.profile().dump(),
-            "is a profile, not a plan; name a plan, which `pdtool partition` wr",
+            "is a profile, not a plan; name a plan, written by `pdtool partition`",
         ),
         ("profile.json", samples.profile().dump()[:-9], "is a profile, not a plan; name a plan"),
         ("model.py", "import torch\n", "is a Python file, not a profile; name a profile"),
         ("emulation.json", samples.emulation().dump(), "is an emulation, not a plan; name a plan"),
         ("model.py", '"""Text."""\nx = 1\n', "is a Python file, not a plan; name a plan"),
-        ("", "", "is a folder, not a plan; name a file that `pdtool partition` writes"),
+        ("", "", "is a folder, not a plan; name a file written by `pdtool partition`"),
     ],
 )
 def test_a_file_of_another_kind_is_named_as_what_it_is(name, text, said, tmp_path):
@@ -305,7 +305,7 @@ def test_repeated_keys_of_json_are_refused():
         (
             samples.plan(),
             {"cluster": {"levels": [{"size": 10**6, "bandwidth_bytes_per_s": 1.0}]}},
-            r"cluster\.levels: 1000000 workers: at most 100000",
+            r"cluster\.levels: 1000000 workers are too many; the limit is 100000",
         ),
         (samples.bundle(), {"batch_size": 10**400}, "batch_size"),
         (samples.plan(), {"why": {"bottleneck": "", "certificate": {"bound_s": 5e-324}}}, r"bound_s: .*1e-100"),
@@ -330,12 +330,12 @@ def test_numbers_that_nobody_means_are_refused(artifact, changes, match):
         ({"nodes": node(1, parameter_bytes=-1)}, r"nodes\[1\]\.parameter_bytes"),
         ({"nodes": node(1, inputs=["loss"])}, r"nodes\[1\]\.inputs: node 'a' takes 'loss', which comes after it"),
         ({"nodes": node(1, inputs=["a"])}, r"nodes\[1\]\.inputs: node 'a' takes 'a', which comes after it"),
-        ({"nodes": node(1, inputs=["nowhere"])}, r"nodes\[1\]\.inputs: .*which is no node"),
+        ({"nodes": node(1, inputs=["nowhere"])}, r"nodes\[1\]\.inputs: .*which is not a node"),
         ({"nodes": node(2, name="a")}, r"nodes\[2\]\.name: 'a' stands twice"),
         ({"nodes": []}, "at least one node"),
-        ({"together": [["a", "gone"]]}, r"together\[0\]: 'gone' is no node"),
-        ({"pin": {"gone": 0}}, "pin: 'gone' is no node"),
-        ({"shared": [{"name": "w", "bytes": 1, "nodes": ["gone"]}]}, r"shared\[0\]\.nodes: 'gone' is no node"),
+        ({"together": [["a", "gone"]]}, r"together\[0\]: 'gone' is not a node"),
+        ({"pin": {"gone": 0}}, "pin: 'gone' is not a node"),
+        ({"shared": [{"name": "w", "bytes": 1, "nodes": ["gone"]}]}, r"shared\[0\]\.nodes: 'gone' is not a node"),
         ({"batch_size": 0}, "batch_size"),
         ({"device": {"name": "cpu", "kind": "guessed"}}, r"device\.kind"),
     ],
@@ -349,10 +349,10 @@ def test_profiles_that_do_not_hold_together_are_refused(changes, match):
 @pytest.mark.parametrize(
     ("value", "match"),
     [
-        ("NaN", "nan is no finite number"),
-        ("Infinity", "inf is no finite number"),
-        ("-Infinity", "-inf is no finite number"),
-        ("1e999", "inf is no finite number"),
+        ("NaN", "nan is not a finite number"),
+        ("Infinity", "inf is not a finite number"),
+        ("-Infinity", "-inf is not a finite number"),
+        ("1e999", "inf is not a finite number"),
         ('"\\ud800"', "holds half a character"),
         ("1" + "0" * 400, r"100000000000\.\.\. has 401 digits, more than 30"),
         ("[" * 40 + "]" * 40, "is nested more than 30 deep"),
@@ -503,11 +503,11 @@ def test_plans_that_do_not_hold_together_are_refused(changes, match):
         ("format: pdtool/plan/1\nname: a\nname: b\n...\n", r"key 'name' stands twice \(lines 2 and 3\)"),
         ("format: pdtool/plan/1\nname: !!python/object/apply:os.system [ls]\n...\n", "is not valid YAML"),
         ("format: pdtool/plan/1\nname: 2020-01-01\n...\n", r"name: .*is neither text nor a number"),
-        ("format: pdtool/plan/1\nbatch_size: .nan\n...\n", "batch_size: nan is no finite number"),
+        ("format: pdtool/plan/1\nbatch_size: .nan\n...\n", "batch_size: nan is not a finite number"),
         ("? [a]\n: b\n...\n", "is not valid YAML"),
         ("format: pdtool/plan/1\n<<: {name: a}\nname: b\n...\n", "keys are not merged"),
         ("#" * 5_000_001, "it has 5000001 characters, more than 5000000"),
-        ("format: pdtool/plan/1\n1: b\n...\n", "1 is a key but no text"),
+        ("format: pdtool/plan/1\n1: b\n...\n", "1 is a key but not text"),
         ("format: pdtool/plan/1\nname: 2020-13-01\n...\n", "is not valid YAML"),
         ("format: pdtool/plan/1\nbatch_size: 0x" + "f" * 2000 + "\n...\n", "a number of 2002 characters"),
         ("format: pdtool/plan/1\nname: [\n...\n", r"is not valid YAML \((?!.*<unicode string>)"),
@@ -670,7 +670,10 @@ def measured(**changes):
         ({"levels": [{"size": 0, "bandwidth_bytes_per_s": 1.0}]}, r"levels\[0\]\.size"),
         ({"levels": [{"size": 2, "bandwidth_bytes_per_s": 0.0}]}, r"levels\[0\]\.bandwidth_bytes_per_s"),
         ({"levels": [{"size": 2, "bandwidth_bytes_per_s": 1.0, "latency_s": -1.0}]}, r"levels\[0\]\.latency_s"),
-        ({"levels": [{"size": 10**6, "bandwidth_bytes_per_s": 1.0}]}, "levels: 1000000 workers: at most 100000"),
+        (
+            {"levels": [{"size": 10**6, "bandwidth_bytes_per_s": 1.0}]},
+            "levels: 1000000 workers are too many; the limit is 100000",
+        ),
         ({"memory_bytes": 0}, "memory_bytes"),
         ({"measured": measured(workers=3)}, r"measured\.workers: 3, but the levels have 4"),
         ({"measured": measured(levels=[])}, r"measured\.levels: 0 of them for 2 level\(s\)"),
@@ -697,7 +700,7 @@ def test_bytes_may_be_written_with_an_exponent():
         assert ClusterFile.parse(content.replace("123", text)).memory_bytes == 16 * 10**9
     with pytest.raises(ArtifactError, match="memory_bytes: Input should be a valid integer"):
         ClusterFile.parse(content.replace("123", "15e-1"))
-    with pytest.raises(ArtifactError, match="memory_bytes: inf is no finite number"):
+    with pytest.raises(ArtifactError, match="memory_bytes: inf is not a finite number"):
         ClusterFile.parse(content.replace("123", "1e999"))
 
 
@@ -821,7 +824,7 @@ def test_comments_order_and_blank_lines_stay(text, values, changed):
 
 
 def test_only_a_mapping_has_values():
-    with pytest.raises(FormatError, match="it is no mapping"):
+    with pytest.raises(FormatError, match="it is not a mapping"):
         with_values("- 1\n...\n", {"a": 1})
 
 

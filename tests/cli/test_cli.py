@@ -182,7 +182,7 @@ def test_usage_errors_exit_with_2(folder, arguments):
         (["run", "--schedule", "1f1b-flsh"], "'zb-h1'; did you mean 1f1b-flush? See `pdtool run --help`"),
         (["partition", "--strategy", "piplines", "--topology", "2"], "; did you mean pipeline? See `pdtool partition"),
         (["simulate", "x.yaml", "--sweep", "bandwith=1..2Gbit/s"], "did you mean bandwidth? write bandwidth=0.1..25G"),
-        (["simulate", "x.yaml", "--against", "gpip"], "did you mean gpipe? choose of pipeline, "),
+        (["simulate", "x.yaml", "--against", "gpip"], "did you mean gpipe? choose from pipeline, "),
         (["profile", "model.py", "--device", "v10"], "did you mean v100? measure on cpu or cuda"),
         (["profile", "model.py", "--set", "widht=3"], "did you mean width? it takes: width"),
     ],
@@ -238,7 +238,7 @@ def test_timeouts_have_limits(folder, command, timeout):
         ([], "no cluster is given; give --topology 4x4, or --cluster cluster.yaml"),
         (
             ["--cluster", "c.yaml", "--topology", "2"],
-            "--cluster c.yaml with --topology 2; give the file or the figures",
+            "--cluster c.yaml excludes --topology 2; give the file or the figures",
         ),
         (["--topology", "4y4"], "topology '4y4' is not sizes joined by x"),
         (["--topology", "0"], "topology '0' has 0 workers"),
@@ -258,8 +258,8 @@ def test_timeouts_have_limits(folder, command, timeout):
         (["--topology", "2", "--simplest", "nan%"], "--simplest 'nan%' is not a share"),
         (["--topology", "2", "--simplest", "many"], "--simplest 'many' is not a share"),
         (["--topology", "2", "--simplest", "200%"], "--simplest '200%' is not a share"),
-        (["--topology", "2", "--workers", "3"], "--workers 3: the cluster has 2"),
-        (["--topology", "2", "--microbatches", "3"], "--microbatches 3 with schedule 1f1b"),
+        (["--topology", "2", "--workers", "3"], "--workers 3, but the cluster has 2"),
+        (["--topology", "2", "--microbatches", "3"], "schedule 1f1b excludes --microbatches 3"),
     ],
 )
 def test_impossible_options_of_partition_exit_with_2_and_say_what_to_write(planned, options, match):

@@ -206,6 +206,6 @@ def test_the_graph_as_svg_needs_no_other_program(planned, monkeypatch):
 
 def test_only_plans_have_such_a_graph(planned):
     error = planned.pdtool("show", "profiles/net.json", "--graph", code=2).stderr
-    assert "profiles/net.json is a profile, and --graph draws plans; name a plan" in error
+    assert "profiles/net.json is a profile, but --graph draws plans; name a plan" in error
     error = planned.pdtool("show", "plans/net.yaml", "-o", "x", code=2).stderr
-    assert "-o x without --graph; redirect the output, or add --graph" in error
+    assert "-o x needs --graph; redirect the output, or add --graph" in error

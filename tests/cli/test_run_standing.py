@@ -95,7 +95,7 @@ def test_after_a_failed_resume_the_old_report_is_not_shown_as_new(road: Folder) 
     """It is kept under another name; a refusal leaves it where it is, and says nothing of training."""
     road.pdtool("run", "-o", "runs/a")
     refused = road.pdtool("run", "-o", "runs/a", "--resume", code=2).stderr
-    assert "already has its 1 epoch(s)" in refused
+    assert "has already trained its 1 epoch(s)" in refused
     assert "training on" not in refused
     assert "where the time went" in road.pdtool("show", "runs/a").stdout
     model = Path("model.py").read_text()

@@ -77,7 +77,7 @@ def test_what_the_four_commands_made_is_used_again_by_the_same_options(road, run
     ("options", "words"),
     [
         (["--batch-size", "4"], "keeping profiles/model.json: it was made with --batch-size 8, not 4"),
-        (["--set", "width=6"], "it is of model.py:model, not of model.py:model --set width=6"),
+        (["--set", "width=6"], "it is for model.py:model, not for model.py:model --set width=6"),
         (["--precision", "bf16"], "it was made with --precision left out, not bf16"),
         (["--bandwidth", "2GB/s"], "keeping plans/model-2.yaml: it was made with --bandwidth 8 Gbit/s, not 16 Gbit/s"),
         (["--latency", "1ms"], "it was made with --latency 0, not 1 ms"),

@@ -131,7 +131,7 @@ def test_scalings_of_ones_own_that_are_too_small_are_told(capsys):
 
     assert warnings(heavy) == ""
     assert warnings(plan, slowdown=100.0) == ""
-    assert "beside which the workers' own 2 to 4 ms count" in warnings(plan, slowdown=1.0)
+    assert "so the workers' own 2 to 4 ms matter" in warnings(plan, slowdown=1.0)
     assert "sending and updating keep the cores busy" in warnings(heavy, scale=2.0, slowdown=100.0)
 
 
@@ -249,9 +249,9 @@ class TestCommand:
         assert "the largest message between stages has 1" in error("--scale", "400")
         assert "nan is not in the range 1<=x<=1000000" in error("--slowdown", "nan").lower()
         assert "so --scale and --slowdown do not apply" in error("--compute", "real", "--scale", "2")
-        assert "do not learn; add --compute real" in error("--target", "loss<1")
+        assert "cannot reach --target loss<1; add --compute real" in error("--target", "loss<1")
         assert "--against 'gpype' is no strategy" in error("--against", "gpype")
-        assert "is not in steady state with so few; give" in error("--minibatches", "3")
+        assert "is too few for the steady state of" in error("--minibatches", "3")
         assert not Path("out/this-plan").exists(), "nothing was written"
         Path("out/emulation.json").touch()
         assert "out already contains an emulation" in error()

@@ -52,7 +52,7 @@ def tied_net() -> Profile:
 @pytest.mark.parametrize("option", [("--seed", "3"), ("--model", "model.py")])
 def test_options_of_training_are_refused_where_workers_sleep(folder, option):
     refused = folder.pdtool("emulate", "plan.yaml", *option, code=2).stderr
-    assert f"{option[0]}: workers that sleep train no model; add --compute real" in refused
+    assert f"{option[0]} has no effect: sleeping workers train no model; add --compute real" in refused
 
 
 def test_a_plan_that_takes_no_time_is_refused():
@@ -67,7 +67,7 @@ def test_minibatches_are_counted_with_the_schedule_of_the_workers_whose_tied_sta
     net = tied_net()
     workers = [[0, 1, 2], [3, 4, 5, 6]]
     plan = refresh(plan_of(net, [["x", "a0"], ["a1"]], workers, make_cluster((7,), (1e6,))), net)
-    with pytest.raises(UsageError, match="--minibatches 30: 3-4 is not in steady state with so few; give 36 or more"):
+    with pytest.raises(UsageError, match="--minibatches 30 is too few for the steady state of 3-4; give 36 or more"):
         check_minibatches(plan, net, 30)
     config = sleeping_config(plan, net, tmp_path, Scaling(), EmulateOptions())
     assert config.shape.update_every == (12, 12)
@@ -159,7 +159,7 @@ class TestCommand:
             (("--slowdown", "2"), "so --scale and --slowdown do not apply"),
         ):
             assert error in folder.pdtool("emulate", "net.yaml", "--compute", "real", *options, code=2).stderr
-        assert "a folder, which cannot go to stdout" in folder.pdtool("emulate", "net.yaml", "-o", "-", code=2).stderr
+        assert "writes a folder, not a file" in folder.pdtool("emulate", "net.yaml", "-o", "-", code=2).stderr
 
     def test_a_folder_that_another_emulation_writes_is_refused(self, folder):
         """While its process lives: nothing has to be tidied up after one that was killed."""

@@ -184,8 +184,7 @@ def test_the_check_of_a_bundle_refuses_another_graph_and_leaves_the_random_state
 
     file = load(tmp_path, DIFFERENT["kind"])
     with pytest.raises(
-        StaleError,
-        match=r"model.py: the plan and its stage files were made for other operators .* `pdtool check --fresh`",
+        StaleError, match=r"model.py: the model's operators have changed since the plan .* `pdtool check --fresh`"
     ):
         check_bundle(file, file.build(), bundle)
 

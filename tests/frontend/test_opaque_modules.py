@@ -84,8 +84,8 @@ def test_a_parameter_that_is_tied_to_the_outside_is_the_models_own(stages, tmp_p
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("inner_called", "branch.linear is called from outside branch, which is called whole"),
-        ("hooked", "parameter branch.linear.weight has a hook on its gradient"),
+        ("inner_called", "branch.linear is called from outside branch, which is opaque and cannot be split"),
+        ("hooked", "parameter branch.linear.weight has a gradient hook"),
         ("hooked_as_a_whole", "the model has a backward hook.*on modules inside the model"),
     ],
 )
@@ -101,7 +101,7 @@ def test_what_a_stage_could_not_do_is_refused(name, message):
         ("moving_teacher", "forward changes parameter 1.teacher.weight at each call.*after_update"),
         ("remembering", "forward changes self.last of 1 and reads it again"),
         ("hooking_parameter", r"opaque.py:\d+: forward puts a hook on a parameter.*optimizer's step"),
-        ("hooking_activation", r"opaque.py:\d+: forward puts a hook on a tensor that no stage has.*a module of"),
+        ("hooking_activation", r"opaque.py:\d+: forward puts a hook on a tensor that is in no stage.*a module of"),
         ("overlapping", "1.running_mean and 3.running_mean share memory that forward changes.*make them one tensor"),
     ],
 )
@@ -143,11 +143,13 @@ def test_its_state_is_not_changed_by_tracing():
 
 def test_a_loop_in_the_model_itself_names_the_line_and_what_to_do():
     model_file = load("loop_in_the_model")
-    with pytest.raises(TraceError, match=r"opaque\.py:\d+: .*module of its own, which pdtool then calls whole"):
+    with pytest.raises(
+        TraceError, match=r"opaque\.py:\d+: .*module of its own: pdtool then keeps that module in one piece"
+    ):
         trace_file(model_file, model_file.build(), 4)
 
 
-def test_hints_name_what_is_called_whole(monkeypatch):
+def test_hints_name_opaque_modules(monkeypatch):
     model_file = load("branch_on_values")
     monkeypatch.setitem(vars(model_file), "hints", Hints(opaque=("0",)))
     assert trace_file(model_file, model_file.build(), 4).opaque["0"] == "HINTS"
@@ -155,7 +157,7 @@ def test_hints_name_what_is_called_whole(monkeypatch):
     for path in ("nowhere", ""):
         model_file.__dict__.pop("hints", None)
         monkeypatch.setattr(model_file.module, "HINTS", {"opaque": [path]})
-        with pytest.raises(TraceError, match=f"'{path}' as opaque, which is not a module"):
+        with pytest.raises(TraceError, match=f"'{path}' as opaque, but the model has no such module"):
             trace_file(model_file, model_file.build(), 4)
 
 
@@ -188,6 +190,8 @@ def test_a_model_too_large_for_memory_cannot_be_proved_by_shapes(tmp_path, monke
     monkeypatch.setattr(generate_module, "fits_in_memory", lambda traced: False)
     model_file = load("branch_on_values")
     profile = skeleton(model_file)
-    with pytest.raises(VerificationError, match="does not fit into this machine's memory, and what 1 returns"):
+    with pytest.raises(
+        VerificationError, match="does not fit into this machine's memory, and without it the outputs of 1"
+    ):
         generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
     assert not (tmp_path / "b").exists()

@@ -152,7 +152,9 @@ def test_compiled_code_is_kept_where_no_other_user_can_put_any(
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given or "")
         if mode == 0o777:
             folder.chmod(mode)
-            with pytest.raises(UsageError, match=r"torchinductor, for code .* is not private to you; remove it"):
+            with pytest.raises(
+                UsageError, match=r"torchinductor, torch.compile.s cache, is not private to you; remove it"
+            ):
                 PipelineStage(torch.nn.Linear(3, 3), None, compiled=True)
         else:
             PipelineStage(torch.nn.Linear(3, 3), None, compiled=True)

@@ -288,7 +288,7 @@ REFUSED = [
     ),
     (
         AFTER.format(name="b.bias", statement="p.register_hook(lambda gradient: gradient)"),
-        r"b.bias gets a hook on its gradient during training, .*; register it in optimizer\(\)",
+        r"b.bias gets a gradient hook during training, .*; register it in optimizer\(\)",
     ),
     (
         FROZEN_MODEL + AFTER.format(name="a.bias", statement="p.requires_grad_(True)"),
@@ -314,7 +314,7 @@ def test_memory_that_stays_where_it_is_may_be_kept(tmp_path: Path) -> None:
 
 
 def test_a_hook_on_a_gradient_that_no_stage_has_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"embed.weight has a hook on its gradient, but several stages hold it"):
+    with pytest.raises(AssertionError, match=r"embed.weight has a gradient hook, but several stages hold it"):
         harness.run(harness.job(tmp_path, replace(TIED3, model=TIED3.model + TIED_HOOK)))
 
 

@@ -1,4 +1,4 @@
-"""Models with modules that torch.export cannot see through: each of these is called whole."""
+"""Models with modules that torch.export cannot see through: each of these is opaque."""
 
 import torch
 from torch import nn
@@ -380,7 +380,7 @@ def called_twice():
 
 
 class SharedInside(nn.Module):
-    """Calls what is inside of a module that is called whole."""
+    """Calls a module inside of an opaque one."""
 
     def __init__(self):
         super().__init__()

@@ -94,7 +94,7 @@ class OneSize(nn.Module):
 
 
 class WritesData(nn.Module):
-    """Scales its input where autograd does not see it, and is called whole."""
+    """Scales its input where autograd does not see it, and is opaque."""
 
     def __init__(self):
         super().__init__()

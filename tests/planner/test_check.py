@@ -299,7 +299,7 @@ def test_what_was_asked_for_is_what_is_searched_again(net):
     silent = made.model_copy(update={"asked": None})
     unsure = [one for one in check_plan(silent, net) if one.holds is None]
     assert [one.claim for one in unsure] == ["lower bound"]
-    assert "takes 325 ms (4); the plan does not record what was asked for" in unsure[0].words
+    assert "takes 325 ms (4); the plan does not record its options" in unsure[0].words
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_a_plan_of_an_earlier_pdtool_is_read_shown_and_checked(earlier, plan):
     assert "proof: every plan on 4 workers was searched, over 6 cuts" in shown
     lines = " ".join(earlier.pdtool("check", "plans/net.yaml").stdout.split())
     assert "✓ lower bound" in lines
-    assert "the plan does not record what was asked for, so the search took what it has" in lines
+    assert "the plan does not record its options, so the search took them from its stages" in lines
 
 
 def test_an_edited_plan_of_an_earlier_pdtool_is_updated(earlier, net):
@@ -408,9 +408,9 @@ def test_the_command_as_json(planned):
 @pytest.mark.parametrize(
     ("part", "name", "value", "match"),
     [
-        ("predicted", "bottleneck_s", 0.125, "predicted.bottleneck_s: the plan says 0.125, recomputed it is"),
-        ("predicted", "simulated_s", 0.125, "predicted.simulated_s: the plan says 0.125, recomputed it is"),
-        ("predicted", "traffic_bytes", 5, "predicted.traffic_bytes: the plan says 5, recomputed it is"),
+        ("predicted", "bottleneck_s", 0.125, "predicted.bottleneck_s: the plan says 0.125, but it is"),
+        ("predicted", "simulated_s", 0.125, "predicted.simulated_s: the plan says 0.125, but it is"),
+        ("predicted", "traffic_bytes", 5, "predicted.traffic_bytes: the plan says 5, but it is"),
     ],
 )
 def test_the_command_names_what_is_false(planned, plan, part, name, value, match):
@@ -424,7 +424,7 @@ def test_the_command_names_what_is_false(planned, plan, part, name, value, match
 
 def test_the_command_names_a_false_certificate(planned, plan):
     claimed(plan, gap=0.25).save("plans/net.yaml")
-    match = "why.certificate.gap: this plan is 0.00% slower than the lower bound, it says 0.25"
+    match = "why.certificate.gap: this plan is 0.00% slower than the lower bound, but the plan says 0.25"
     assert match in planned.pdtool("check", code=3).stderr
 
 
@@ -450,9 +450,9 @@ def test_check_and_show_compute_what_an_edited_plan_says_now(edited, net):
     now = refresh(Plan.load("plans/net.yaml"), net).predicted
     figures = f"{format_seconds(now.simulated_s)} per minibatch ({now.throughput_samples_per_s:.4g} samples/s)"
     lines = " ".join(edited.pdtool("check").stdout.split())
-    assert "– figures: the plan was edited by hand, those in the file are of the plan before; " in lines
-    assert f"as it is now it takes {figures}" in lines
-    assert "more than the fastest plan that was found" in lines
+    assert "– figures: the plan was edited by hand, its file still has the old ones; " in lines
+    assert f"it now takes {figures}" in lines
+    assert "more than the fastest plan found" in lines
     shown = edited.pdtool("show", "plans/net.yaml")
     assert f"simulated: {figures}" in shown.stdout
     assert "the plan was edited by hand" in shown.stderr
@@ -464,7 +464,7 @@ def test_check_and_show_compute_what_an_edited_plan_says_now(edited, net):
     ("old", "new", "match"),
     [
         ("nodes: [x, ", "nodes: [xx, ", "stage 0 names 'xx', which the profile does not have (did you mean x?)"),
-        ("in_flight:", "in_fligth:", "stages[0].in_fligth: is no field here; did you mean in_flight?"),
+        ("in_flight:", "in_fligth:", "stages[0].in_fligth: is not a field here; did you mean in_flight?"),
         ("schedule: 1f1b", "schedule: 1f1b-flsh", "did you mean 1f1b-flush?"),
     ],
 )

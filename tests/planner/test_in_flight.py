@@ -153,16 +153,24 @@ def test_a_number_that_is_asked_for_is_taken(schedule):
     fewer = replace(cluster, memory_bytes=900)
     if schedule == "1f1b-flush":
         assert make_plan(net, "p", fewer, replace(options, in_flight=None)).stages[0].in_flight < 7
-        with pytest.raises(NoPlanError, match="fits with 7 in flight; give fewer, or leave --in-flight out"):
+        with pytest.raises(
+            NoPlanError, match="fits with 7 minibatches in flight; give fewer, or leave --in-flight out"
+        ):
             make_plan(net, "p", fewer, replace(options, recompute=False))
 
 
 @pytest.mark.parametrize(
     ("asked", "match"),
     [
-        ({"schedule": "gpipe"}, "schedule gpipe, which has all microbatches of an update in flight; leave --in-flight"),
-        ({"strategy": "gpipe"}, "schedule gpipe, which has all microbatches of an update in flight"),
-        ({"strategy": "model-parallel"}, "--in-flight 3 with --strategy model-parallel, which has a number of its own"),
+        ({"schedule": "gpipe"}, "schedule gpipe keeps all microbatches of an update in flight, .*; leave --in-flight"),
+        (
+            {"strategy": "gpipe"},
+            "schedule gpipe keeps all microbatches of an update in flight, so it excludes --in-flight",
+        ),
+        (
+            {"strategy": "model-parallel"},
+            "--strategy model-parallel fixes its own number, so it excludes --in-flight 3",
+        ),
     ],
 )
 def test_a_number_that_cannot_be_chosen_is_refused(asked, match):

@@ -120,7 +120,7 @@ def test_a_faster_plan_with_other_replicas_is_named():
     plan = planned(chain([1.0] * 5), make_cluster((4,), (FAST,)), (3, 1), simplest=0.0)
     assert plan.predicted.bottleneck_s == pytest.approx(4 / 3)
     rivals = {rival.plan: rival.why for rival in plan.why.rivals}
-    assert rivals["data parallelism (4)"] == "83.3 ms faster, but not what was asked for"
+    assert rivals["data parallelism (4)"] == "83.3 ms faster, but excluded by the options"
 
 
 def test_what_the_planner_would_choose_anyway_is_the_same_plan():
@@ -137,7 +137,7 @@ def test_2bw_keeps_the_replicas():
 
 def test_there_is_no_such_plan():
     two, cluster = chain([1.0] * 2, parameters=1000), make_cluster((4,), (FAST,))
-    with pytest.raises(NoPlanError, match="--replicas 1-1-1 needs 3 stages, but the model can be cut into 2 at most"):
+    with pytest.raises(NoPlanError, match="--replicas 1-1-1 needs 3 stages, but the model can be cut into at most 2"):
         planned(two, cluster, (1, 1, 1))
     small = make_cluster((4,), (FAST,), memory_bytes=5000)
     lacks = r"no plan with replicas 3-1 fits: .* lacks 1 kB in .* give each worker at least --memory 6kB, .*"
@@ -149,16 +149,19 @@ def test_there_is_no_such_plan():
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["3-2"], "--replicas 3-2 is on 5 workers: the cluster has 4; give fewer replicas, or a larger --topology"),
-        (["3-x"], "--replicas '3-x' is no number of workers for each stage; write 15-1 for 15 workers and then one"),
-        (["3-0"], "--replicas '3-0' is no number of workers"),
-        (["9" * 18 + "-1"], "--replicas 999999999999999999-1 is on 1000000000000000000 workers: the cluster has 4;"),
-        (["9" * 5000], f"--replicas '{'9' * 79} is no number of workers"),
-        (["2-1", "--straight"], "--replicas 2-1 together with --strategy straight; give one of them"),
-        (["2-1", "--strategy", "hybrid"], "--replicas 2-1 together with --strategy hybrid; give one of them"),
-        (["2-1", "--workers", "3"], "--replicas 2-1 together with --workers 3; leave --workers out"),
-        (["2-1", "--schedule", "zb-h1"], "--replicas 2-1 together with --schedule zb-h1; give each stage as many"),
-        (["1-1", "--schedule", "interleaved"], "--replicas 1-1 together with --schedule interleaved; choose of 1f1b"),
+        (["3-2"], "--replicas 3-2 needs 5 workers, but the cluster has 4; give fewer replicas, or a larger --topology"),
+        (["3-x"], "--replicas '3-x' is not a list of workers per stage; write 15-1 for 15 workers and then one"),
+        (["3-0"], "--replicas '3-0' is not a list of workers"),
+        (
+            ["9" * 18 + "-1"],
+            "--replicas 999999999999999999-1 needs 1000000000000000000 workers, but the cluster has 4;",
+        ),
+        (["9" * 5000], f"--replicas '{'9' * 79} is not a list of workers"),
+        (["2-1", "--straight"], "--replicas 2-1 and --strategy straight exclude each other; give only one"),
+        (["2-1", "--strategy", "hybrid"], "--replicas 2-1 and --strategy hybrid exclude each other; give only one"),
+        (["2-1", "--workers", "3"], "--replicas 2-1 and --workers 3 exclude each other; leave --workers out"),
+        (["2-1", "--schedule", "zb-h1"], "--schedule zb-h1 excludes --replicas 2-1; give each stage as many"),
+        (["1-1", "--schedule", "interleaved"], "--schedule interleaved excludes --replicas 1-1; choose from 1f1b"),
         (["4", "--strategy", "pipeline"], "--replicas 4 is one stage; --strategy pipeline has 2 or more"),
     ],
 )
@@ -176,7 +179,7 @@ def test_zb_h1_takes_as_many_replicas_of_each_stage(replicas):
 
 
 def test_more_replicas_than_one_pipeline_can_have():
-    with pytest.raises(UsageError, match="--replicas 256-1 is on 257 workers; give at most 256"):
+    with pytest.raises(UsageError, match="--replicas 256-1 needs 257 workers; give at most 256"):
         planned(chain([1.0] * 4), make_cluster((300,), (FAST,)), (256, 1))
 
 

@@ -211,7 +211,7 @@ def test_what_cannot_be_interleaved_is_refused():
     twice = make_plan(
         net, "net.json", make_cluster((2,), (1e9,)), SearchOptions(schedule="interleaved", microbatches=4)
     )
-    with pytest.raises(UsageError, match="schedule 1f1b with 2 stages on each worker"):
+    with pytest.raises(UsageError, match="schedule 1f1b cannot have 2 stages on each worker"):
         under_schedule(Placement.of(twice, net), net, "1f1b", chunks=2)
 
 

@@ -86,7 +86,7 @@ def test_where_there_is_nothing_to_choose_nothing_is_claimed(strategy):
     plan = planned(chain([1.0] * 4, parameters=10), make_cluster((4,), (FAST,)), strategy)
     assert plan.why.certificate is None
     assert {rival.why for rival in plan.why.rivals if "faster" in rival.why} <= {
-        f"{rival.why.partition(',')[0]}, but not what was asked for" for rival in plan.why.rivals
+        f"{rival.why.partition(',')[0]}, but excluded by the options" for rival in plan.why.rivals
     }
 
 
@@ -98,7 +98,7 @@ def test_what_was_not_asked_for_is_no_reason_to_be_simple():
         rivals = {rival.plan: rival.why for rival in plan.why.rivals}
         assert strategy == "pipeline" or not any("simple" in why for why in rivals.values())
         if "faster" in rivals["data parallelism (4)"]:
-            assert rivals["data parallelism (4)"].endswith("but not what was asked for")
+            assert rivals["data parallelism (4)"].endswith("but excluded by the options")
 
 
 # --- the best of its kind ---------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_gpipe_has_fewer_stages_where_filling_and_draining_cost_more_than_they_b
     rivals = {rival.plan: rival.why for rival in plan.why.rivals}
     hidden = "faster by the formulas, but not in the simulation"
     assert rivals["GPipe (4 stages, 4 microbatches)"].endswith(hidden)
-    assert rivals["data parallelism (4)"].endswith("faster, but not what was asked for")
+    assert rivals["data parallelism (4)"].endswith("faster, but excluded by the options")
 
 
 # --- rivals -----------------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def test_a_rival_that_does_not_fit_is_planned_all_the_same():
         "model-parallel": True,
     }
     assert rivals["data-parallel"].cluster.memory_bytes == 4500
-    with pytest.raises(UsageError, match="strategy 'auto' cannot be compared with; choose of pipeline, straight"):
+    with pytest.raises(UsageError, match="cannot compare with strategy 'auto'; choose from pipeline, straight"):
         rival_plans(net, cluster, plan, ["auto"])
 
 
@@ -254,7 +254,7 @@ def test_simulate_shows_samples_and_memory_of_each_rival(folder, monkeypatch):
     assert rows == {"this plan": "8", "data parallelism": "24", "GPipe": "24", "hybrid parallelism": "16"}
     assert re.search(r"^data parallelism \(3\) .* 8.1 kB: does not fit", text, re.MULTILINE)
     errors = folder.pdtool("simulate", "--against", "gpipe,fsdp", code=2).stderr
-    assert "--against 'fsdp' is no strategy to compare with; choose of pipeline, straight, data-parallel" in errors
+    assert "--against 'fsdp' is not a strategy to compare with; choose from pipeline, straight, data-parallel" in errors
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -263,11 +263,23 @@ def test_simulate_shows_samples_and_memory_of_each_rival(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--strategy", "gpipe", "--schedule", "1f1b"], "--strategy gpipe with --schedule 1f1b; leave --schedule out"),
-        (["--strategy", "hybrid", "--microbatches", "4"], "--strategy hybrid with --microbatches 4; leave --micro"),
-        (["--strategy", "gpipe", "--cost", "pipedream"], "--strategy gpipe with --cost pipedream; leave --cost out"),
-        (["--strategy", "hybrid", "--workers", "2"], "--strategy hybrid on 2 worker(s); give 3 or more, or another"),
-        (["--strategy", "pipeline", "--straight"], "--straight together with --strategy pipeline; give one of them"),
+        (
+            ["--strategy", "gpipe", "--schedule", "1f1b"],
+            "--strategy gpipe excludes --schedule 1f1b; leave --schedule out",
+        ),
+        (["--strategy", "hybrid", "--microbatches", "4"], "--strategy hybrid excludes --microbatches 4; leave --micro"),
+        (
+            ["--strategy", "gpipe", "--cost", "pipedream"],
+            "--strategy gpipe excludes --cost pipedream; leave --cost out",
+        ),
+        (
+            ["--strategy", "hybrid", "--workers", "2"],
+            "--strategy hybrid cannot use 2 worker(s); give 3 or more, or another",
+        ),
+        (
+            ["--strategy", "pipeline", "--straight"],
+            "--straight and --strategy pipeline exclude each other; give only one",
+        ),
     ],
 )
 def test_strategies_that_make_no_sense(folder, arguments, error):
@@ -276,20 +288,24 @@ def test_strategies_that_make_no_sense(folder, arguments, error):
 
 
 def test_a_model_in_one_piece_has_no_pipeline():
-    with pytest.raises(NoPlanError, match="--strategy pipeline needs 2 stages, but the model can be cut into 1"):
+    with pytest.raises(
+        NoPlanError, match="--strategy pipeline needs 2 stages, but the model can be cut into at most 1"
+    ):
         planned(chain([1.0]), make_cluster((2,), (FAST,)), "pipeline")
 
 
 def test_where_a_strategy_does_not_fit_another_one_may():
     net = chain([1.0] * 4, parameters=1000)
-    with pytest.raises(NoPlanError, match=r"lacks 4 kB in stage 0, .* --memory 8kB, or use --strategy auto"):
+    with pytest.raises(NoPlanError, match=r"lacks 4 kB in stage 0 .* --memory 8kB, or use --strategy auto"):
         planned(net, make_cluster((4,), (FAST,), memory_bytes=4000), "data-parallel")
     with pytest.raises(NoPlanError, match=r"--memory 2kB, .*or smaller minibatches"):
         planned(net, make_cluster((4,), (FAST,), memory_bytes=1000), "gpipe")
 
 
 def test_asynchronous_data_parallelism_that_does_not_fit_says_what_it_needs():
-    with pytest.raises(NoPlanError, match=r"of 4 workers does not fit: one worker .* needs 5 kB, it has 4 kB; give fe"):
+    with pytest.raises(
+        NoPlanError, match=r"of 4 workers does not fit: one worker .* needs 5 kB, but has 4 kB; give fe"
+    ):
         planned(chain([1.0], parameters=1000), make_cluster((4,), (FAST,), memory_bytes=4000), "async-data-parallel")
 
 
@@ -302,7 +318,9 @@ def test_a_plan_without_pipelining_stays_one():
         with pytest.raises(FieldError, match=f"{strategy}: it has .*; write auto for your own plan"):
             more.check()
         more.model_copy(update={"strategy": "auto"}).check()
-        with pytest.raises(UsageError, match=f"a plan of strategy {strategy} is run as it is; for another schedule"):
+        with pytest.raises(
+            UsageError, match=f"a plan of strategy {strategy} cannot be run in another way; for another schedule"
+        ):
             reschedule(plan, net, {"weights": "none"})
     straight = planned(net, make_cluster((4,), (FAST,)), "straight")
     assert reschedule(straight, net, {"weights": "none"}).strategy == "auto"
@@ -450,16 +468,21 @@ def test_the_search_counts_the_weight_versions_that_a_plan_keeps(every):
 @pytest.mark.parametrize(
     ("samples", "strategy", "options", "match"),
     [
-        (100, "auto", {}, "no multiple of the minibatch of 32 that was profiled; give 96 or 128, or profile with a"),
-        (16, "auto", {}, "no multiple of the minibatch of 32 that was profiled; give 32, or profile with a"),
+        (100, "auto", {}, "not a multiple of the profiled minibatch of 32; give 96 or 128, or profile with a"),
+        (16, "auto", {}, "not a multiple of the profiled minibatch of 32; give 32, or profile with a"),
         (
             96,
             "auto",
             {"schedule": "1f1b", "replicas": (4, 1)},
-            "3 minibatches in an update: each replica must have one",
+            "needs a minibatch for each replica, but an update has 3",
         ),
-        (96, "auto", {"microbatches": 3}, "together with --microbatches 3; give one of them"),
-        (96, "hybrid", {}, "--strategy hybrid, whose updates have a size of their own; leave it out"),
+        (96, "auto", {"microbatches": 3}, "and --microbatches 3 exclude each other; give only one"),
+        (
+            96,
+            "hybrid",
+            {},
+            "--strategy hybrid fixes the size of updates, so it excludes --samples-per-update 96; leave it out",
+        ),
         (32 * 10**6, "auto", {}, "is 1000000 minibatches of 32; give at most 320000"),
     ],
 )

@@ -234,16 +234,18 @@ def test_a_loss_may_take_named_outputs_as_attributes(tmp_path):
 
 def test_a_model_without_anything_to_train_is_refused(tmp_path):
     text = TEXT + "def model(build=model): return build().requires_grad_(False)\n"
-    with pytest.raises(ModelError, match=r"net.py: no parameter of the model requires a gradient, .*; let model"):
+    with pytest.raises(
+        ModelError, match=r"net.py: no parameter of the model requires a gradient, .*; leave requires_grad on"
+    ):
         measure(write(tmp_path, text), batch_size=4)
 
 
 def test_hints_become_constraints(tmp_path):
     text = TEXT.replace("inplace=True", "") + "HINTS = {'no_split': ['norm', ''], 'pin': {'out': -1}}\n"
-    with pytest.raises(ModelError, match="HINTS names '', which is no module"):
+    with pytest.raises(ModelError, match="HINTS names '', but the model has no such module"):
         measure(write(tmp_path, text), batch_size=4)
     for path, remedy in ((r"\*", r"name each module by its whole path, such as .*; patterns do"), ("nrm", "mean norm")):
-        with pytest.raises(ModelError, match=rf"HINTS names '{path}', which is no module.*; .*{remedy}"):
+        with pytest.raises(ModelError, match=rf"HINTS names '{path}', but the model has no such module.*; .*{remedy}"):
             measure(write(tmp_path, text.replace("'norm', ''", repr(path.strip(chr(92))))), batch_size=4)
     text = TEXT.replace("self.mix = nn.Linear(8, 8)", "self.mix = nn.Sequential(nn.Linear(8, 8), nn.Tanh())")
     profile = measure(write(tmp_path, text + "HINTS = {'no_split': ['mix'], 'pin': {'out': -1}}\n"), batch_size=4)

@@ -160,8 +160,8 @@ def test_a_machine_that_does_not_come_is_named(rank):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (["--topology", "1"], "topology 1: there is nothing to measure in a level of 1"),
-        (["--topology", "4x1"], "topology 4x1: there is nothing to measure in a level of 1"),
+        (["--topology", "1"], "topology 1 has a level of 1 member, which has nothing to measure"),
+        (["--topology", "4x1"], "topology 4x1 has a level of 1 member, which has nothing to measure"),
         (["--topology", "two"], "topology 'two' is not sizes joined by x"),
         (["--topology", "2", "--timeout", "0s"], "--timeout 0s leaves no time to answer"),
         (
@@ -195,7 +195,7 @@ def test_a_port_that_is_taken():
 def test_a_launch_of_another_size_is_a_usage_error(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match="3 processes were started, the topology has 2"):
+    with pytest.raises(UsageError, match="3 processes were started, but the topology has 2"):
         probe(request(2), Machines(), lambda step: None)
 
 
@@ -203,7 +203,7 @@ def test_a_launch_that_never_comes_together_ends(monkeypatch):
     port = str(free_port())
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(WorkerDiedError, match="the workers did not come together"):
+    with pytest.raises(WorkerDiedError, match="the workers did not all connect"):
         probe(request(2, timeout_s=0.5), Machines(), lambda step: None)
 
 
@@ -225,5 +225,5 @@ def test_gpus_are_taken_where_each_worker_has_one_of_its_own() -> None:
     assert agreed_memory_bytes("auto", [("GPU-a", 80), ("GPU-b", 80), ("GPU-a", 80)]) is None
     with pytest.raises(UsageError, match="worker 1 has no CUDA device of its own;"):
         agreed_memory_bytes("cuda", [("GPU-a", 80), None])
-    with pytest.raises(UsageError, match="worker 2 has no CUDA device of its own, but that of worker 0;"):
+    with pytest.raises(UsageError, match="worker 2 has no CUDA device of its own: it shares worker 0's;"):
         agreed_memory_bytes("cuda", [("GPU-a", 80), ("GPU-b", 80), ("GPU-a", 80)])

@@ -213,7 +213,7 @@ def test_without_the_whole_there_is_no_coverage(tmp_path: Path, monkeypatch: pyt
     profile = measure(write(tmp_path), batch_size=8, compiled=True, note=notes.append)
     assert len(profile.segments) == 1
     assert (profile.step_s, profile.coverage, profile.launch_s) == (0, 0, 0)
-    assert "fails for the model as a whole, so that coverage is not known: RuntimeError: no compiler" in notes[1]
+    assert "fails for the model as a whole, so coverage is unknown: RuntimeError: no compiler" in notes[1]
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
@@ -237,7 +237,7 @@ def test_profiles_from_before_are_of_operators_one_by_one() -> None:
     old = {name: value for name, value in content.items() if name not in ("compiled", "segments")}
     assert Profile.parse(samples.sealed(old)) == samples.profile()
     assert not samples.profile().compiled
-    with pytest.raises(ArtifactError, match=r"segments\[0\]: 'b' is no node"):
+    with pytest.raises(ArtifactError, match=r"segments\[0\]: 'b' is not a node"):
         Profile.parse(samples.sealed({**content, "segments": [["a", "b"]]}))
 
 
@@ -250,11 +250,11 @@ def test_an_estimate_is_not_calibrated_with_times_of_what_was_compiled() -> None
 @pytest.mark.parametrize(
     ("profiled", "asked", "warning"),
     [
-        (False, True, "torch.compile fuses them, so its predictions do not hold: profile with --compile"),
+        (False, True, "torch.compile fuses them, so the predictions do not apply: profile with --compile"),
         (
             True,
             False,
-            "the run does not compile them, so its predictions do not hold: run with --compile, or profile without it",
+            "the run does not compile them, so the predictions do not apply: run with --compile, or profile without it",
         ),
         (False, False, None),
         (True, True, None),

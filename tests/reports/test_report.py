@@ -423,8 +423,8 @@ def test_a_page_goes_to_stdout_and_overwrites_nothing_else(road):
         (["model.py"], 2, "model.py is not an artifact of pdtool; name a plan, or the folder of a run or an emulation"),
         (["profiles"], 2, "profiles holds neither report.json nor metrics.jsonl"),
         (["gone"], 3, "gone: cannot be read (No such file or directory)"),
-        (["a", "b", "c", "d", "e"], 2, "5 plans and runs on one page; name at most 4"),
-        (["--watch", "-o", "-"], 2, "a page that is written again needs a file; name it with -o"),
+        (["a", "b", "c", "d", "e"], 2, "5 plans and runs are too many for one page; name at most 4"),
+        (["--watch", "-o", "-"], 2, "--watch rewrites the page, so it needs a file instead of -o -; name it with -o"),
     ],
 )
 def test_what_is_no_subject_of_a_page(road, arguments, code, error):

@@ -1,4 +1,4 @@
-"""Gain over data parallelism against the bandwidth between servers: where a pipeline pays, and where it does not."""
+"""Gain over data parallelism against the bandwidth between servers: where a pipeline is faster, and where it is not."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_profile_to_export(road):
     assert "taken from the earlier run: --epochs 2 --target accuracy=1.5" in told
     assert "continuing after epoch 1 of runs/model-2, with 1 epoch(s) to train" in told, "what it was asked for"
     errors = road.pdtool("run", "--resume", "runs/model-2", code=2).stderr
-    assert "already has its 2 epoch(s); give a larger --epochs" in errors
+    assert "has already trained its 2 epoch(s); give a larger --epochs" in errors
 
 
 def test_another_seed_and_other_steps_on_resuming_are_told(road):
@@ -95,22 +95,22 @@ def test_other_samples_per_update_on_resuming_are_told_and_the_remedy_gives_the_
 
 
 def test_a_run_that_computes_otherwise_than_was_profiled_is_told(road):
-    warning = "warning: the plan is for {}, the run computes in {}, so its predictions do not hold: profile with"
+    warning = "warning: the plan is for {} but the run computes in {}, so the predictions do not apply: profile with"
     run = ["run", "--steps", "1"]
-    assert "predictions do not hold" not in road.pdtool(*run).stderr
+    assert "predictions do not apply" not in road.pdtool(*run).stderr
     assert warning.format("fp32", "bf16") in road.pdtool(*run, "--precision", "bf16").stderr
     assert "measured for" in (told := road.pdtool("profile", "model.py", "--precision", "bf16").stderr)
     assert "in bf16" in told
     assert Profile.load("profiles/model.json").precision == "bf16"
     road.pdtool("partition", "--topology", "2", "--straight", "--bandwidth", "1GB/s")
-    assert "predictions do not hold" not in road.pdtool(*run, "--precision", "bf16").stderr
+    assert "predictions do not apply" not in road.pdtool(*run, "--precision", "bf16").stderr
     assert warning.format("bf16", "fp32") in road.pdtool(*run).stderr
     road.pdtool("profile", "model.py", "--device", "a100-80gb", "--precision", "bf16")
     road.pdtool("partition", "--topology", "2", "--straight", "--bandwidth", "1GB/s")
     told = road.pdtool(*run, "--precision", "bf16").stderr
     assert "needs more memory" in told
     assert "A100" in told
-    assert "the run computes on cpu, so its predictions do not hold: profile with --device cpu" in told
+    assert "the run computes on cpu, so the predictions do not apply: profile with --device cpu" in told
 
 
 def test_without_a_device_profile_measures_where_run_trains(road, monkeypatch):
@@ -129,7 +129,7 @@ def test_without_a_device_profile_measures_where_run_trains(road, monkeypatch):
 def test_a_plan_for_cpus_that_is_run_on_gpus_is_told(road, monkeypatch):
     monkeypatch.setattr("pdtool.frontend.compute_mode.default_device", lambda: "cuda")
     told = road.pdtool("run", "--steps", "1").stderr  # the workers see that there is none
-    assert "the run computes on cuda, so its predictions do not hold: profile with --device cuda" in told
+    assert "the run computes on cuda, so the predictions do not apply: profile with --device cuda" in told
 
 
 def test_a_plan_for_gpus_leaves_room_for_what_no_tensor_gets(road):
@@ -211,10 +211,12 @@ def test_a_trusted_file_that_does_not_fit_is_named(road):
     assert "plans/model-2/stage_0.py: cannot be used (SyntaxError: " in errors
     stage.write_text(text.replace("    return ", "    return None, "))
     errors = road.pdtool("run", "--trust", "--steps", "2", code=1).stderr
-    assert "stage_0.py returns 2 tensors, bundle.yaml says 1; fix it" in errors
+    assert "stage_0.py returns 2 tensors, but bundle.yaml says 1; fix it" in errors
     stage.write_text(text.replace("    return ", "    return None  # "))
     errors = road.pdtool("run", "--trust", "--steps", "2", code=1).stderr
-    assert "stage_0.py returns an output 'middle' that is NoneType, bundle.yaml says a tensor of shape [8, " in errors
+    assert (
+        "stage_0.py returns an output 'middle' that is NoneType, but bundle.yaml says a tensor of shape [8, " in errors
+    )
 
 
 @pytest.mark.parametrize("where", ["import sys; sys.exit(0)", "def model(width=8):\n    import sys; sys.exit(0)"])
@@ -282,7 +284,7 @@ def test_a_changed_profile_is_stale_by_name(road):
 def test_a_model_that_moved_is_named_and_must_be_the_same(road):
     road.write("elsewhere/net.py", NET)
     (road.path / "model.py").unlink()
-    assert "it was made from model.py, but that is not there" in road.pdtool("codegen", code=3).stderr
+    assert "it was made from model.py, which is not there" in road.pdtool("codegen", code=3).stderr
     road.pdtool("codegen", "--model", "elsewhere/net.py")
     road.write("elsewhere/net.py", NET.replace("nn.ReLU()", "nn.Tanh()"))
     stderr = road.pdtool("codegen", "--model", "elsewhere/net.py", code=3).stderr
@@ -319,7 +321,7 @@ def test_an_edited_plan_is_checked_predicted_again_and_runs(road):
 
 
 def test_resume_needs_a_folder(road):
-    assert "--resume names no run" in road.pdtool("run", "--resume", code=2).stderr
+    assert "--resume does not say which run" in road.pdtool("run", "--resume", code=2).stderr
     assert "runs/x is not there; name the folder" in road.pdtool("run", "--resume", "-o", "runs/x", code=2).stderr
     assert "runs/x is not there; name the folder" in road.pdtool("export", "runs/x", code=2).stderr
 
@@ -375,7 +377,9 @@ def test_a_folder_that_holds_a_run_is_left_alone(road):
     road.pdtool("run", "-o", "runs/a", "--epochs", "2")
     before = (road.path / "runs/a/metrics.jsonl").read_text()
     assert "holds a run already" in road.pdtool("run", "-o", "runs/a", code=2).stderr
-    assert "already has its 2 epoch(s)" in road.pdtool("run", "--resume", "runs/a", "--epochs", "2", code=2).stderr
+    assert (
+        "has already trained its 2 epoch(s)" in road.pdtool("run", "--resume", "runs/a", "--epochs", "2", code=2).stderr
+    )
     assert (road.path / "runs/a/metrics.jsonl").read_text() == before
 
 

@@ -72,10 +72,10 @@ def test_a_run_that_is_removed_while_it_is_watched_is_named(run, folder, monkeyp
     monkeypatch.setattr("pdtool.reports.page.is_unfinished", lambda subject: True)
     monkeypatch.setattr(reporting.time, "sleep", lambda seconds: shutil.rmtree(run))
     error = folder.pdtool("report", "run", "--watch", code=1).stderr
-    assert "run was removed, and is watched no more; report.html stays as it was" in error
+    assert "run was removed and is no longer watched; report.html is unchanged" in error
     assert Path("report.html").exists()
 
 
 @pytest.mark.parametrize("more", [["-"], ["--watch"]])
 def test_stdin_is_read_once(more, folder):
-    assert "stdin can be read once only" in folder.pdtool("report", "-", *more, code=2, stdin="").stderr
+    assert "stdin can be read only once" in folder.pdtool("report", "-", *more, code=2, stdin="").stderr

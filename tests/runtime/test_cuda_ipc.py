@@ -360,7 +360,7 @@ def test_both_ends_of_a_route_come_to_the_same_memory_and_events(monkeypatch: py
     [
         (("export", 1), "CUDA error: export is not supported"),
         (("map", 0), "CUDA error: map is not supported"),
-        (("same memory", 0), "one worker did not read what the other one wrote"),
+        (("same memory", 0), "one worker could not read the other's message"),
     ],
 )
 def test_what_cuda_refuses_is_said_once_and_no_end_shares_it(

@@ -256,7 +256,7 @@ def test_the_one_that_waits_for_nobody_is_named(left: Left) -> None:
     left.status(1, "1U2", waits_for=ANY_PEER)
     left.status(2, "1F3")
     left.status(3, "2F3", waits_for=2)
-    left.failure(0, "backward 'a' did not get here (Timed out waiting 5 s)", peer=1)
+    left.failure(0, "backward 'a' did not arrive (Timed out waiting 5 s)", peer=1)
     assert str(left.diagnosis({0: 5})).startswith(
         "rank 2 (stage 1, replica 1) did not answer; it was last at 1F3; others"
     )
@@ -268,7 +268,7 @@ def test_of_two_that_compute_the_one_that_has_been_silent_longest_is_named(left:
     left.status(1, "1F4")
     left.status(0, "0B3", waits_for=1)
     left.status(3, "2F3", waits_for=2)
-    left.failure(3, "forward 'b' did not get here (Timed out waiting 5 s)", peer=2)
+    left.failure(3, "forward 'b' did not arrive (Timed out waiting 5 s)", peer=2)
     assert "rank 2 (stage 1, replica 1) did not answer" in str(left.diagnosis({3: 5}))
 
 
@@ -285,10 +285,10 @@ def test_one_that_was_stopped_while_it_waited_is_named(left: Left) -> None:
 def test_where_all_wait_for_each_other_the_first_to_give_up_is_believed(left: Left) -> None:
     for rank in range(4):
         left.status(rank, "1F3", waits_for=ANY_PEER)
-    left.failure(3, "forward 'b' did not get here (Timed out waiting 5 s)", peer=2, at_s=1.0)
-    left.failure(0, "backward 'a' did not get here (Timed out waiting 5 s)", peer=1, at_s=2.0)
+    left.failure(3, "forward 'b' did not arrive (Timed out waiting 5 s)", peer=2, at_s=1.0)
+    left.failure(0, "backward 'a' did not arrive (Timed out waiting 5 s)", peer=1, at_s=2.0)
     said = str(left.diagnosis({0: 5}))
-    assert said.startswith("rank 2 (stage 1, replica 1) sent nothing that arrived within 5 s, but waited for messages")
+    assert said.startswith("rank 2 (stage 1, replica 1) sent no message that arrived within 5 s, but all workers")
     assert "check whether the links are too slow for these messages" in said, "no worker is to blame for a slow link"
 
 
@@ -307,7 +307,7 @@ def test_one_that_closed_its_connections_has_not_been_waited_for(left: Left) -> 
     left.status(1, "1F3")
     left.failure(0, "numbers were not averaged (Connection closed by peer)", peer=ANY_PEER)
     left.failure(2, "numbers were not averaged (Connection closed by peer)", peer=ANY_PEER)
-    left.failure(3, "forward 'b' did not get here (Connection closed by peer)", peer=2)
+    left.failure(3, "forward 'b' did not arrive (Connection closed by peer)", peer=2)
     assert str(left.diagnosis({0: 5})).startswith(
         "rank 1 (stage 1, replica 0) closed its connections; it was last at 1F3;"
     )
@@ -463,15 +463,15 @@ def test_a_reaper_that_dies_as_it_starts_is_named(monkeypatch: pytest.MonkeyPatc
 def test_every_workers_story_is_in_a_file(left: Left) -> None:
     left.status(0, "0B3", waits_for=1)
     left.status(1, "1F3")
-    lost = "backward 'a' did not get here (Timed out waiting 5 s)"
+    lost = "backward 'a' did not arrive (Timed out waiting 5 s)"
     left.failure(0, lost, peer=1, traceback="Traceback of rank 0\nline\udc81 two")
     error = left.diagnosis({0: 5})
     assert f"see {RunDir(left.config.out).failure_file} for what each worker did" in error.remedy
-    assert "did not get here" not in str(error)
+    assert "did not arrive" not in str(error)
     story = (RunDir(left.config.out).failure_file).read_text()
     assert "rank 0 (stage 0, replica 0): last at 0B3" in story
     assert "waiting for rank 1 for the last" in story
-    assert "it said: backward 'a' did not get here" in story
+    assert "it said: backward 'a' did not arrive" in story
     assert "  Traceback of rank 0\n  line\\udc81 two\n" in story
     assert "rank 3 (stage 2, replica 0): last at the start, it has not started" in story
     prepare_folder(left.config.out, range(4), keep_metrics=False)

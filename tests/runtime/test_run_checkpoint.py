@@ -337,7 +337,7 @@ def test_metrics_that_are_no_file_are_refused(tmp_path: Path) -> None:
     harness.run(spec)
     (spec.out / "metrics.jsonl").unlink()
     os.mkfifo(spec.out / "metrics.jsonl")
-    with pytest.raises(PdtoolError, match=r"metrics.jsonl: is no regular file; remove it"):
+    with pytest.raises(PdtoolError, match=r"metrics.jsonl: is not a regular file; remove it"):
         launch(replace(spec, epochs=2, resume=spec.out), on_metrics=print)
 
 

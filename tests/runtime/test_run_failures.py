@@ -219,7 +219,7 @@ def test_a_target_that_no_metric_has_is_refused_before_the_first_epoch(tmp_path:
 
 def test_a_correction_of_what_is_not_late_is_refused(tmp_path: Path) -> None:
     spec = harness.job(tmp_path, CONV2, schedule="gpipe", microbatches=2, correction="nesterov")
-    with pytest.raises(UsageError, match="correction nesterov with schedule gpipe; leave it out"):
+    with pytest.raises(UsageError, match="correction nesterov has no effect with schedule gpipe; leave it out"):
         launch(spec)
 
 
@@ -255,7 +255,7 @@ def test_a_target_that_is_not_tensors(tmp_path: Path) -> None:
 
 def test_a_stage_whose_parameters_are_not_the_models(tmp_path: Path) -> None:
     toy = replace(CONV3, model=CONV3.model.replace("nn.Linear(16, 4)", "nn.Linear(16, 5)"))
-    with pytest.raises(PdtoolError, match=r"its fc.weight is float32\[4, 16\], the model's is float32\[5, 16\]"):
+    with pytest.raises(PdtoolError, match=r"its fc.weight is float32\[4, 16\], but the model's is float32\[5, 16\]"):
         launch(harness.job(tmp_path, toy))
 
 

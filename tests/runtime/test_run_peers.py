@@ -96,13 +96,13 @@ def _meet(folder: Path, rank: int, stranger: Callable[[Path], None]) -> None:
 @pytest.mark.parametrize(
     ("stranger", "said"),
     [
-        (pickled, "the settings of the run from rank 1 cannot be read, and none of it was executed (Invalid JSON"),
+        (pickled, "the settings of the run from rank 1 cannot be read; none of it was executed (Invalid JSON"),
         (pickled_by_torch, "the settings of the run from rank 1 cannot be read"),
-        (another_type, "cannot be read, and none of it was executed ([0]: Input should be an object"),
-        (nested, "cannot be read, and none of it was executed (Invalid JSON: recursion limit exceeded"),
-        (too_long, f"would have {2**40} bytes from rank 1, and at most {2**26} are read"),
-        (of_negative_length, "would have -1 bytes from rank 1"),
-        (broadcasts_a_pickle, "the order of the samples from rank 1 cannot be read, and none of it was executed"),
+        (another_type, "cannot be read; none of it was executed ([0]: Input should be an object"),
+        (nested, "cannot be read; none of it was executed (Invalid JSON: recursion limit exceeded"),
+        (too_long, f"from rank 1 would have {2**40} bytes, but the limit is {2**26}"),
+        (of_negative_length, "from rank 1 would have -1 bytes"),
+        (broadcasts_a_pickle, "the order of the samples from rank 1 cannot be read; none of it was executed"),
     ],
 )
 def test_a_stranger_in_the_place_of_a_worker(
@@ -262,5 +262,5 @@ def test_a_structure_that_no_worker_sends(structure: Structure) -> None:
 def test_a_stranger_answers_a_probe(answer: bytes) -> None:
     store = dist.HashStore()
     store.set("1/1", answer)
-    with pytest.raises(WorkerDiedError, match="coming together: what worker 1 answered cannot be read"):
+    with pytest.raises(WorkerDiedError, match="coming together: the answer of worker 1 cannot be read"):
         Rendezvous(store, 0, 2, 1.0).exchange(0.5, float)

@@ -270,7 +270,7 @@ def test_an_endless_validation_set_needs_a_length(tmp_path: Path) -> None:
 
 
 def test_a_stream_that_ends_before_its_length_is_refused(tmp_path: Path) -> None:
-    message = r"^user.py: dataset\('train'\) ends after 23 samples, but its length promises more; give each pass"
+    message = r"^user.py: dataset\('train'\) ends after 23 samples, before its length; give each pass"
     with pytest.raises(ModelError, match=message):
         loader(tmp_path).load(range(20, 24), 0, stream_pass=1)
 
@@ -282,7 +282,7 @@ def test_a_stream_that_goes_on_after_its_length_is_told(tmp_path: Path, capsys: 
         for number, read in ((1, length), (2, 4), (3, length), (4, length)):
             made.load(range(read), 0, stream_pass=number)
         said = capsys.readouterr().err
-        assert said.count(f"has more than the {length} samples that its length promises") == warnings
+        assert said.count(f"has more samples than its length of {length}") == warnings
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
@@ -323,7 +323,7 @@ def test_examples_and_loading_times_come_from_the_beginning_of_a_stream(tmp_path
 def test_a_sampler_cannot_choose_from_a_stream(tmp_path: Path) -> None:
     chosen = TEXT + "def sampler(dataset, epoch): return [0]\n"
     with pytest.raises(
-        ModelError, match=r"^user.py:23: sampler\(\) chooses samples by number, and those of a Stream, a"
+        ModelError, match=r"^user.py:23: sampler\(\) chooses samples by number, but the samples of a Stream \(a"
     ):
         loader(tmp_path, chosen)
     assert loader(tmp_path, chosen, "valid").is_stream

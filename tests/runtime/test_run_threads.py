@@ -102,7 +102,9 @@ def test_threads_that_are_asked_for_are_taken_before_all_others(tmp_path: Path) 
     config = replace(harness.job(tmp_path, harness.faulty(statement), steps=1), threads=cores, threads_given=True)
     launcher.launch(config)
     assert told.read_text() == str(cores)
-    with pytest.raises(UsageError, match=rf"--threads {cores + 1} with {cores} core\(s\) here; give {cores} or fewer"):
+    with pytest.raises(
+        UsageError, match=rf"--threads {cores + 1}, but this machine has {cores} core\(s\); give {cores} or fewer"
+    ):
         launcher.launch(replace(config, threads=cores + 1))
 
 

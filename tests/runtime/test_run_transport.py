@@ -196,14 +196,12 @@ def test_a_thousand_messages_leave_no_descriptor_and_touch_no_more_memory_than_i
 
 def test_a_sender_or_receiver_that_waits_too_long_says_for_what() -> None:
     sender, receiver = pair(route_of(edge("a", torch.float32, 3)), timeout_s=0.1)
-    with pytest.raises(
-        PeerError, match=r"forward 'a' of minibatch 7 did not get here: from rank 0 \(Timed out"
-    ) as lost:
+    with pytest.raises(PeerError, match=r"forward 'a' of minibatch 7 did not arrive from rank 0 \(Timed out") as lost:
         receiver.receive(7, BATCH)
     assert lost.value.peer == 0
     for i in range(4):
         sender.send(i, [torch.ones(BATCH, 3)])
-    with pytest.raises(PeerError, match=r"forward 'a' of minibatch 4 did not get away: to rank 1 \(Timed out") as lost:
+    with pytest.raises(PeerError, match=r"forward 'a' of minibatch 4 could not be sent to rank 1 \(Timed out") as lost:
         sender.send(4, [torch.ones(BATCH, 3)])
     assert lost.value.peer == 1
     sender._connection.close()
@@ -215,13 +213,13 @@ def test_what_was_sent_before_the_sender_ended_arrives(channel: Any) -> None:
     sender.send(0, [torch.ones(BATCH, 3)])
     sender._connection.close()
     assert receiver.receive(0, BATCH)[0].eq(1).all()
-    with pytest.raises(PeerError, match=r"minibatch 1 did not get here: from rank 0 \(Connection closed by peer\)"):
+    with pytest.raises(PeerError, match=r"minibatch 1 did not arrive from rank 0 \(Connection closed by peer\)"):
         receiver.receive(1, BATCH)
 
 
 def test_a_message_of_another_size_is_refused(channel: Any) -> None:
     channel[0].send(0, [torch.ones(2, 3)])
-    with pytest.raises(PeerError, match=r"24 bytes of minibatch 0 came, not 36"):
+    with pytest.raises(PeerError, match=r"got 24 bytes of minibatch 0, not 36"):
         channel[1].receive(0, 3)
 
 
@@ -378,7 +376,7 @@ def dies(rank: int, transport: str, sender_dies: bool) -> None:
     if rank != sender_dies:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
-    way = r"did not get away: to rank 1" if rank == 0 else r"did not get here: from rank 0"
+    way = r"could not be sent to rank 1" if rank == 0 else r"did not arrive from rank 0"
     step = io.receive_inputs if rank else lambda i: io.send_outputs(i, [torch.ones(BATCH, 3)])
     with pytest.raises(PeerError, match=way) as lost:
         list(map(step, range(40)))

@@ -132,9 +132,7 @@ def test_lengths_that_differ_between_minibatches_are_refused(tmp_path):
 def test_targets_that_differ_between_minibatches_are_refused(tmp_path):
     loader = collated(tmp_path, target="torch.ones(len(samples), max(len(s['words']) for s in samples))")
     loader.describe()
-    message = (
-        r"targets float32\[2, 2\], but the first sample alone makes them float32\[2, 1\]; .* pad to a fixed length"
-    )
+    message = r"targets float32\[2, 2\], but the first sample alone gives float32\[2, 1\]; .* pad to a fixed length"
     with pytest.raises(ModelError, match=message):
         loader.load([0, 1], 1)
     with pytest.raises(ModelError, match="give targets one row per sample"):
@@ -390,7 +388,7 @@ def test_a_one_cycle_schedule_of_another_length_than_the_run_is_told(tmp_path, c
     file, model = load(tmp_path, more=more), parameters()
     warnings = {n: NamedOptimizer(file, model, model, RunLength(updates=n)).schedule.length_warning for n in (4, 5, 6)}
     assert warnings[6].startswith(
-        "OneCycleLR was made for 5 steps, and the run will take 6: let scheduler(optimizer, to"
+        "OneCycleLR was made for 5 steps, but the run will take 6: let scheduler(optimizer, to"
     )
     assert warnings[4]
     assert not warnings[5]

@@ -219,9 +219,12 @@ def test_messages_come_in_the_order_in_which_they_are_expected() -> None:
 @pytest.mark.parametrize(
     ("outputs", "said"),
     [
-        ([None], "an output 'a' that is NoneType, bundle.yaml says a tensor of shape [2, 3] for 2 samples"),
-        ([torch.ones(3, 2)], "an output 'a' of shape [3, 2], bundle.yaml says a tensor of shape [2, 3] for 2 samples"),
-        ([torch.ones(2, 3)] * 2, "2 tensors, bundle.yaml says 1"),
+        ([None], "an output 'a' that is NoneType, but bundle.yaml says a tensor of shape [2, 3] for 2 samples"),
+        (
+            [torch.ones(3, 2)],
+            "an output 'a' of shape [3, 2], but bundle.yaml says a tensor of shape [2, 3] for 2 samples",
+        ),
+        ([torch.ones(2, 3)] * 2, "2 tensors, but bundle.yaml says 1"),
     ],
 )
 @pytest.mark.parametrize("autocast", [None, Autocast(CPU, [torch.float32])], ids=["float32", "bf16"])

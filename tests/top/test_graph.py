@@ -74,7 +74,7 @@ def test_faults_of_a_partition_are_named(stages, fault):
 @pytest.mark.parametrize(
     ("inputs", "what"),
     [
-        ({"a": ["b"]}, "takes 'b', which is no node"),
+        ({"a": ["b"]}, "takes 'b', which is not a node"),
         ({"a": ["b"], "b": []}, "comes after it"),
         ({"a": ["a"]}, "comes after it"),
     ],

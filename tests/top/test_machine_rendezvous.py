@@ -218,7 +218,7 @@ def test_a_stranger_is_reported(endpoint: str) -> None:
     connected(endpoint).close()
     [errors] = refusals(first)
     assert "machine 1 of 2 did not come to" in errors
-    assert "within 2 s (127.0.0.1 connected, but is no machine of this launch); start what is missing" in errors
+    assert "within 2 s (127.0.0.1 connected, but is not a machine of this launch); start what is missing" in errors
 
 
 def test_the_connections_of_strangers_are_few_and_end(endpoint: str) -> None:

@@ -58,9 +58,9 @@ def test_the_api_takes_them_by_keyword_and_its_errors_name_the_keyword():
         read_options("bake", Baking, {"loaves": 12})
     with pytest.raises(UsageError, match=r"^salt '200%' is not a share below 100%"):
         read_options("bake", Baking, {"salt": "200%"})
-    with pytest.raises(TypeError, match=r"bake\(\) has no option 'loaf_count'; choose of loaves, salt, is_round"):
+    with pytest.raises(TypeError, match=r"bake\(\) has no option 'loaf_count'; choose from loaves, salt, is_round"):
         read_options("bake", Baking, {"loaf_count": 4})
-    with pytest.raises(TypeError, match=r"run\(\) has no option 'set'; choose of .* settings"):
+    with pytest.raises(TypeError, match=r"run\(\) has no option 'set'; choose from .* settings"):
         read_options("run", RunOptions, {"set": "lr=1"})
 
 

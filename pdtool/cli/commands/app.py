@@ -1,6 +1,6 @@
 """The group of all commands, `pdtool`, and the one place that turns errors into messages and exit codes.
 
-Only click is imported here and at the top of each command's file: `pdtool --help` answers at once, and planning never
+This file and the top of each command's file import only click, so `pdtool --help` answers at once and planning never
 loads torch.
 """
 
@@ -56,7 +56,7 @@ class CommandGroup(click.Group):
     """A group that prints errors and exits with their codes; click itself handles usage errors and closed pipes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run as a program, which ends when the command does, whatever threads the user's model.py has started."""
+        """Run as a program that ends with the command, even if the user's model.py has started threads."""
         open_closed_streams()
         keep_interrupts()
         try:
@@ -70,7 +70,7 @@ class CommandGroup(click.Group):
             raise
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        """Add a command, which takes -q and -v after its name, too."""
+        """Add a command, which also takes -q and -v after its name."""
         cmd.params.extend(verbosity_options())
         super().add_command(cmd, name)
 
@@ -91,7 +91,7 @@ class CommandGroup(click.Group):
             if isinstance(error, UsageError):
                 _note_defaults(ctx, ctx.invoked_subcommand or "", str(error))
             ctx.exit(error.exit_code)
-        except SystemExit as end:  # of the user's code: pdtool's own ends are click's
+        except SystemExit as end:  # from the user's code: pdtool itself exits through click
             note(f"error: {_place(end)}: sys.exit({end.code!r}) was called; raise an error in model.py instead")
             ctx.exit(1)
         except BrokenPipeError:
@@ -105,15 +105,15 @@ class CommandGroup(click.Group):
         except BaseException as error:
             if isinstance(error, Exception):
                 raise
-            # of the user's code, which no `except Exception` has caught
-            note(f"error: {_place(error)}: {describe_error(error)} was raised, which is no Exception")
+            # from the user's code; no `except Exception` has caught it
+            note(f"error: {_place(error)}: {describe_error(error)} was raised, which is not an Exception")
             ctx.exit(1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # in the order in which they are used, not of the alphabet
+        return list(self.commands)  # in order of use, not of the alphabet
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands by what they are for."""
+        """List the commands by topic."""
         for section, commands in _SECTIONS.items():
             width = formatter.width - 6 - max(len(command.name or "") for command in commands)
             with formatter.section(section):
@@ -127,7 +127,7 @@ def _place(error: BaseException) -> str:
 
 
 def _note_defaults(ctx: click.Context, command: str, error: str) -> None:
-    """Name the options, of those in an error, that a project's defaults gave to a command, or to a step of `train`."""
+    """Name the options in an error that come from a project's defaults for a command, or for a step of `train`."""
     defaults = ctx.find_object(ProjectDefaults)
     for name in (command, *(_STEPS if command == "train" else ())):
         if defaults and name in main.commands and (sentence := defaults.sentence(main.commands[name], error)):
@@ -136,7 +136,7 @@ def _note_defaults(ctx: click.Context, command: str, error: str) -> None:
 
 @contextmanager
 def _usage_errors_as_ours(ctx: click.Context) -> Iterator[None]:
-    """Print the usage errors of click as our own errors, in one line; what was typed is shown, not obeyed."""
+    """Print click's usage errors like our own, in one line, with typed control characters made visible."""
     try:
         yield
     except click.exceptions.NoArgsIsHelpError:
@@ -154,7 +154,7 @@ def _usage_error(error: click.UsageError) -> str:
     """Write `no such option '--epoch'; did you mean --epochs? See `pdtool run --help``, with any click."""
     typed, known = _misspelt(error)
     message = error.format_message().rstrip(".").replace("is not a valid integer range", "is not a whole number")
-    if message.startswith("No such "):  # click's own suggestion follows, of commands only since 8.4
+    if message.startswith("No such "):  # click's own suggestion follows, for commands only since 8.4
         message = f"No such {'option' if isinstance(error, click.NoSuchOption) else 'command'} {typed!r}"
     text = message[:1].lower() + message[1:]
     if near := suggestion(typed, known):
@@ -164,7 +164,7 @@ def _usage_error(error: click.UsageError) -> str:
 
 
 def _misspelt(error: click.UsageError) -> tuple[str, Iterable[str]]:
-    """Return the name in an error that click does not know, and those that it knows; none for another error."""
+    """Return the unknown name in a click error, and the known names; none for other errors."""
     if isinstance(error, click.NoSuchOption) and error.ctx:
         params = error.ctx.command.get_params(error.ctx)
         return error.option_name, [name for param in params for name in param.opts if name.startswith("--")]

@@ -1,4 +1,4 @@
-"""`check`: compute a plan's figures and certificate again, or tell which of its files are stale."""
+"""`check`: compute a plan's figures and certificate again, or say which of its files are stale."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check(plan: str | None, fresh: bool, update: bool, as_json: bool) -> None:
 
     path = candidate("plan", plan)
     if fresh and update:
-        raise UsageError("--fresh together with --update", "give one of them")
+        raise UsageError("--fresh and --update exclude each other", "give only one")
     if fresh:
         _check_freshness(path, as_json)
         return
@@ -62,7 +62,7 @@ def check(plan: str | None, fresh: bool, update: bool, as_json: bool) -> None:
 
 
 def _read(path: str, is_to_be_updated: bool) -> tuple[Plan, Profile]:
-    """Read a plan and its profile, also, where it is to be updated, one that was made again since."""
+    """Read a plan and its profile; for --update, also a profile that was made again since."""
     from pdtool.api.inputs import of_profile_as_it_is, profile_of, read_profile, was_made_from
     from pdtool.artifacts.plan import Plan
 
@@ -73,7 +73,7 @@ def _read(path: str, is_to_be_updated: bool) -> tuple[Plan, Profile]:
 
 
 def _check_claims(path: str, plan: Plan, profile: Profile, as_json: bool) -> None:
-    """Print whether each claim of the plan is true; raise ArtifactError for the first that is not."""
+    """Print whether each claim of the plan is true; raise ArtifactError for the first false one."""
     from pdtool.planner.choice.plan_check import check_plan
 
     false = _print(plan, list(check_plan(plan, profile)), as_json)
@@ -88,7 +88,7 @@ def _update(path: str, plan: Plan, profile: Profile) -> None:
     """Write the figures of an edited plan into its file.
 
     Raises:
-        UsageError: the plan is no YAML file.
+        UsageError: the plan is not a YAML file.
     """
     from pdtool.artifacts.text_formats import has_comments
     from pdtool.files import read_text, write_atomically
@@ -106,7 +106,7 @@ def _update(path: str, plan: Plan, profile: Profile) -> None:
 
 
 def _check_freshness(path: str, as_json: bool) -> None:
-    """Print which of the plan's files are stale; raise StaleError for the first that is."""
+    """Print which of the plan's files are stale; raise StaleError for the first stale one."""
     from pdtool.api.inputs import read_profile
     from pdtool.api.staleness import freshness_findings
     from pdtool.artifacts.plan import Plan
@@ -122,7 +122,7 @@ def _and_more(findings: Sequence[FindingT]) -> str:
 
 
 def _print(plan: Plan, findings: Sequence[FindingT], as_json: bool) -> list[FindingT]:
-    """Print the findings, and return those that do not hold."""
+    """Print the findings, and return the false ones."""
     if as_json:
         print_data({"plan": plan.name, "findings": [asdict(finding) for finding in findings]})
     else:

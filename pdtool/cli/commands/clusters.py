@@ -36,7 +36,7 @@ def devices(names: tuple[str, ...], as_json: bool) -> None:
 
 
 def _key(name: str) -> str:
-    """`lab` for `lab.yaml`, a file of the user's; names of the table are keys as they are."""
+    """Return `lab` for the user's file `lab.yaml`; names of the table stay unchanged."""
     return Path(name).stem.lower().replace("_", "-")
 
 
@@ -50,8 +50,8 @@ def _key(name: str) -> str:
 @options.option_of(
     ProfileOptions,
     "batch_size",
-    value=Count(unset="what the sizes in GRAPH tell, or else 128"),
-    help="Samples in the minibatch that it was measured with.",
+    value=Count(unset="from the sizes in GRAPH, or else 128"),
+    help="Samples in the measured minibatch.",
 )
 @click.option("--name", metavar="NAME", show_default="that of the file or its folder", help="Name of the profile.")
 @options.as_json
@@ -68,7 +68,7 @@ def import_(graph: str, output: str | None, batch_size: int | None, name: str | 
     text = read_text(graph, "name a graph.txt of PipeDream's profiler", may_be_pipe=True)
     path = "stdin" if graph == "-" else graph
     profile, batch_source = read_pipedream_profile(text, path, name=name or _name(graph), batch_size=batch_size)
-    lines = ["the file knows no optimizer step, and of what a backward keeps only the operators' outputs"]
+    lines = ["the file has no optimizer step, and for the stash only the operators' outputs"]
     if batch_source:
         lines.insert(0, f"minibatch of {profile.batch_size}, {batch_source}; name another with --batch-size")
     path = output or f"profiles/{file_name(profile.name)}.json"

@@ -1,6 +1,6 @@
-"""`diff`: what differs between two plans, two profiles or two runs.
+"""`diff`: the differences between two plans, two profiles or two runs.
 
-`differences` compares any two artifacts of one kind field by field; names, digests and reasons are left out.
+`differences` compares any two artifacts of one kind field by field, without names, digests and reasons.
 `moved_operators` says which operators are in another stage, which the fields of two plans do not show.
 """
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from pdtool.cli.table import Lines
 
 
-_MAX_OPERATORS = 12  # of two profiles that are listed
+_MAX_OPERATORS = 12  # listed operators of two profiles
 _NOT_COMPARED = {"format", "tool_version", "digests", "sha256", "name", "asked", "why", "nodes", "plan_sha256", "proof"}
-# How people call the figures whose names say too little.
+# Words for figures whose names say too little.
 _IN_WORDS = {
     "predicted.bottleneck_s": "time by the formulas",
     "predicted.simulated_s": "time, simulated",
@@ -45,7 +45,7 @@ _IN_WORDS = {
 _OF_STAGE = r"(?P<what>stage)s\[(?P<number>\d+)\]\.(?P<name>\w+)"
 _OF_LEVEL = r"cluster\.(?P<what>level)s\[(?P<number>\d+)\]\.(?P<name>\w+)"
 _LISTED = r"predicted\.(?P<name>\w+)\[(?P<number>\d+)\]"
-_WRITERS = {  # of a figure, by the end of its field; the first that fits
+_WRITERS = {  # unit of a figure, by the end of its field; the first match
     "_samples_per_s": "{:.4g}".format,
     "_bytes_per_s": format_rate,
     "_bytes": format_bytes,
@@ -92,7 +92,7 @@ def diff(ctx: click.Context, first: str, second: str, exit_code: bool, as_json: 
 
 
 def _loaded(file: str) -> Artifact:
-    """Read an artifact, a plan edited by hand as it is now; raises ArtifactError where it cannot be."""
+    """Read an artifact, and give an edited plan new figures; raises ArtifactError if that is impossible."""
     from pdtool.api.inputs import as_it_is
     from pdtool.artifacts import load_any
 
@@ -111,7 +111,7 @@ def _config(artifact: Artifact) -> str:
 
 
 def _moved(a: Artifact, b: Artifact, first: str) -> list[MovedOperators]:
-    """The operators that are in another stage, where both are plans; the first stands in `first`."""
+    """The operators that are in another stage, if both are plans; `first` is the path of the first."""
     from pdtool.api.inputs import profile_of, was_made_from
     from pdtool.artifacts.plan import Plan
 
@@ -125,7 +125,7 @@ def _moved(a: Artifact, b: Artifact, first: str) -> list[MovedOperators]:
 
 
 def _view(found: list[FieldDifference], moved: list[MovedOperators]) -> Lines:
-    """Show the fields that differ, of many operators the largest changes, and the operators that are elsewhere."""
+    """Show the fields that differ, only the largest changes of many operators, and the operators that moved."""
     from pdtool.cli.table import Table, abbreviated
 
     operators = sorted((one for one in found if one.field.startswith("operators.")), key=_size, reverse=True)
@@ -143,7 +143,7 @@ def _view(found: list[FieldDifference], moved: list[MovedOperators]) -> Lines:
 
 
 def _size(difference: FieldDifference) -> float:
-    """How much a figure of an operator differs; one that only one profile has differs most."""
+    """How much a figure of an operator differs; one that is missing in a profile differs most."""
     values = (difference.first, difference.second)
     return abs(values[0] - values[1]) if all(type(value) in (int, float) for value in values) else float("inf")
 
@@ -157,8 +157,8 @@ class FieldDifference:
     """A field that differs.
 
     Attributes:
-        field: where it stands, as `stages[0].in_flight`.
-        first, second: its values; None where an artifact does not have it.
+        field: its name, as `stages[0].in_flight`.
+        first, second: its values; None if an artifact does not have it.
     """
 
     field: str
@@ -167,7 +167,7 @@ class FieldDifference:
 
     @property
     def change(self) -> float | None:
-        """By which fraction the second figure is larger than the first; None for numbers of things, and from zero."""
+        """By which fraction the second figure is larger than the first; None for counts, and from zero."""
         values = (self.first, self.second)
         is_figure = any(type(value) is float for value in values) or self._name.endswith("_bytes")
         if not is_figure or not all(type(value) in (int, float) for value in values) or self.first <= 0:
@@ -187,14 +187,14 @@ class FieldDifference:
 
     @property
     def is_of_one_alone(self) -> bool:
-        """Whether it only says that a part, which the other artifact lacks, has nothing there: no replicas to average
+        """True if only one artifact has the field, and its value there is empty or zero: no replicas to average
         gradients with, no latency."""
         is_of_part = any(re.fullmatch(pattern, self.field) for pattern in (_OF_STAGE, _OF_LEVEL, _LISTED))
         return is_of_part and None in (self.first, self.second) and not (self.first or self.second)
 
     @property
     def _name(self) -> str:
-        """The last name in the field, which says the unit."""
+        """The last name in the field, which shows the unit."""
         return self.field.rpartition("[")[0] if self.field.endswith("]") else self.field
 
     def written(self, value: Any) -> str:
@@ -215,7 +215,7 @@ class FieldDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class MovedOperators:
-    """Operators that are in stage `first` of one plan and in stage `second` of the other."""
+    """Operators in stage `first` of one plan and in stage `second` of the other."""
 
     first: int
     second: int
@@ -223,9 +223,9 @@ class MovedOperators:
 
 
 def differences(first: Artifact, second: Artifact) -> list[FieldDifference]:
-    """Return the fields that differ, in the order in which they stand in the artifact.
+    """Return the fields that differ, in the artifact's order.
 
-    Left out are names, digests and reasons; of plans also the operators of the stages (see `moved_operators`).
+    Leave out names, digests and reasons, and for plans the operators of the stages (see `moved_operators`).
     """
     values = [dict(_fields(_content(artifact))) for artifact in (first, second)]
     parts = list(type(first).model_fields)
@@ -235,10 +235,10 @@ def differences(first: Artifact, second: Artifact) -> list[FieldDifference]:
 
 
 def moved_operators(first: Plan, second: Plan, profile: Profile | None) -> list[MovedOperators]:
-    """Return the operators that stand in a stage of another number.
+    """Return the operators whose stage number differs.
 
     Args:
-        profile: that both plans are of, which tells the operators of a module; None: names are compared as they stand.
+        profile: the profile of both plans, which lists the operators of a module; None: compare names unchanged.
     """
     stages = [_stage_of(plan, profile) for plan in (first, second)]
     moves: dict[tuple[int, int], list[str]] = {}
@@ -271,7 +271,7 @@ def _content(artifact: Artifact) -> dict[str, Any]:
 
 
 def _fields(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (where it stands, value) of each field with a value of its own; a list of numbers of workers is one."""
+    """Yield (name, value) of each field with a simple value; a list of worker numbers counts as one."""
     for name, value in content.items():
         if name in _NOT_COMPARED:
             continue
@@ -285,7 +285,7 @@ def _fields(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _position(field: str, parts: Sequence[str]) -> int:
-    """Where the part of an artifact that a field is of stands in it."""
+    """Return the position of a field's part in the artifact."""
     part = re.split(r"[.\[]", field)[0]
     return parts.index(part) if part in parts else len(parts)
 

@@ -32,7 +32,7 @@ def emulate(plan: str | None, output: str | None, asked: EmulateOptions, as_json
     typed = options.typed(click.get_current_context())
     for name in ("model", "seed"):
         if asked.compute == "sleep" and name in typed:
-            what = f"--{name}: workers that sleep train no model"
+            what = f"--{name} has no effect: sleeping workers train no model"
             raise UsageError(what, f"add --compute real, or leave --{name} out")
     check_emulation(asked)
     emulation, folder = emulated(candidate("plan", plan), output, asked)

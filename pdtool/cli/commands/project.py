@@ -16,7 +16,7 @@ from pdtool.cli.terminal import note, print_data, write_stdout
 from pdtool.errors import UsageError, suggestion
 
 STARTER = Path(__file__).parent.parent / "starter"
-_FILES = {  # in the user's folder -> the text that it begins with
+_FILES = {  # path in the user's folder -> its initial text
     "model.py": "model.py.in",
     "pdtool.toml": "pdtool.toml.in",
     "Makefile": "Makefile.in",

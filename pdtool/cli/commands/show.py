@@ -1,4 +1,4 @@
-"""What there is, shown: `show` prints an artifact, `report` draws pages of HTML, `export` writes a run's weights."""
+"""Views: `show` prints an artifact, `report` draws pages of HTML, `export` writes a run's weights."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def report(what: tuple[str, ...], output: str | None, watch: bool) -> None:
     names = what or (candidate("plan", None),)
     path = Path(output or "report.html")
     if watch and str(path) == "-":
-        raise UsageError("--watch -o -: a page that is written again needs a file", "name it with -o")
+        raise UsageError("--watch rewrites the page, so it needs a file instead of -o -", "name it with -o")
     if names.count("-") > (0 if watch else 1):
-        raise UsageError("stdin can be read once only", "name a file in place of -")
+        raise UsageError("stdin can be read only once", "name a file in place of -")
     check_page(names, path)
     subjects = _write(names, path, {})
     if str(path) != "-":
@@ -71,7 +71,7 @@ def report(what: tuple[str, ...], output: str | None, watch: bool) -> None:
 
 
 def _write(names: tuple[str, ...], path: Path, simulations: dict[str, SimulatedPlan]) -> list[Subject]:
-    """Write the page to `path` or stdout; simulations are taken from `simulations`, and new ones put there."""
+    """Write the page to `path` or stdout; `simulations` caches simulations."""
     from pdtool.api.reporting import page_of
     from pdtool.files import write_atomically
 
@@ -84,10 +84,10 @@ def _write(names: tuple[str, ...], path: Path, simulations: dict[str, SimulatedP
 
 
 def _watch(names: tuple[str, ...], path: Path, subjects: list[Subject]) -> None:
-    """Write the page again and again while a run goes on; Ctrl-C ends that, not the run.
+    """Write the page again and again while a run goes on; Ctrl-C ends this, not the run.
 
     Raises:
-        PdtoolError: what is watched was removed.
+        PdtoolError: a watched run was removed.
     """
     from pdtool.reports.page import is_unfinished
 
@@ -98,7 +98,7 @@ def _watch(names: tuple[str, ...], path: Path, subjects: list[Subject]) -> None:
             subjects = _write(names, path, simulations)
         except (PdtoolError, OSError) as error:
             if gone := [name for name in names if not os.path.exists(name)]:
-                raise PdtoolError(f"{gone[0]} was removed, and is watched no more; {path} stays as it was") from error
+                raise PdtoolError(f"{gone[0]} was removed and is no longer watched; {path} is unchanged") from error
             raise
     note("no run is going on")
 
@@ -116,7 +116,7 @@ def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
     For an edited plan, it computes the figures of the edited version. If that cannot be executed, the exit code is 3.
     """
     if output and not graph:
-        raise UsageError(f"-o {output} without --graph", "redirect the output, or add --graph")
+        raise UsageError(f"-o {output} needs --graph", "redirect the output, or add --graph")
     if graph:
         from pdtool.artifacts import load_any
 
@@ -136,14 +136,14 @@ def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
 
 
 def _draw_graph(artifact: Artifact, file: str, output: str | None) -> None:
-    """Draw the graph of a plan to `output` or stdout; raises UsageError for what is no plan."""
+    """Draw the graph of a plan to `output` or stdout; raises UsageError for anything but a plan."""
     from pdtool.api.inputs import profile_of
     from pdtool.artifacts.plan import Plan
     from pdtool.cli.terminal import write_text
     from pdtool.reports.graph_drawing import dot, graph_drawing
 
     if not isinstance(artifact, Plan):
-        raise UsageError(f"{file} is {with_article(artifact.KIND)}, and --graph draws plans", "name a plan")
+        raise UsageError(f"{file} is {with_article(artifact.KIND)}, but --graph draws plans", "name a plan")
     profile = profile_of(artifact, file)
     path = Path(output or "-")
     if path.suffix == ".svg":

@@ -80,7 +80,7 @@ def simulate(
 
 
 def _is_piped(trace: Path | None, svg: Path | None, as_json: bool) -> bool:
-    """Tell whether a file goes to stdout, and thus the tables to stderr; raises UsageError when two files would."""
+    """Return whether a file goes to stdout, and so the tables to stderr; raises UsageError if two files would."""
     files = [f"{option} -" for option, path in (("--trace", trace), ("--svg", svg)) if path == Path("-")]
     outputs = files + ["--json"] * as_json
     if len(outputs) > 1:

@@ -28,7 +28,7 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
     from pdtool.api.training import generated
 
     if output == "-":
-        raise UsageError("-o -: codegen writes a folder, which cannot go to stdout", "name a folder")
+        raise UsageError("-o - is not possible: codegen writes a folder, not a file", "name a folder")
     inputs = Inputs.load(candidate("plan", plan), model)
     bundle = generated(inputs, Path(output) if output else inputs.folder)
     if as_json:

@@ -1,4 +1,4 @@
-"""`train`: the four commands one after the other, each left out where what it would write is there."""
+"""`train`: the four commands one after the other, without those whose output is up to date."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ if TYPE_CHECKING:
     from pdtool.artifacts.artifact import ModelRef
 
 
-# What the plan says is asked of `profile` and `partition`, and the model is named as an argument.
+# `profile` and `partition` get the options that the plan records; the model is an argument.
 _OF_PLAN = {"model"} | {param.name for step in (profile, partition) for param in step.params if makes_artifact(param)}
 
 
 def _is_handed_on(step: click.Command, param: click.Parameter) -> bool:
-    """Whether `train` hands an option on to a command: what changes its artifact, and to `run` all others."""
+    """Whether `train` passes an option to a command: those that change its artifact, and to `run` all others."""
     if step is not run or not isinstance(param, CommandOption):
         return makes_artifact(param)
     return not (param.declared and param.declared.of_plan and param.name in _OF_PLAN)
 
 
 def _shared_options() -> Iterable[click.Parameter]:
-    """Return the very options of the commands: values are read and refused alike.
+    """Return the commands' own options, so that values are read and refused in the same way.
 
-    Each is that of the first command that has it, or of a later one that takes any text: `profile` takes more devices.
+    Each comes from the first command that has it, or from a later one that takes any text: `profile` takes more
+    devices.
     """
     named: dict[str | None, click.Parameter] = {}
     for step in (partition, run, profile):
@@ -78,7 +79,7 @@ def train(ctx: click.Context, /, model: str, **_: Any) -> None:
     name = file_name(model_name(source, ref.function))
     partitioning = _step(ctx, partition, "profiles/")
     topology = _topology(**partitioning.params)
-    running = _step(ctx, run, "plans/")  # all are read before the first is run: a slip is not found minutes later
+    running = _step(ctx, run, "plans/")  # read all before running the first, so that a slip is not found minutes later
     workers = math.prod(map(int, topology.split("x")))
     _own_plan, run_asked = as_asked(None, asked_in(running, RunOptions), typed(running))
     check_run(run_asked, workers)
@@ -96,10 +97,10 @@ train.params[1:1] = _shared_options()
 
 
 def _step(ctx: click.Context, step: click.Command, argument: str) -> click.Context:
-    """Make the context of a command, with what the project's defaults say of it and what `train` was asked for.
+    """Make the context of a command, from the project's defaults for it and the options of `train`.
 
-    What it was asked for goes before the defaults of `run`, too, where the plan has it already. A device that `profile`
-    estimates for is none that `run` can compute on.
+    Options of `train` override the defaults of `run`, even if the plan already has them. A device that `profile`
+    estimates for is not one that `run` can compute on.
     """
     context = step.make_context(step.name, [argument], parent=ctx.parent)
     for param in step.params:
@@ -117,7 +118,7 @@ def _step(ctx: click.Context, step: click.Command, argument: str) -> click.Conte
 
 
 def _forget_what_the_plan_has(running: click.Context, ctx: click.Context) -> None:
-    """Let the plan decide what `train` was asked for, whatever the defaults of `run` say of it."""
+    """Let the plan, which follows the options of `train`, override the defaults of `run`."""
     named = {setting.partition("=")[0] for setting in ctx.params["model_settings"]}
     kept = [each for each in running.params["model_settings"] if each.partition("=")[0] not in named]
     running.params["model_settings"] = tuple(kept)
@@ -133,7 +134,7 @@ def _invoke(context: click.Context) -> None:
 
 
 def _topology(*, topology: str | None, cluster: str | None, **_: Any) -> str:
-    """Return `4x4`, of the option or of the cluster's file; raises UsageError where there is neither."""
+    """Return `4x4`, from the option or the cluster's file; raises UsageError if there is neither."""
     from pdtool.artifacts.cluster import ClusterFile, parse_topology
 
     if topology is not None:
@@ -144,11 +145,11 @@ def _topology(*, topology: str | None, cluster: str | None, **_: Any) -> str:
 
 
 def _profile(context: click.Context, ref: ModelRef, path: str, workers: int) -> str:
-    """Return the path of the model's profile, which is made unless it is there.
+    """Return the path of the model's profile; make it if it is missing.
 
     Args:
-        path: where it stands, unless that is a profile with other options.
-        workers: that will share the cores of this machine: without `--threads` each has as many as it will have then.
+        path: its path, unless a profile with other options is there.
+        workers: workers that will share this machine's cores; without `--threads`, profile with one worker's share.
     """
     from pdtool.api.reuse import other_profile, own_path, why_not_reused
     from pdtool.artifacts.profile import Profile
@@ -174,10 +175,10 @@ def _profile(context: click.Context, ref: ModelRef, path: str, workers: int) -> 
 
 
 def _partition(context: click.Context, profile_path: str, path: str) -> str:
-    """Return the path of the plan of a profile, which is made unless it is there.
+    """Return the path of a profile's plan; make it if it is missing.
 
     Args:
-        path: where it stands, unless that is a plan with other options.
+        path: its path, unless a plan with other options is there.
 
     Raises:
         StaleError: someone edited the plan, and its profile has changed.
@@ -192,7 +193,7 @@ def _partition(context: click.Context, profile_path: str, path: str) -> str:
     with muted():  # `partition` says the same, if it is run
         request = PlanRequest.read(profile_path, asked)
     path, why_other = own_path(path, Plan, partial(other_plan, request=request), profile_path, asked)
-    why = "it is not there"
+    why = "it does not exist"
     if Path(path).exists():
         plan = Plan.load(path)
         why = why_plan_is_stale(plan, request)
@@ -210,7 +211,7 @@ def _partition(context: click.Context, profile_path: str, path: str) -> str:
 
 
 def _tell_of_stage_files(plan_path: str) -> None:
-    """Say it when the plan's stage files are there; `run` makes those that are not, and says so."""
+    """Note that the plan's stage files exist; if not, `run` makes them and says so."""
     from pdtool.api.inputs import bundle_folder, bundle_of
     from pdtool.artifacts.plan import Plan
 

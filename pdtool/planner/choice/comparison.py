@@ -27,41 +27,41 @@ from pdtool.schedule import BASELINES, RIVALS, PipelineShape
 
 THIS_PLAN = "this plan"
 _RANGE, _POINTS = 20.0, 13  # bandwidths from a 20th of the plan's own to 20 times it; a point is its own
-_MAX_SWEPT_ACTIONS = 20_000  # of a plan that is simulated at so many bandwidths: about ten seconds
+_MAX_SWEPT_ACTIONS = 20_000  # of one plan, over all bandwidths: about ten seconds
 
 
 def rival_plans(profile: Profile, cluster: Cluster, plan: Plan, names: Iterable[str]) -> dict[str, Plan]:
     """Return the best plan of each strategy on all workers of the cluster, by name, in the order of `names`.
 
-    Where all stages of the plan average as many minibatches in an update, with a flush or because it was asked for,
-    so do its rivals, but hybrid parallelism. Otherwise an update takes
+    If all stages of the plan average the same number of minibatches in an update, so do its rivals, except hybrid
+    parallelism. Otherwise an update takes
 
         data-parallel       a minibatch of every worker: U minibatches for U workers
         gpipe               U minibatches, each a microbatch
         hybrid              a minibatch of every replica of the first stage: fewer than U, whatever is fastest
-        model-parallel      one minibatch: more would make an update rarer, and nothing faster
-        straight, pipeline  what the replicas of its most replicated stage take, without a flush: 15 for 15-1
+        model-parallel      one minibatch: more would make updates rarer, and nothing faster
+        straight, pipeline  one minibatch per replica of its most replicated stage, without a flush: 15 for 15-1
 
-    so the samples per update of data parallelism and GPipe are equal, and those of the others are no more. Minibatches
-    keep the size that was profiled: the time of smaller ones is not known from it. PipeDream (SOSP'19, section 5.4)
-    gives GPipe as many microbatches as PipeDream has minibatches in flight, which for a straight pipeline are U.
+    Data parallelism and GPipe have the same samples per update; the others have no more. Minibatches keep their
+    profiled size, because the profile does not tell the time of smaller ones. PipeDream (SOSP'19, section 5.4) gives
+    GPipe as many microbatches as PipeDream has minibatches in flight. For a straight pipeline that is U.
 
-    A rival that does not fit into the memory of a device is planned as if it did: its figures tell.
+    A rival that does not fit into a device's memory is planned as if it did. Its figures say so.
 
     Args:
-        plan: that they are compared with; it decides how many minibatches an update takes.
+        plan: the plan to compare with; it decides how many minibatches an update takes.
         names: of RIVALS.
 
     Raises:
         UsageError: a name is not one of RIVALS, or its strategy needs more workers.
-        NoPlanError: there is no plan of a strategy, whatever the memory.
+        NoPlanError: a strategy has no plan, even with unlimited memory.
     """
     return {name: _rival_plan(profile.sent_as(plan.wire_dtype), cluster, plan, name) for name in names}
 
 
 def _rival_plan(profile: Profile, cluster: Cluster, plan: Plan, name: str) -> Plan:
     if name not in RIVALS:
-        raise UsageError(f"strategy {name!r} cannot be compared with", f"choose of {', '.join(RIVALS)}")
+        raise UsageError(f"cannot compare with strategy {name!r}", f"choose from {', '.join(RIVALS)}")
     options = PLANNERS[name].rival_options(profile, cluster, plan)
     try:
         return make_plan(profile, plan.profile, cluster, options)
@@ -77,10 +77,10 @@ class ComparedPlan:
     """One plan, simulated in its steady state.
 
     Attributes:
-        samples_per_update: whose gradients an update averages, at the stage where these are most.
-        memory_bytes: on the worker that needs most.
-        sent_bytes: by all workers together for one minibatch.
-        fits: whether the memory of a device is enough.
+        samples_per_update: samples whose gradients one update averages, at the stage with the most.
+        memory_bytes: memory of the fullest worker.
+        sent_bytes: sent by all workers together for one minibatch.
+        fits: whether it fits into a device's memory.
     """
 
     label: str
@@ -95,7 +95,7 @@ class ComparedPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Plans beside each other; `left_out` says which rivals there are no figures of, and why."""
+    """Plans side by side; `left_out` says which rivals have no figures, and why."""
 
     plans: tuple[ComparedPlan, ...]
     left_out: tuple[str, ...]
@@ -108,8 +108,8 @@ def compare(
 
     Args:
         strategies: names of the rivals.
-        placement: how the plan is simulated, which may be under another schedule than its own.
-        result: of that, with as many minibatches as its steady state takes.
+        placement: how the plan is simulated, possibly under another schedule.
+        result: its simulation, long enough to reach the steady state.
     """
     cluster = plan.cluster
     compared, left_out = [_compared(THIS_PLAN, placement, profile, cluster, result)], []
@@ -182,7 +182,7 @@ def bandwidth_grid(low: float, high: float, points: int) -> list[float]:
 
 
 def crossings(points: Sequence[SweepPoint]) -> list[float]:
-    """Return the bandwidths at which the gain passes 1, interpolated where both scales are logarithmic."""
+    """Return the bandwidths at which the gain passes 1, interpolated on logarithmic scales."""
     bandwidths = []
     for a, b in pairwise(points):
         if (a.gain - 1) * (b.gain - 1) < 0:
@@ -207,8 +207,8 @@ class SimulatedPlan:
     """What simulations say of a plan.
 
     Attributes:
-        schedule: that was simulated.
-        shape: of the pipeline under that schedule.
+        schedule: the schedule that was simulated.
+        shape: the pipeline's shape under that schedule.
         result: what each worker does when, the seconds per minibatch and the samples per second of the steady state.
         comparison: the plan and its rivals, each in its steady state.
         sweep: the plan and data parallelism at each bandwidth of the outermost level, in bytes per second.
@@ -237,13 +237,13 @@ def simulated(
     """Simulate a plan as its workers would run it, its rivals, and both over bandwidths.
 
     Args:
-        schedule: another than the plan's.
+        schedule: a schedule other than the plan's; None: the plan's own.
         minibatches: length of the simulation; None: enough to fill, run steadily and drain.
         against: names of the rivals.
         bandwidths: of the outermost level, in bytes per second.
 
     Raises:
-        UsageError: the schedule goes with other stages, or there are too many minibatches to simulate.
+        UsageError: the schedule does not suit the stages, or there are too many minibatches to simulate.
     """
     name, cluster, profile = schedule or plan.schedule, plan.cluster, profile.sent_as(plan.wire_dtype)
     placement = Placement.of(plan, profile)

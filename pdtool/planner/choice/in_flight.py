@@ -1,9 +1,9 @@
-"""How many minibatches in flight a plan gets, where messages take time, links are shared and rounds wait.
+"""How many minibatches in flight a plan gets when messages take time, links are shared and rounds wait.
 
-The schedule's own number keeps all later workers busy when nothing does (PipeDream, section 3.2). Without a flush each
-more is one more update of delay, and memory: a plan gets more only where the simulation shows that they shorten its
-time by IN_FLIGHT_MARGIN, and as far as memory goes. With a flush they cost memory only, and a plan gets the fewest that
-make it fastest, of all that an update has.
+If messages took no time, the schedule's own number would keep all workers busy (PipeDream, section 3.2). Without a
+flush, each further minibatch costs memory and delays gradients by one more update. A plan gets more only if they fit
+and the simulation shows a gain of at least IN_FLIGHT_MARGIN. With a flush they cost only memory: a plan gets the fewest
+that make it fastest.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pdtool.planner.stage_costs import StageLoad, stage_loads
 IN_FLIGHT_MARGIN = 0.1  # fraction of the time per minibatch that fewer minibatches in flight may cost
 _MAX_FACTOR = 2  # times what the schedule wants
 # With a flush
-_NEGLIGIBLE = 1e-4  # fraction of the time per minibatch that is worth no minibatch in flight
-_PATIENT_STEPS = 3  # that bring nothing, before it is believed that more do not either
+_NEGLIGIBLE = 1e-4  # fraction of the time per minibatch: a smaller gain is not worth a minibatch in flight
+_PATIENT_STEPS = 3  # tries without a gain, after which the search stops
 _MIN_TRIES, _MAX_TRIES = 4, 60
 _MAX_ACTIONS_TIMES_WORKERS = 150_000  # of all tries together: about a quarter of a second
 
@@ -40,13 +40,13 @@ def with_fewest_in_flight(
     """Simulate a plan with more and more minibatches in flight; return it with the fewest that lose no more than
     IN_FLIGHT_MARGIN, and its seconds per minibatch then.
 
-    Where no simulation is possible, that is the plan with the schedule's own number, and infinity.
+    If no simulation is possible, return the plan with the schedule's own number, and infinity.
 
     Args:
-        margin: fraction of the time per minibatch that is too little to look for more minibatches in flight.
-        enough_s: seconds per minibatch that the plan cannot beat: as soon as it comes near, more bring nothing.
-        limit_s: seconds per minibatch above which a time does not matter, and may be given as infinite.
-        patience: how many times as long as usual each simulation may take.
+        margin: fraction of the time per minibatch; for smaller gains no more minibatches are tried.
+        enough_s: seconds per minibatch that the plan cannot beat; close to it the search stops.
+        limit_s: seconds per minibatch above which times do not matter and may be returned as infinite.
+        patience: factor on the usual time limit of each simulation.
     """
     placement = candidate.placement
     if evaluator.first_in_flight or not placement.execution.has_choice_in_flight:
@@ -67,8 +67,8 @@ def with_fewest_in_flight(
 
 
 def with_wanted_in_flight(evaluator: Evaluator, placement: Placement) -> Placement:
-    """Return a placement that has the usual numbers in flight with those that were asked for; where none were, and it
-    flushes, with those that make it fastest."""
+    """Return a placement with the numbers in flight that were asked for. If none were asked for and it flushes, use
+    those that make it fastest."""
     execution, depth = placement.execution, placement.pipeline_depth
     if not execution.has_choice_in_flight:
         return placement
@@ -81,12 +81,12 @@ def with_wanted_in_flight(evaluator: Evaluator, placement: Placement) -> Placeme
 def with_fastest_in_flight(
     evaluator: Evaluator, placement: Placement, enough_s: float = 0.0, limit_s: float = math.inf, patience: float = 1.0
 ) -> tuple[Placement, float]:
-    """Simulate a plan that flushes with more and more minibatches in flight, as far as memory goes, then with one more
-    or fewer at each stage for as long as that makes it faster; return it with the fewest that make it as fast as any,
-    and its seconds per minibatch then.
+    """Find the fewest minibatches in flight that make a flushing plan fastest; return it with its seconds per
+    minibatch.
 
-    The first step has fewer at each later stage, evenly (ScheduleKind.deepening); the second one finds where messages
-    are the longest. Of 130 random pipelines of two to four stages all numbers were tried: once some were 4 % faster.
+    First, try more and more, as far as memory goes, with evenly fewer at each later stage (ScheduleKind.deepening).
+    Then try one more or one fewer at each stage, as long as that is faster: this adapts to long messages. All numbers
+    were tried for 130 random pipelines of two to four stages: in one of them the best was 4 % faster.
 
     Args: see `with_fewest_in_flight`.
     """
@@ -115,9 +115,9 @@ class _Tries:
     """Numbers in flight that were simulated.
 
     Attributes:
-        most: that are simulated.
-        best: the fewest that are as fast as any, to within _NEGLIGIBLE; the first where none can be simulated.
-        brought_nothing: how many of the last ones were no better than one before.
+        most: largest numbers to simulate.
+        best: the fewest that are as fast as any, to within _NEGLIGIBLE; the first if none can be simulated.
+        brought_nothing: how many of the latest tries were no better than an earlier one.
     """
 
     time_of: Callable[[tuple[int, ...]], float]
@@ -145,7 +145,7 @@ class _Tries:
 
 
 def _deepened(placement: Placement, largest: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield from the usual numbers in flight on more and more, in longer and longer steps, up to the largest."""
+    """Yield more and more in flight, from the usual numbers to the largest, in growing steps."""
     replicas, more = placement.replicas[: placement.pipeline_depth], 0
     while more <= len(replicas) * max(largest):
         deeper = placement.execution.deeper_in_flight(replicas, more)
@@ -154,8 +154,8 @@ def _deepened(placement: Placement, largest: Sequence[int]) -> Iterator[tuple[in
 
 
 def _largest(evaluator: Evaluator, placement: Placement, usual: Sequence[int]) -> tuple[int, ...]:
-    """Return as many for each stage as an update has and memory allows, but no fewer than usual; with chunks for each
-    worker, each of them as large as the largest of its chunks."""
+    """Return the most for each stage that an update has and memory allows, but no fewer than usual. With chunks, count
+    each of a worker's chunks as large as its largest."""
     limit, depth = evaluator.cluster.memory_bytes, placement.pipeline_depth
     execution, replicas = placement.execution, placement.replicas[:depth]
     most = execution.kind.max_in_flight(replicas, execution.microbatches, execution.chunks)
@@ -182,15 +182,15 @@ def _neighbours(numbers: tuple[int, ...], largest: Sequence[int]) -> Iterator[tu
 
 
 def _simulated_s(evaluator: Evaluator, placement: Placement, limit_s: float, patience: float) -> float:
-    """Simulated seconds per minibatch; infinite above the limit, and where the plan cannot be executed."""
+    """Simulated seconds per minibatch; infinite above the limit, and if the plan cannot be executed."""
     profile, cluster = evaluator.profile, evaluator.cluster
     time_s = steady_state_s(placement, profile, cluster, limit_s, patience=patience)
     return time_s if time_s is not None and time_s < limit_s and placement.is_executable else math.inf
 
 
 def _choices(evaluator: Evaluator, candidate: Candidate, margin: float) -> list[Candidate]:
-    """Return the plan with the schedule's own number of minibatches in flight, with what its round trips want, and with
-    as many as are ever tried: each once, from few to many, all as far as memory goes."""
+    """Return the plan with the schedule's own number in flight, with enough to hide its round trips, and with the most
+    that are ever tried. Each comes once, from few to many, as far as memory goes."""
     placement = candidate.placement
     default = placement.in_flight
     model = evaluator.model_of(placement.workers, placement.execution)
@@ -206,7 +206,7 @@ def _choices(evaluator: Evaluator, candidate: Candidate, margin: float) -> list[
 
 
 def _wanted(evaluator: Evaluator, candidate: Candidate, loads: Sequence[StageLoad], margin: float) -> list[int]:
-    """Round trip over time per minibatch, for each stage: those in flight during it hide it."""
+    """Return round trip over time per minibatch for each stage: as many in flight hide the round trip."""
     placement, in_flight = candidate.placement, list(candidate.placement.in_flight)
     model = evaluator.model_of(placement.workers, placement.execution)
     links_s = link_times_s(evaluator, placement, loads)
@@ -225,8 +225,8 @@ def _round_trips_s(model: CostModel, loads: Sequence[StageLoad], placement: Plac
     """For each stage, seconds from a forward's start to the end of its backward, in a pipeline that keeps `time_s` per
     minibatch.
 
-    All later stages compute and messages take their way there and back; or rounds wait for their replicas, if that is
-    longer (see `_hiding_rounds`). Queues before a busy link are not counted: the simulator does.
+    All later stages compute, and messages travel there and back. If rounds wait longer for their replicas, that counts
+    instead (see `_hiding_rounds`). Queues at a busy link are left to the simulator.
     """
     copies, workers = placement.execution.copies, placement.workers
     hiding = _hiding_rounds(placement.replicas_per_copy, placement.in_flight)
@@ -244,11 +244,11 @@ def _round_trips_s(model: CostModel, loads: Sequence[StageLoad], placement: Plac
 
 
 def _hiding_rounds(replicas: Sequence[int], in_flight: Sequence[int]) -> list[int]:
-    """For each stage, minibatches in flight at all its replicas with which it never waits for others' rounds.
+    """For each stage, the minibatches in flight at all its replicas so that it never waits for others' rounds.
 
-    A replicated stage updates when its last replica has done its part, so its minibatches come and go in groups, and a
-    stage before it must have one group more on its way. Observed with the simulator: then the time is kept, or nearly.
-    Straight pipelines want p - s as ever.
+    A replicated stage updates when its last replica is done, so its minibatches come and go in groups. An earlier stage
+    must have one more group on its way. In simulations that keeps the time, or nearly. Straight pipelines need p - s as
+    usual.
 
     Args:
         in_flight: minibatches in flight at one replica of each stage, as the plan has them.
@@ -262,7 +262,7 @@ def _hiding_rounds(replicas: Sequence[int], in_flight: Sequence[int]) -> list[in
 
 
 def _within_memory(model: CostModel, stage: tuple[StageLoad, int], wanted: int, minimum: int, recompute: bool) -> int:
-    """Return as many as memory allows of `wanted`, but not less than `minimum`, for a stage with so many replicas in a
+    """Return as many of `wanted` as memory allows, but at least `minimum`, for a stage with so many replicas in a
     copy."""
     limit = model.cluster.memory_bytes
     while wanted > minimum and limit is not None and model.memory_bytes(*stage, wanted, recompute) > limit:
@@ -271,7 +271,7 @@ def _within_memory(model: CostModel, stage: tuple[StageLoad, int], wanted: int, 
 
 
 def _decreasing(placement: Placement, in_flight: Sequence[int]) -> list[int]:
-    """No stage has more in flight than the stage before it: where one lacks memory, all after it have less to do."""
+    """Give no stage more in flight than the stage before it: if one lacks memory, all later ones have less to do."""
     replicas = placement.replicas
     numbers = [in_flight[0]]
     for s in range(1, len(in_flight)):

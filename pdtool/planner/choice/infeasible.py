@@ -32,16 +32,16 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
         )
     needed = max(smallest.cost.searched_memory_bytes)
     if options.in_flight and needed <= limit:
-        what = f"none of the plans{options.with_replicas} that were found fits with {options.in_flight} in flight"
+        what = f"no plan{options.with_replicas} was found that fits with {options.in_flight} minibatches in flight"
         return NoPlanError(what, "give fewer, or leave --in-flight out")
     stage = smallest.cost.searched_memory_bytes.index(needed)
     least = needed + search.profile.reserved_for_worker(search.cluster.levels[-1].size)  # which is not in the limit
     recomputing = " with every stage recomputing" if options.recompute else ""
     recompute = "" if options.recompute else ", or leave out --no-recompute"
     return NoPlanError(
-        f"no plan{options.with_replicas} fits: the one that needs the least memory, {smallest.placement.config}"
-        f"{recomputing}, lacks {format_bytes(needed - limit)} in stage {stage}, which "
-        f"needs {format_bytes(needed)} on a worker that has {format_bytes(limit)}",
+        f"no plan{options.with_replicas} fits: the smallest, {smallest.placement.config}"
+        f"{recomputing}, lacks {format_bytes(needed - limit)} in stage {stage} "
+        f"(it needs {format_bytes(needed)}, a worker has {format_bytes(limit)})",
         f"give each worker at least --memory {bytes_option(least)}{recompute}"
         f"{_more_workers(search)}{_other_schedules(search)}{_other_replicas(search)}, or smaller minibatches",
     )
@@ -83,7 +83,7 @@ def _more_workers(search: PlanSearch) -> str:
 
 
 def _other_schedules(search: PlanSearch) -> str:
-    """Return another schedule that fits, or for a strategy that has one only, whether another strategy does."""
+    """Return another schedule that fits; for a strategy with only one schedule, whether another strategy fits."""
     if STRATEGIES[search.options.strategy].schedule:
         anything = {"strategy": "auto", "schedule": ONE_F_ONE_B.name, "microbatches": 1}
         is_help = _is_possible(search, straight=False, max_stages=None, **anything)
@@ -97,7 +97,7 @@ def _other_schedules(search: PlanSearch) -> str:
 
 
 def _other_replicas(search: PlanSearch) -> str:
-    """Return whether a plan fits that may have any replicas, where some were asked for."""
+    """Return whether a plan would fit without --replicas."""
     is_help = search.options.replicas is not None and _is_possible(search, replicas=None)
     return ", or leave --replicas out" if is_help else ""
 

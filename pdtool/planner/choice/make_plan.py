@@ -1,8 +1,8 @@
 """From a profile and a cluster to a plan: the search, the choice by simulation, the figures and the certificate.
 
-Only schedules that the cost formulas cover are searched. A plan for another has the stages of a plan that was searched
-for, or with several stages on each worker even pieces of the model. The figures of a plan come from the formulas and a
-simulation. If no formulas cover its schedule, they come from the simulation alone.
+Only schedules that the cost formulas cover are searched. A plan for another schedule takes over the stages of a
+searched plan, or divides the model evenly if each worker has several stages. A plan's figures come from the formulas
+and a simulation. If no formulas cover its schedule, they come from the simulation alone.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
     selected = planner.choose(search, candidates, named)
     chosen = selected.candidate
     plan = chosen.placement.to_plan(profile, profile_path, cluster)
-    is_searched = planner.strategy.is_searched and not options.in_flight  # the search is over the usual numbers
+    is_searched = planner.strategy.is_searched and not options.in_flight  # the search uses the usual numbers
     why = Why(
         bottleneck=chosen.cost.bottleneck,
         certificate=_certificate(search, candidates[0], selected) if is_searched else None,
@@ -78,11 +78,11 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
 
 
 def with_fastest_size(plans: Sequence[Plan]) -> Plan:
-    """Return the plan that computes the most samples per second; those for other batch sizes become its rivals, each
-    with the samples per second of its data parallelism and of one worker.
+    """Return the plan that computes the most samples per second. The plans for other batch sizes become its rivals,
+    each with the samples per second of its data parallelism and of one worker.
 
     Args:
-        plans: for profiles with other batch sizes, and for as many samples in an update.
+        plans: plans for profiles of different batch sizes, all with the same samples per update.
     """
     best, *others = sorted(plans, key=lambda plan: -plan.predicted.throughput_samples_per_s if plan.predicted else 0.0)
     best_why, rivals = best.why or Why(bottleneck=""), []
@@ -103,7 +103,7 @@ def with_fastest_size(plans: Sequence[Plan]) -> Plan:
 
 
 def _chunked_plan(profile: Profile, profile_path: str, cluster: Cluster, options: SearchOptions) -> Plan:
-    """Return the plan of several stages on each worker; all of them recompute if it does not fit otherwise."""
+    """Return a plan with several stages on each worker; all recompute if it does not fit otherwise."""
     evaluator = Evaluator(profile, cluster, first_in_flight=options.in_flight)
     even = chunked_placement(profile, cluster, options)
     for recomputes in (False, True)[: 1 + options.recompute]:
@@ -118,8 +118,8 @@ def _chunked_plan(profile: Profile, profile_path: str, cluster: Cluster, options
 
 
 def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, options: SearchOptions) -> Plan:
-    """Return the plan of a schedule without formulas, which has the stages of one that was searched for under another
-    schedule. If that one holds less, it is searched for with so much less memory, until the plan itself fits."""
+    """Return the plan of a schedule without formulas. It takes over the stages of a plan that was searched for under
+    another schedule, with less and less memory until the plan itself fits."""
     kind = SCHEDULES[options.schedule]
     assert kind.planned_as
     straight = options.straight or (kind.equal_replicas and options.replicas is None)
@@ -179,14 +179,12 @@ def _lacking_bytes(plan: Plan) -> int:
 def _does_not_fit(plan: Plan, profile: Profile) -> NoPlanError:
     lacking_bytes = _lacking_bytes(plan)
     needed = lacking_bytes + (plan.cluster.memory_bytes or 0) + profile.reserved_bytes  # these are not in the limit
-    what = (
-        f"no plan with schedule {plan.schedule} was found that fits: {plan.config} lacks {format_bytes(lacking_bytes)}"
-    )
+    what = f"no plan with schedule {plan.schedule} fits: the best, {plan.config}, lacks {format_bytes(lacking_bytes)}"
     return NoPlanError(what, f"give each worker at least --memory {bytes_option(needed)}, or use another --schedule")
 
 
 def _passed_over(selected: Selected) -> FasterPlan | None:
-    """Return the plan that is faster than the chosen one, which has fewer stages or divides fewer modules."""
+    """Return the faster plan that lost to the chosen one because that has fewer stages or divides fewer modules."""
     if selected.fastest is None or selected.simulated_s is None:
         return None
     candidate, time_s = selected.fastest
@@ -202,7 +200,7 @@ def gap_to_bound(time_s: float, bound_s: float) -> float:
 
 
 def _certificate(search: PlanSearch, optimum: Candidate, selected: Selected) -> Certificate:
-    """The time of the optimum; that of all workers without a pause if plans were left out of the search."""
+    """Return the optimum's time; if the search left out plans, the time of all workers computing without a pause."""
     options, workers, space = search.options, search.workers, search.whole_space
     planner = PLANNERS[options.strategy]
     is_one_copy, all_updates = workers <= MAX_WORKERS_PER_COPY, planner.searches_all_updates(search)
@@ -231,7 +229,7 @@ def _certificate(search: PlanSearch, optimum: Candidate, selected: Selected) -> 
 
 
 def refresh(plan: Plan, profile: Profile) -> Plan:
-    """Return the same plan with figures for what it says now, after an edit by hand.
+    """Return a hand-edited plan with figures for its present stages.
 
     Raises:
         ArtifactError: its stages do not fit the profile.
@@ -240,7 +238,7 @@ def refresh(plan: Plan, profile: Profile) -> Plan:
 
 
 def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan:
-    """Return the same stages run in another way, with the minibatches in flight that it wants.
+    """Return the same stages run in another way, with the minibatches in flight that this needs.
 
     Args:
         changes: of schedule, weights, microbatches, update_every, strategy and wire_dtype.
@@ -250,7 +248,8 @@ def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan
     """
     if STRATEGIES[plan.strategy].rule:
         raise UsageError(
-            f"a plan of strategy {plan.strategy} is run as it is", "for another schedule or weights, partition again"
+            f"a plan of strategy {plan.strategy} cannot be run in another way",
+            "for another schedule or weights, partition again",
         )
     changed = plan.model_copy(update={"strategy": "auto", **changes})
     placement = Placement.of(changed, profile)
@@ -279,28 +278,28 @@ def chunked_placement(profile: Profile, cluster: Cluster, options: SearchOptions
     """
     workers = options.workers or cluster.workers
     if workers > cluster.workers:
-        raise UsageError(f"--workers {workers}: the cluster has {cluster.workers}", "give no more than that")
+        raise UsageError(f"--workers {workers}, but the cluster has {cluster.workers}", "give no more than that")
     execution = ExecutionConfig.of_schedule(options.schedule, options.microbatches, options.chunks)
     return _even_chunks(profile, tuple((number,) for number in range(workers)), execution)
 
 
 def under_schedule(placement: Placement, profile: Profile, schedule: str, chunks: int) -> Placement:
-    """Return the placement under another schedule, with the minibatches in flight that this is defined for.
+    """Return the placement under another schedule, with that schedule's own minibatches in flight.
 
-    A flush comes after four microbatches for each stage where the placement has none (GPipe, NeurIPS'19, section 2.3:
-    then the bubble is small).
+    If the placement has no microbatches, a flush comes after four for each stage (GPipe, NeurIPS'19, section 2.3: then
+    the bubble is small).
 
     Args:
         chunks: stages on each worker of a chunked schedule, for which the model is cut anew (see `even_pieces`).
 
     Raises:
-        UsageError: the schedule does not go with the placement.
+        UsageError: the schedule does not suit the placement.
     """
     before = placement.execution
     if before.chunks > 1:
         raise UsageError(
-            f"schedule {schedule} with {before.chunks} stages on each worker",
-            "simulate a plan that was partitioned for one on each",
+            f"schedule {schedule} cannot have {before.chunks} stages on each worker",
+            "simulate a plan with one stage on each",
         )
     microbatches = before.microbatches if before.microbatches > 1 else MICROBATCHES_PER_STAGE * len(placement.stages)
     if SCHEDULES[schedule].chunked:
@@ -312,7 +311,7 @@ def under_schedule(placement: Placement, profile: Profile, schedule: str, chunks
 
 
 def even_pieces(profile: Profile, count: int) -> list[list[str]]:
-    """Divide the operators, in the order in which they compute, into `count` pieces of about the same time.
+    """Divide the operators, in execution order, into `count` pieces of about the same time.
 
     Raises:
         NoPlanError: there are fewer operators than pieces.
@@ -341,7 +340,7 @@ def even_pieces(profile: Profile, count: int) -> list[list[str]]:
 
 
 def _even_chunks(profile: Profile, workers: tuple[tuple[int, ...], ...], execution: ExecutionConfig) -> Placement:
-    """Place even pieces of the model, `execution.chunks` on each of the `workers`; replicas of one stand together.
+    """Place even pieces of the model, `execution.chunks` on each of the `workers`; replicas of a piece are neighbours.
 
     Raises:
         UsageError: two stages of a worker share a parameter.
@@ -362,7 +361,7 @@ def _even_chunks(profile: Profile, workers: tuple[tuple[int, ...], ...], executi
 
 
 def predict(plan: Plan, evaluator: Evaluator, placement: Placement) -> Plan:
-    """Return the plan with figures for what it says, and what bounds it.
+    """Return the plan with its figures and its certificate.
 
     Raises:
         ScheduleError: no formulas cover it, and its numbers in flight make it deadlock.
@@ -393,7 +392,7 @@ def _with_simulated_figures(plan: Plan, evaluator: Evaluator, placement: Placeme
     )
     time_s = result.time_per_minibatch_s
     slowest = max(range(depth), key=compute_s.__getitem__)
-    why = f"stage {slowest} computes most; {placement.execution.schedule} is simulated, there is no formula for it"
+    why = f"stage {slowest} computes most; {placement.execution.schedule} has no formula, so it is simulated"
     figures = _predicted(plan, evaluator, cost, time_s, time_s)
     return plan.model_copy(update={"why": Why(bottleneck=why), "predicted": figures})
 
@@ -401,12 +400,12 @@ def _with_simulated_figures(plan: Plan, evaluator: Evaluator, placement: Placeme
 def _predicted(
     plan: Plan, evaluator: Evaluator, cost: PlanCost, bottleneck_s: float, simulated_s: float | None
 ) -> Predicted:
-    """Return the figures. The gain is over data parallelism on all workers of the cluster, whether or not that fits in
-    memory: of both in simulations, or of both by the same formulas. Where all stages of the plan average as many
-    minibatches in an update, it takes no fewer than the plan, as many on each worker.
+    """Return the figures. The gain is over data parallelism on all workers of the cluster, even if that does not fit in
+    memory. Both are simulated, or both computed by the same formulas. If all stages of the plan average the same number
+    of minibatches in an update, data parallelism takes at least as many, spread evenly over its workers.
 
     Args:
-        bottleneck_s: seconds per minibatch by the formulas, or if none cover the plan in a simulation.
+        bottleneck_s: seconds per minibatch by the formulas, or simulated if no formulas cover the plan.
         simulated_s: seconds per minibatch in a simulation; None: it was not simulated.
     """
     workers, minibatches = evaluator.cluster.workers, plan.execution.minibatches_per_update

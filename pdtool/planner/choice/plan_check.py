@@ -1,8 +1,8 @@
-"""Whether what a plan says of itself is true.
+"""Check a plan's claims about itself.
 
-The figures are computed again from the profile and compared. The certificate is tried by searching again, for a plan
-that is faster than its lower bound. (That the formulas themselves are right is for the tests: they are compared with an
-independent implementation, and the search with brute force.)
+Compute the figures again from the profile and compare them. Test the certificate by searching again for a plan faster
+than its lower bound. (The tests check the formulas themselves against an independent implementation, and the search
+against brute force.)
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Finding:
     """One claim of a plan.
 
     Attributes:
-        claim: what was looked at.
-        holds: None where that cannot be said.
-        words: what was found.
-        field: of the plan, where a figure stands there.
-        stored, recomputed: of that figure, where they differ.
+        claim: its name.
+        holds: whether it is true; None if unknown.
+        words: the finding, in words.
+        field: the plan's field that stores the figure, if there is one.
+        stored, recomputed: the two figures, if they differ.
     """
 
     claim: str
@@ -60,10 +60,10 @@ class Finding:
 
 
 def check_plan(plan: Plan, profile: Profile) -> Iterator[Finding]:
-    """Yield what can be said of each claim of a plan, in the order in which it is best read.
+    """Yield the finding for each claim of a plan, in reading order.
 
-    Ends early where the stages are no division of the profile, or cannot be executed: then there are no figures. Of a
-    plan that was edited by hand it says the figures that it has now.
+    Ends early if the stages do not divide the profile or cannot be executed, because then there are no figures. For a
+    plan edited by hand it reports the figures that it has now.
     """
     try:
         placement = Placement.of(plan, profile)
@@ -73,8 +73,8 @@ def check_plan(plan: Plan, profile: Profile) -> Iterator[Finding]:
     yield Finding(
         claim="stages",
         holds=True,
-        words=f"each of {len(profile.nodes)} operators in one of {len(placement.stages)}, nothing is sent backwards, "
-        "groups and pins are kept",
+        words=f"each of {len(profile.nodes)} operators in one of {len(placement.stages)}, none sends backwards, "
+        "groups and pins hold",
     )
     schedule = _schedule(plan)
     yield schedule
@@ -93,8 +93,8 @@ def check_plan(plan: Plan, profile: Profile) -> Iterator[Finding]:
 
 
 def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iterator[Finding]:
-    """What an edited plan is now: nothing that is stored is of it, so that nothing can be false."""
-    stored = "the plan was edited by hand, those in the file are of the plan before"
+    """Report what an edited plan is now. Its stored figures belong to the plan before, so none can be false."""
+    stored = "the plan was edited by hand, its file still has the old ones"
     if plan.predicted is None:
         stored = "there are none in the file"
     workers, gain = plan.cluster.workers, f"{recomputed.gain_over_data_parallel:.3g}"
@@ -104,11 +104,11 @@ def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iter
         holds=None,
         field="predicted",
         recomputed=recomputed.model_dump(mode="json"),
-        words=f"{stored}; as it is now it takes "
+        words=f"{stored}; it now takes "
         f"{format_seconds(time_s)} per minibatch ({recomputed.throughput_samples_per_s:.4g} samples/s), {gain} times "
         f"as fast as data parallelism on {workers} worker(s)",
     )
-    with suppress(UsageError, NoPlanError):  # what is not searched, or only with what the plan does not say
+    with suppress(UsageError, NoPlanError):  # not searched, or only with options that the plan does not record
         if not (found := _found_again(plan, profile)):
             return
         fastest = found[0]
@@ -119,7 +119,7 @@ def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iter
             holds=None,
             recomputed=best_s,
             words=f"by the formulas it takes {format_seconds(recomputed.bottleneck_s)}, {more:.1%} more than the "
-            f"fastest plan that was found ({fastest.placement.config}, {format_seconds(best_s)})",
+            f"fastest plan found ({fastest.placement.config}, {format_seconds(best_s)})",
         )
 
 
@@ -149,14 +149,14 @@ def _memory(plan: Plan, recomputed: Predicted) -> Finding:
 
 
 def _compared(name: str, stored: Any, recomputed: Any) -> Finding:
-    """Compare a figure, or one for each stage; bytes may differ by one, they are rounded up."""
+    """Compare a figure, or one for each stage. Bytes may differ by one, because they are rounded up."""
     old, new = (value if isinstance(value, tuple) else (value,) for value in (stored, recomputed))
     tolerance = 1.0 if name.endswith("_bytes") else 0.0
     holds = len(old) == len(new) and all(
         a == b or (None not in (a, b) and abs(a - b) <= max(tolerance, _RELATIVE_TOLERANCE * max(abs(a), abs(b))))
         for a, b in zip(old, new, strict=False)
     )
-    words = "as recomputed" if holds else f"the plan says {_listed(stored)}, recomputed it is {_listed(recomputed)}"
+    words = "as recomputed" if holds else f"the plan says {_listed(stored)}, but it is {_listed(recomputed)}"
     return Finding(
         claim=name, holds=holds, words=words, field=f"predicted.{name}", stored=stored, recomputed=recomputed
     )
@@ -174,27 +174,27 @@ def _certificate(plan: Plan, profile: Profile, time_s: float) -> Iterator[Findin
     yield _lower_bound(plan, profile, certificate, time_s)
     stored, gap = certificate.gap, gap_to_bound(time_s, certificate.bound_s)
     is_same = stored is not None and abs(stored - gap) <= _RELATIVE_TOLERANCE * (1 + gap)
-    words = f"this plan is {gap:.2%} slower than the lower bound" + f", it says {stored}" * (not is_same)
+    words = f"this plan is {gap:.2%} slower than the lower bound" + f", but the plan says {stored}" * (not is_same)
     yield Finding(claim="gap", holds=is_same, words=words, field="why.certificate.gap", stored=stored, recomputed=gap)
 
 
 def _lower_bound(plan: Plan, profile: Profile, certificate: Certificate, time_s: float) -> Finding:
     """Search again, and compare the fastest plan with the bound.
 
-    A plan that does not record what it was asked for may have left out what is faster: that proves nothing.
+    If a plan does not record its options, a faster plan proves nothing: the options may have excluded it.
     """
     fastest = _found_again(plan, profile)
     best_s = min([time_s, *(candidate.time_per_minibatch_s for candidate in fastest[:1])])
     bound_s, least_s = certificate.bound_s, certificate.bound_s * (1 - _RELATIVE_TOLERANCE)
-    words = f"no plan takes less than {format_seconds(bound_s)}, it says; the fastest that was found again "
+    words = f"it says that no plan takes less than {format_seconds(bound_s)}; the fastest found now "
     words += f"takes {format_seconds(best_s)}"
     if fastest and best_s < time_s:
         words += f" ({fastest[0].placement.config})"
     if plan.asked is None:
-        words += "; the plan does not record what was asked for, so the search took what it has"
+        words += "; the plan does not record its options, so the search took them from its stages"
     floor_s = sum(node.forward_s + node.backward_s for node in profile.nodes) / plan.cluster.workers
     if bound_s < floor_s * (1 - _RELATIVE_TOLERANCE):
-        words += f"; a weak claim, all workers computing all the time take {format_seconds(floor_s)}"
+        words += f"; a weak claim: all workers without a pause take {format_seconds(floor_s)}"
     return Finding(
         claim="lower bound",
         holds=best_s >= least_s or (None if plan.asked is None and time_s >= least_s else False),
@@ -206,8 +206,8 @@ def _lower_bound(plan: Plan, profile: Profile, certificate: Certificate, time_s:
 
 
 def _found_again(plan: Plan, profile: Profile) -> list[Candidate]:
-    """What the search finds that the certificate is about. An edited plan is searched under its own schedule and
-    strategy; so is a plan that does not record what was asked for, and its stages recompute only if one of them does.
+    """Repeat the search behind the certificate. Use the plan's own schedule and strategy if it was edited or does not
+    record its options. In the second case allow recomputation only if one of its stages recomputes.
     """
     asked = plan.asked or PlanOptions(
         straight=STRATEGIES[plan.strategy].is_straight,

@@ -28,12 +28,12 @@ from pdtool.planner.search.search import MAX_WORKERS_WITH_CONFIGURATIONS, PlanSe
 from pdtool.planner.simulator.engine import PATIENT, is_too_large, steady_state_s
 from pdtool.planner.simulator.job import action_count
 
-# Where the fastest plan of the shortlist is slower than its formulas say, also search as if links were twice as slow:
+# If the fastest plan of the shortlist is slower than its formulas say, also search as if links were twice as slow:
 # such plans communicate less.
 _LINK_SLOWDOWNS = (1.0, 2.0)
-# With a flush all messages of a pipeline that fills and drains are waited for, whatever is in flight.
+# With a flush, workers wait for all messages while the pipeline fills and drains, whatever is in flight.
 _LINK_SLOWDOWNS_OF_FLUSH = (1.0, 2.0, 4.0, 8.0)
-# A simulation sees some 32 minibatches of the steady state, and the first and the last may be early or late.
+# A simulation sees some 32 minibatches of the steady state. The first and the last may be early or late.
 _SIMULATION_ERROR = 1.01
 # Those with the smallest lower bounds, for each slowdown; many are simulated where that takes milliseconds. Of as many
 # configurations borders are moved to where shared links carry less.
@@ -52,12 +52,12 @@ class Selected:
     """The chosen plan.
 
     Attributes:
-        simulated_s: its simulated seconds per minibatch; None: it was not simulated, because it is too large, because
-            PipeDream's formulas are asked for, or because no plan of the shortlist can be simulated.
-        limit_s: seconds per minibatch that were allowed; simulated, or by the formulas where it was not simulated.
-        fastest: the fastest plan that was simulated, with its seconds per minibatch; it has more stages, or borders in
-            the middle of modules, where it is not the chosen one.
-        simulated_plans: from which it was chosen, each with one or more numbers of minibatches in flight.
+        simulated_s: its simulated seconds per minibatch; None: not simulated, because it is too large, PipeDream's
+            formulas were asked for, or no plan of the shortlist can be simulated.
+        limit_s: seconds per minibatch that were allowed: simulated, or by the formulas if it was not simulated.
+        fastest: the fastest simulated plan, with its seconds per minibatch. If it was not chosen, it has more stages,
+            or borders inside modules.
+        simulated_plans: number of simulated plans, each with one or more numbers of minibatches in flight.
     """
 
     candidate: Candidate
@@ -71,9 +71,9 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
     """Choose a plan.
 
     Args:
-        optima: PlanSearch.fastest_plans, the first of them the optimum by the formulas.
-        baselines: plans that the choice must not be slower than by more than the margin; those that do not fit, or
-            have other stages or replicas than were asked for, are left out.
+        optima: PlanSearch.fastest_plans; the first is the optimum by the formulas.
+        baselines: the choice may be slower than these by the margin at most. Those that do not fit, or lack the stages
+            or replicas that were asked for, are left out.
     """
     options, optimum_s = search.options, optima[0].time_per_minibatch_s
     goal_s = optimum_s * (1 + options.simplest)  # nothing is faster by more than the margin
@@ -92,7 +92,7 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
     if selection.lowest_bound_s > goal_s:
         selection.add_plans_by_stage_count(selection.lowest_bound_s, slowdowns=(1.0,))
     selection.simulate()
-    drains = any(execution.kind.flushes for execution in options.executions)  # for how long, the formulas only guess
+    drains = any(execution.kind.flushes for execution in options.executions)  # the formulas only guess for how long
     excess = _excess_of_formulas(search)
     error = _SIMULATION_ERROR if search.workers <= MAX_WORKERS_WITH_CONFIGURATIONS else 1.0  # time for more simulations
     if drains or selection.fastest_s > goal_s / (error * excess):
@@ -107,7 +107,7 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
 
 
 def _excess_of_formulas(search: PlanSearch) -> float:
-    """Return how many times as long as a simulation the formulas may say that a plan takes, about.
+    """Return roughly by which factor the formulas may overestimate a plan's simulated time.
 
     Stages that share a parameter update as rarely as the rarest of them; the formulas count the updates of each stage.
     And they let tensors that skip a stage pass through it.
@@ -121,7 +121,7 @@ def _excess_of_formulas(search: PlanSearch) -> float:
 
 @dataclass(frozen=True)
 class _Simulated:
-    """A plan of the shortlist with the minibatches in flight that it gets, and its simulated seconds per minibatch."""
+    """A plan of the shortlist with its minibatches in flight and its simulated seconds per minibatch."""
 
     candidate: Candidate
     time_s: float
@@ -133,11 +133,11 @@ class _Simulated:
 
 
 class _Selection:
-    """The shortlist, and the plans of it that were simulated.
+    """The shortlist, and which of its plans were simulated.
 
     Attributes:
-        fastest_s: seconds per minibatch of the fastest of these.
-        simulated_plans: number of these, with those that were too slow to be kept.
+        fastest_s: seconds per minibatch of the fastest simulated plan.
+        simulated_plans: number of simulated plans, including those too slow to keep.
     """
 
     def __init__(self, search: PlanSearch, candidates: Iterable[Candidate]) -> None:
@@ -155,8 +155,7 @@ class _Selection:
         return min((bound_s for bound_s, _ in self._shortlist), default=math.inf)
 
     def add_plans_by_stage_count(self, bound_s: float, slowdowns: Sequence[float] = _LINK_SLOWDOWNS) -> None:
-        """Add the best plans of each schedule, layout and number of stages, as far as they may take less than
-        `bound_s`.
+        """Add the best plans of each schedule, layout and number of stages that may take less than `bound_s`.
 
         Args:
             slowdowns: search as if links were slower by each of these factors.
@@ -175,9 +174,9 @@ class _Selection:
         self._shortlist = []
 
     def add_plans_with_freer_links(self) -> None:
-        """Move the borders of plans that only shared links make slow to where these links carry less, and add them.
+        """Add plans that only shared links make slow, with their borders moved to where these links carry less.
 
-        The formulas take each link for itself: by them these plans are faster than any that was simulated.
+        The formulas count each stage's traffic alone, so by them these plans are faster than any simulated one.
         """
         of_each_configuration = {
             plan.placement.workers: (bound_s, plan)
@@ -207,12 +206,12 @@ class _Selection:
             self.simulate()
 
     def selected(self) -> Selected | None:
-        """Return the fastest plan; within the margin of it the one with the fewest stages."""
+        """Return the plan with the fewest stages within the margin of the fastest one."""
         near = self._near
         if not near:
             return None
         chosen = min(near, key=lambda plan: (plan.stages, plan.time_s))
-        if is_too_large(chosen.candidate.placement):  # whoever checks or changes it has the formulas only
+        if is_too_large(chosen.candidate.placement):  # `check` and `reschedule` have only the formulas
             limit_s = chosen.candidate.time_per_minibatch_s * (1 + self.margin)
             return Selected(chosen.candidate, None, limit_s, simulated_plans=self.simulated_plans)
         fastest = min(near, key=lambda plan: plan.time_s)
@@ -227,7 +226,7 @@ class _Selection:
         return [plan for plan in self._plans if plan.time_s <= self.fastest_s * (1 + self.margin)]
 
     def _with_lower_bounds(self, candidates: Iterable[Candidate]) -> list[tuple[float, Candidate]]:
-        """Those that fit, each once, with their lower bounds."""
+        """Return the plans that fit, each once, with their lower bounds."""
         evaluator, options = self.search.evaluator, self.search.options
         shortlist = []
         for candidate in candidates:
@@ -239,7 +238,7 @@ class _Selection:
         return shortlist
 
     def _may_win(self, bound_s: float, candidate: Candidate) -> bool:
-        """Whether it may be the fastest, or within the margin of the fastest and of fewer stages than all there."""
+        """Whether it may be the fastest, or be within the margin and have fewer stages than all others there."""
         fewest_stages = min((plan.stages for plan in self._near), default=math.inf)
         has_fewer_stages = len(candidate.placement.stages) < fewest_stages
         return bound_s < self.fastest_s * ((1 + self.margin) if has_fewer_stages else 1.0)
@@ -254,8 +253,8 @@ class _Selection:
 
 
 def _renumbered(placement: Placement, cluster: Cluster) -> Placement:
-    """Return the placement with the members of each level numbered in the order in which it uses them: placements that
-    are the same then take as long."""
+    """Return the placement with each level's members numbered in order of use, so that equivalent placements are
+    equal."""
     numbers: list[dict[int, int]] = [{} for _ in cluster.below]
     workers = tuple(
         tuple(
@@ -282,10 +281,10 @@ def with_moved_borders(search: PlanSearch, plan: Candidate) -> Iterator[Candidat
 
 
 def move_to_faster_cuts(search: PlanSearch, selected: Selected) -> Selected:
-    """Return a plan that flushes with its borders moved to cuts near by, for as long as the simulation shows that to be
-    faster, and then with the minibatches in flight that make it fastest.
+    """Improve a flushing plan: move its borders to nearby cuts as long as simulations get faster, then choose the
+    minibatches in flight that make it fastest.
 
-    How long a pipeline takes to fill and drain depends on which of its stages is the slowest. The formulas do not say.
+    The time to fill and drain depends on which stage is the slowest. The formulas ignore that.
     """
     placement, margin, tries = selected.candidate.placement, search.options.simplest, 0
     if selected.simulated_s is None or not placement.execution.kind.flushes:
@@ -296,7 +295,7 @@ def move_to_faster_cuts(search: PlanSearch, selected: Selected) -> Selected:
         faster = None
         for moved in borders.neighbours(selected.candidate, border):
             limit_s, tries = selected.simulated_s or 0.0, tries + 1
-            if not is_small:  # with the numbers in flight that it has
+            if not is_small:  # with its present numbers in flight
                 time_s = steady_state_s(moved.placement, search.profile, search.cluster, limit_s)
                 if time_s is None or time_s >= limit_s:
                     continue
@@ -311,13 +310,13 @@ def move_to_faster_cuts(search: PlanSearch, selected: Selected) -> Selected:
 
 
 def move_to_module_borders(search: PlanSearch, selected: Selected) -> Selected:
-    """Return the plan with the borders that divide the fewest modules, of those that keep it within `limit_s`.
+    """Return the plan with borders that divide the fewest modules while it stays within `limit_s`.
 
-    The fastest border may lie in the middle of an attention, and one a little slower between two layers. The second one
-    gives stages that the model's author reads, and edits, as parts of the model. A border is moved to where it divides
-    the fewest modules, the nearest of such places first.
+    The fastest border may lie inside an attention, and a slightly slower one between two layers. With the second one,
+    the model's author can read and edit stages as parts of the model. A border moves to the nearest place where it
+    divides the fewest modules.
 
-    All borders that the formulas let move are moved at once and simulated; where that is too slow, one after the other.
+    All borders that the formulas let move are moved at once and simulated. If that is too slow, one after the other.
     """
     borders = _Borders(search, selected)
     moved = selected
@@ -347,10 +346,10 @@ def modules_divided(cuts: CutSpace) -> NDArray[np.int64]:
 
 
 class _Borders:
-    """The borders of one plan, as cuts of the space that it was searched in.
+    """The borders of one plan, as cuts of its search space.
 
     Attributes:
-        inner: numbers of the stages that a border stands before and may be moved.
+        inner: numbers of the stages whose first border may be moved.
     """
 
     def __init__(self, search: PlanSearch, selected: Selected) -> None:
@@ -364,7 +363,7 @@ class _Borders:
         self.inner = range(1, len(placement.stages)) if is_found else range(0)
 
     def moves(self, selected: Selected, border: int) -> Iterator[Selected]:
-        """Yield the plan with one border moved, as far as it fits and the formulas say that it is fast enough."""
+        """Yield the plan with one border moved, if it fits and is fast enough by the formulas."""
         candidate = selected.candidate
         numbers = self._numbers(candidate)
         assert numbers
@@ -377,7 +376,7 @@ class _Borders:
                 yield replace(selected, candidate=changed)
 
     def neighbours(self, candidate: Candidate, border: int) -> Iterator[Candidate]:
-        """Yield the plan with a border moved to each of the nearest cuts before it and after it, as far as it fits."""
+        """Yield the plan with a border moved to each of the nearest cuts on both sides, if it fits."""
         numbers = self._numbers(candidate)
         assert numbers
         before, cut, after = numbers[border - 1 : border + 2]
@@ -406,7 +405,7 @@ class _Borders:
         return replace(selected, simulated_s=time_s)
 
     def _nearby(self, numbers: Sequence[int], border: int, stages: int) -> Sequence[int]:
-        """The cuts that divide fewer modules than a border, and leave neither stage beside it too slow."""
+        """The cuts that divide fewer modules than a border and make neither neighbouring stage too slow."""
         before, cut, after = numbers[border - 1 : border + 2]
         fewest_s = self._work_s - self._work_s[before], self._work_s[after] - self._work_s
         shares_s = [work_s / self._replicas[border - 1 + side] for side, work_s in enumerate(fewest_s)]

@@ -1,8 +1,8 @@
-"""How the plan of each strategy is found: one object a strategy, which PLANNERS has by name.
+"""How each strategy's plan is found: PLANNERS has one object per strategy, by name.
 
-What the plans of a strategy are is in pdtool.schedule.strategies. `make_plan` asks its planner for
+pdtool.schedule.strategies defines the strategies. `make_plan` asks the planner of one for
 
-    options      of the search, from those that were asked for; it refuses what does not go with the strategy
+    options      search options, from those that were asked for; it refuses those that do not suit the strategy
     candidates   its best plans by the formulas
     baselines    plans that everyone asks about: data parallelism, the straight pipeline, GPipe, model parallelism and
                  one worker
@@ -33,18 +33,18 @@ from pdtool.schedule import BASELINES, ONE_F_ONE_B, SCHEDULES, STRATEGIES, Execu
 from pdtool.units import format_bytes, format_seconds
 
 Baseline = tuple[str, Candidate]  # with its label
-_DEFAULT_MICROBATCHES = 4  # of a flushing schedule that was asked for by name
-# The best GPipe of another number of stages is looked at when its formulas say at most this factor of the best one's
-# time: they hide messages, which all stages of a pipeline that fills and drains wait for.
+_DEFAULT_MICROBATCHES = 4  # of a flushing schedule asked for by name
+# Try the best GPipe of another number of stages if its time by the formulas is at most this factor of the best one's:
+# the formulas hide messages, but stages wait for them while the pipeline fills and drains.
 _MAX_SLOWDOWN = 2.0
 _BISECTIONS = 12  # of the memory of a worker
 _MAX_WORKERS_WITH_ALL_MINIBATCHES = 8  # hybrid parallelism is searched with any number of minibatches up to here
-_OTHER_RIVALS = 2  # that a plan lists, besides the baselines
+_OTHER_RIVALS = 2  # listed in a plan, besides the baselines
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Finds the plan of a strategy that others are compared with."""
+    """Finds the plan of one strategy; this class is for strategies that others are compared with."""
 
     strategy: Strategy
 
@@ -52,12 +52,12 @@ class Planner:
         """Return the search options for the best plan of the strategy.
 
         Args:
-            asked: schedule and microbatches are those that go with the strategy, unless some were asked for.
+            asked: the user's options; schedule and microbatches that are missing follow from the strategy.
             batch_size: of a minibatch, as profiled; a microbatch has the same.
 
         Raises:
-            UsageError: the strategy has no such schedule, microbatches or replicas, or needs more workers; or
-                minibatches do not make up the samples of an update.
+            UsageError: the strategy excludes this schedule, these microbatches or replicas, or needs more workers; or
+                the samples of an update are not whole minibatches.
         """
         strategy, schedule, microbatches = self.strategy, asked.schedule, asked.microbatches
         minibatches = None
@@ -67,14 +67,16 @@ class Planner:
         name = f"--strategy {strategy.name}"
         if workers < strategy.min_workers:
             raise UsageError(
-                f"{name} on {workers} worker(s)", f"give {strategy.min_workers} or more, or another strategy"
+                f"{name} cannot use {workers} worker(s)", f"give {strategy.min_workers} or more, or another strategy"
             )
         if strategy.schedule and schedule not in (None, strategy.schedule):
-            raise UsageError(f"{name} with --schedule {schedule}", f"leave --schedule out: it has {strategy.schedule}")
+            raise UsageError(
+                f"{name} excludes --schedule {schedule}", f"leave --schedule out: it uses {strategy.schedule}"
+            )
         if strategy.fixes_updates and microbatches not in (None, 1):
-            raise UsageError(f"{name} with --microbatches {microbatches}", "leave --microbatches out")
+            raise UsageError(f"{name} excludes --microbatches {microbatches}", "leave --microbatches out")
         if _flushes(strategy.schedule) and asked.cost_model != "ours":
-            raise UsageError(f"{name} with --cost {asked.cost_model}", "leave --cost out")
+            raise UsageError(f"{name} excludes --cost {asked.cost_model}", "leave --cost out")
         schedule = schedule or strategy.schedule or ONE_F_ONE_B.name
         given: dict[str, Any] = {
             field.name: getattr(asked, field.name) for field in fields(SearchOptions) if hasattr(asked, field.name)
@@ -90,8 +92,8 @@ class Planner:
         return options
 
     def averaging(self, options: SearchOptions, minibatches: int | None) -> SearchOptions:
-        """Return the options of a search for plans with so many minibatches in one update of every stage; as they are
-        for None, and where the strategy has a number of its own."""
+        """Return search options for so many minibatches in one update of every stage. For None, or if the strategy
+        fixes its number, return them unchanged."""
         if minibatches is None or self._has_own_updates:
             return options
         is_flushing, is_running = _flushes(options.schedule), options.schedule in SCHEDULES
@@ -103,11 +105,11 @@ class Planner:
 
     @property
     def _has_own_updates(self) -> bool:
-        """Whether it must have a certain number of minibatches in an update, to be what it is."""
+        """Whether the strategy itself defines the number of minibatches in an update."""
         return self.strategy.fixes_updates and (_flushes(self.strategy.schedule) or not self.strategy.is_for_speed)
 
     def rival_options(self, profile: Profile, cluster: Cluster, plan: Plan) -> SearchOptions:
-        """Return the search options for the best plan of the strategy on a cluster, to compare `plan` with it."""
+        """Return the search options for the strategy's best plan on a cluster, as a rival of `plan`."""
         workers = None
         if self.strategy.is_straight:
             max_stages = PlanSearch(profile, cluster, SearchOptions()).whole_space.max_stages
@@ -116,7 +118,7 @@ class Planner:
         return self.averaging(options, plan.execution.minibatches_per_update)
 
     def candidates(self, search: PlanSearch) -> list[Candidate]:
-        """Return the best plans of the strategy by the formulas, the fastest first; none where none fits.
+        """Return the best plans of the strategy by the formulas, the fastest first; empty if none fits.
 
         Raises:
             NoPlanError: the model cannot be cut into as many stages as the strategy has; or asynchronous data
@@ -128,12 +130,12 @@ class Planner:
             if options.replicas:
                 asked, remedy = f"--replicas {options.replicas_text}", "give fewer stages"
             raise NoPlanError(
-                f"{asked} needs {options.min_stages} stages, but the model can be cut into {max_stages} at most", remedy
+                f"{asked} needs {options.min_stages} stages, but the model can be cut into at most {max_stages}", remedy
             )
         return search.fastest_plans()
 
     def searches_all_updates(self, search: PlanSearch) -> bool:
-        """Return whether every number of minibatches in an update is searched that a plan of the strategy may have."""
+        """Return whether the search covers every number of minibatches in an update that the strategy allows."""
         return True
 
     def baselines(self, search: PlanSearch, optimum: Candidate) -> list[Baseline]:
@@ -145,8 +147,8 @@ class Planner:
         return list(baselines(search, execution)) if self.strategy.is_for_speed else []
 
     def choose(self, search: PlanSearch, candidates: Sequence[Candidate], named: Sequence[Baseline]) -> Selected:
-        """Return the candidate that is simulated fastest, of the same ones the first; the first by the formulas where
-        no margin is allowed, none can be simulated, or PipeDream's formulas are asked for.
+        """Return the candidate with the fastest simulation; ties: the first. Return the first by the formulas if no
+        margin is allowed, none can be simulated, or PipeDream's formulas were asked for.
 
         Args:
             named: the baselines.
@@ -169,8 +171,7 @@ class Planner:
     def rejected(
         self, search: PlanSearch, chosen: Candidate, named: Sequence[Baseline], others: Sequence[Candidate]
     ) -> Iterator[Rival]:
-        """Yield the baselines, then the two fastest of `others`, and why they lost; each once, never the chosen
-        plan."""
+        """Yield the baselines, then the two fastest of `others`, and why each lost; never the chosen plan."""
         seen = {_identity(chosen)}
         remaining = _OTHER_RIVALS
         for label, rival in [*named, *((plan.placement.config, plan) for plan in others)]:
@@ -189,20 +190,20 @@ class Planner:
             )
 
     def _of_samples_per_update(self, asked: PartitionOptions, batch_size: int) -> tuple[str, int]:
-        """Return the schedule, and the minibatches of an update that averages as many samples as are asked for."""
+        """Return the schedule, and how many minibatches make up the samples that an update should average."""
         samples = asked.samples_per_update or 0
         text = f"--samples-per-update {samples}"
         if asked.microbatches:
-            raise UsageError(f"{text} together with --microbatches {asked.microbatches}", "give one of them")
+            raise UsageError(f"{text} and --microbatches {asked.microbatches} exclude each other", "give only one")
         if self._has_own_updates:
-            what = f"{text} with --strategy {self.strategy.name}, whose updates have a size of their own"
+            what = f"--strategy {self.strategy.name} fixes the size of updates, so it excludes {text}"
             raise UsageError(what, "leave it out")
         schedule = asked.schedule or self.strategy.schedule or "1f1b-flush"
         count, rest = divmod(samples, batch_size)
         if rest or not count:
             near = " or ".join(str(batch_size * n) for n in (count, count + 1) if n)
             remedy = f"give {near}, or profile with a --batch-size that divides {samples}"
-            raise UsageError(f"{text} is no multiple of the minibatch of {batch_size} that was profiled", remedy)
+            raise UsageError(f"{text} is not a multiple of the profiled minibatch of {batch_size}", remedy)
         if count > MAX_IN_FLIGHT:
             raise UsageError(
                 f"{text} is {count} minibatches of {batch_size}", f"give at most {MAX_IN_FLIGHT * batch_size}"
@@ -213,47 +214,47 @@ class Planner:
         return _DEFAULT_MICROBATCHES if _flushes(schedule) else 1
 
     def _check_replicas(self, options: SearchOptions, cluster_workers: int) -> None:
-        """Raise UsageError where no plan with these replicas goes with the other options, or lies on the cluster."""
+        """Raise UsageError if these replicas clash with the other options or do not fit on the cluster."""
         asked, workers, strategy = f"--replicas {options.replicas_text:.80}", sum(options.replicas or ()), self.strategy
         if strategy.is_straight or not strategy.is_own:
-            raise UsageError(f"{asked} together with --strategy {strategy.name}", "give one of them")
+            raise UsageError(f"{asked} and --strategy {strategy.name} exclude each other", "give only one")
         if options.workers is not None:
-            raise UsageError(f"{asked} together with --workers {options.workers}", "leave --workers out")
+            raise UsageError(f"{asked} and --workers {options.workers} exclude each other", "leave --workers out")
         kind = SCHEDULES.get(options.schedule)
         if kind and kind.chunked:
             allowed = ", ".join(name for name, kind in SCHEDULES.items() if not kind.chunked)
-            raise UsageError(f"{asked} together with --schedule {options.schedule}", f"choose of {allowed}")
+            raise UsageError(f"--schedule {options.schedule} excludes {asked}", f"choose from {allowed}")
         if kind and kind.planned_as and kind.equal_replicas and len(set(options.replicas or ())) > 1:
             remedy = f"give each stage as many, or take {kind.planned_as.name}"
-            raise UsageError(f"{asked} together with --schedule {kind.name}", remedy)
+            raise UsageError(f"--schedule {kind.name} excludes {asked}", remedy)
         if options.min_stages < strategy.min_stages:
             raise UsageError(f"{asked} is one stage", f"--strategy {strategy.name} has {strategy.min_stages} or more")
         if max(options.replicas or ()) > (options.update_every or math.inf):
-            what = f"{asked} with {options.update_every} minibatches in an update: each replica must have one in it"
+            what = f"{asked} needs a minibatch for each replica, but an update has {options.update_every}"
             raise UsageError(what, "give fewer replicas, more --samples-per-update, or --schedule 1f1b-flush")
         if workers > cluster_workers:
             raise UsageError(
-                f"{asked} is on {workers} workers: the cluster has {cluster_workers}",
+                f"{asked} needs {workers} workers, but the cluster has {cluster_workers}",
                 "give fewer replicas, or a larger --topology",
             )
         if workers > MAX_WORKERS_PER_COPY:
-            raise UsageError(f"{asked} is on {workers} workers", f"give at most {MAX_WORKERS_PER_COPY}")
+            raise UsageError(f"{asked} needs {workers} workers", f"give at most {MAX_WORKERS_PER_COPY}")
 
     def _check_in_flight(self, options: SearchOptions) -> None:
-        """Raise UsageError where the schedule or the strategy says how many minibatches are in flight."""
+        """Raise UsageError if the schedule or the strategy fixes how many minibatches are in flight."""
         execution = ExecutionConfig(schedule=options.schedule, strategy=options.strategy)
         asked, strategy = f"--in-flight {options.in_flight}", self.strategy
         if strategy.fixes_updates:
-            raise UsageError(f"{asked} with --strategy {strategy.name}, which has a number of its own", "leave it out")
+            raise UsageError(f"--strategy {strategy.name} fixes its own number, so it excludes {asked}", "leave it out")
         if options.schedule in SCHEDULES and not execution.has_choice_in_flight:
-            what = f"{asked} with schedule {options.schedule}, which has all microbatches of an update in flight"
+            what = f"schedule {options.schedule} keeps all microbatches of an update in flight, so it excludes {asked}"
             raise UsageError(what, "leave --in-flight out, or use --schedule 1f1b-flush")
 
     def _size_of_update(self, placement: Placement) -> str:
         return ""
 
     def _is_asked_for(self, search: PlanSearch, rival: Candidate) -> bool:
-        """Whether a rival with the schedule, stages and replicas that were asked for is what was asked for."""
+        """Whether a rival has what was asked for, besides schedule, stages and replicas."""
         return rival.placement.execution.strategy == self.strategy.name
 
     def _why_rejected(self, search: PlanSearch, rival: Candidate, chosen: Candidate) -> str:
@@ -265,7 +266,7 @@ class Planner:
         if gain_s <= 0:
             return rival.cost.bottleneck
         is_same_schedule = rival.placement.execution.schedule == chosen.placement.execution.schedule
-        reason = ", but not what was asked for"
+        reason = ", but excluded by the options"
         if is_same_schedule and self._is_asked_for(search, rival) and search.options.allows(rival.placement):
             reason = self._why_slower(search, rival, chosen)
         return f"{format_seconds(gain_s)} faster{reason}"
@@ -276,7 +277,7 @@ class Planner:
 
 
 class _OwnPlanner(Planner):
-    """PipeDream's own: chosen by simulation from a shortlist, with borders between modules."""
+    """PipeDream's own strategy: choose by simulation from a shortlist, with borders between modules."""
 
     def choose(self, search: PlanSearch, candidates: Sequence[Candidate], named: Sequence[Baseline]) -> Selected:
         options, execution = search.options, replace(candidates[0].placement.execution, copies=1)
@@ -308,11 +309,11 @@ class _DataParallelPlanner(Planner):
 
 class _ModelParallelPlanner(Planner):
     def choose(self, search: PlanSearch, candidates: Sequence[Candidate], named: Sequence[Baseline]) -> Selected:
-        """Choose the split that is at most the margin slower than the fastest and whose fullest worker holds the least,
-        to within a few thousandths.
+        """Of the splits within the margin of the fastest, choose the one whose fullest worker holds the least, to
+        within a few thousandths.
 
-        Stages that take turns are as fast together wherever the cuts are, but for the messages: cuts that cost as
-        little can leave all of the model on one worker, and to share its memory is what model parallelism is for.
+        Stages that take turns are equally fast wherever the cuts are, apart from messages. The cheapest cuts may leave
+        all of the model on one worker, but model parallelism is meant to share its memory.
         """
         least = fastest = candidates[0]
         limit_s = fastest.time_per_minibatch_s * (1 + search.options.simplest) * TOLERANCE
@@ -333,14 +334,14 @@ class _ModelParallelPlanner(Planner):
 
 
 class _GPipePlanner(Planner):
-    """An update takes as many microbatches as there are workers, so the samples that one of data parallelism takes."""
+    """An update takes as many microbatches as there are workers: the same samples as with data parallelism."""
 
     def rival_options(self, profile: Profile, cluster: Cluster, plan: Plan) -> SearchOptions:
         options = super().rival_options(profile, cluster, plan)
         return self.averaging(options, plan.execution.minibatches_per_update or cluster.workers)
 
     def candidates(self, search: PlanSearch) -> list[Candidate]:
-        """Return the best pipeline of each number of stages, as far as it is not much slower than the best."""
+        """Return the best pipeline of each number of stages, unless it is much slower than the best."""
         candidates = []
         for optimum in super().candidates(search)[:1]:
             bound_s = optimum.time_per_minibatch_s * _MAX_SLOWDOWN
@@ -361,11 +362,10 @@ class _HybridPlanner(Planner):
     """An update averages as many minibatches as the first stage has replicas."""
 
     def candidates(self, search: PlanSearch) -> list[Candidate]:
-        """Return the best plan of each number of minibatches in an update, as far as it is within the margin of the
-        best so far.
+        """Return the best plan of each number of minibatches in an update, if it is within the margin of the best so
+        far.
 
-        On many workers not every number is searched, but those that divide them, and those that leave a divisor of them
-        to the other stages.
+        On many workers, search only numbers that divide them, or that leave a divisor of them to the other stages.
         """
         workers, best_s = search.workers, math.inf
         candidates: list[Candidate] = []
@@ -382,20 +382,20 @@ class _HybridPlanner(Planner):
         return search.workers <= _MAX_WORKERS_WITH_ALL_MINIBATCHES
 
     def _default_microbatches(self, workers: int, schedule: str) -> int:
-        return workers - 1  # the most that its first stage can have; all below are searched, too
+        return workers - 1  # the most that its first stage can have; all smaller numbers are searched, too
 
 
 class _AsyncDataParallelPlanner(Planner):
     def candidates(self, search: PlanSearch) -> list[Candidate]:
-        """One worker with as many minibatches in flight as there would be workers: their gradients come one update
-        later for each further one, which is the delay of workers that update in turns."""
+        """One worker with as many minibatches in flight as there would be workers: each further one delays gradients by
+        one update, as if workers updated in turns."""
         evaluator, names = search.evaluator, search.profile.graph.names
         plan = evaluator.place([names], [[0]], search.options.executions[0], in_flight=[search.workers])
         if not evaluator.fits(plan):
             needed = format_bytes(max(plan.cost.searched_memory_bytes))
             raise NoPlanError(
                 f"{self.strategy.label} of {search.workers} workers does not fit: one worker computes for all of them "
-                f"and needs {needed}, it has {format_bytes(search.cluster.memory_bytes or 0)}",
+                f"and needs {needed}, but has {format_bytes(search.cluster.memory_bytes or 0)}",
                 "give fewer --workers, or smaller minibatches",
             )
         return [plan]
@@ -421,16 +421,16 @@ def planner_asked_for(asked: PartitionOptions) -> Planner:
     if not asked.straight:
         return PLANNERS[asked.strategy]
     if asked.strategy not in ("auto", "straight"):
-        raise UsageError(f"--straight together with --strategy {asked.strategy}", "give one of them")
+        raise UsageError(f"--straight and --strategy {asked.strategy} exclude each other", "give only one")
     return PLANNERS["straight"]
 
 
 def baselines(search: PlanSearch, execution: ExecutionConfig) -> Iterator[Baseline]:
-    """Yield each baseline, on the workers that may be used; the straight ones on as many as there are stages. An update
-    of GPipe takes as many minibatches as one of data parallelism.
+    """Yield each baseline on the workers that may be used; straight ones on one worker per stage. GPipe takes as many
+    minibatches in an update as data parallelism.
 
-    GPipe and model parallelism have the stages of the straight pipeline here, which takes no further search. The best
-    plans of their kind are the candidates of their planners.
+    GPipe and model parallelism reuse the stages of the straight pipeline, which needs no further search. Their own
+    planners find their best plans.
     """
     execution = replace(execution, copies=1)
     minibatches = execution.minibatches_per_update
@@ -447,7 +447,7 @@ def baselines(search: PlanSearch, execution: ExecutionConfig) -> Iterator[Baseli
 
 
 def _straight_pipeline(search: PlanSearch, execution: ExecutionConfig) -> Candidate | None:
-    """Return the fastest pipeline of one worker a stage on as many workers as the model can be cut for; None: none
+    """Return the fastest pipeline with one worker per stage on as many workers as the model can be cut for; None: none
     fits."""
     max_stages = search.options.max_stages or search.workers
     depth = min(search.workers, search.whole_space.max_stages, max_stages, MAX_WORKERS_PER_COPY)
@@ -458,7 +458,7 @@ def _straight_pipeline(search: PlanSearch, execution: ExecutionConfig) -> Candid
 
 
 def _flushes(schedule: str | None) -> bool:
-    """Whether a schedule surely does; `auto` may choose one that does not."""
+    """Whether a schedule always flushes; `auto` may choose one that does not."""
     return schedule in SCHEDULES and SCHEDULES[schedule].flushes
 
 

@@ -1,9 +1,9 @@
 """The best plans of each configuration: of every way to share workers among stages, as 2-1-1, 1-2-1 and 1-1-2.
 
-The recurrence of `dynamic_programming` keeps one value for all plans that go on alike. Here each configuration is
-followed from its last stage to its first, over the same stages, as far as its plans stay within the bound. Among the
-plans of one configuration that are about as fast by the formulas, the one that computes and sends least in all is
-taken: it has most time to spare for what the formulas leave out.
+The recurrence of `dynamic_programming` keeps one value for all plans with the same remaining stages. This module
+follows each configuration from its last stage to its first, over the same stages, while its plans stay within the
+bound. Among plans of one configuration that are about equally fast by the formulas, it takes the one that computes and
+sends least in all: that one has most time to spare for what the formulas leave out.
 
 Complexity: O(2^U) configurations of U workers, each O(c²) for c cuts.
 """
@@ -40,7 +40,7 @@ class Configurations:
         stage_counts: numbers of stages that a plan may have.
 
     Attributes:
-        times_s: of the fastest plan of each configuration: seconds per minibatch, fill and drain included.
+        times_s: seconds per minibatch of each configuration's fastest plan, fill and drain included.
     """
 
     program: DynamicProgram
@@ -60,8 +60,8 @@ class Configurations:
                     self._prepend((last - replicas, replicas), done, (), stages)
 
     def plans(self, slots: Slots, slack: float | None) -> Iterator[list[StageSpan]]:
-        """Yield the plan of a configuration that computes and sends least, of those that are at most by the fraction
-        `slack` slower than its fastest; None: the fastest, of equal ones that whose stages end last."""
+        """Yield the plan of a configuration that computes and sends least, among those at most the fraction `slack`
+        slower than its fastest. None: yield the fastest; ties: the one whose stages end last."""
         program = self.program
         limit_s = self.times_s[slots] / program.model.flush_factor(len(slots)) * (1 + (slack or 0.0)) * TOLERANCE
         joined = program.combine if slack is None else np.add
@@ -94,7 +94,7 @@ class Configurations:
 
         Args:
             after: [cuts] the fastest that may follow the stage.
-            stages: that the whole plan has at most, exactly if a pin counts them.
+            stages: the most that the whole plan may have; exactly that many if a pin counts them.
         """
         if (held := self._stages.get(slot)) is None:
             return

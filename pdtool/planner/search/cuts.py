@@ -30,9 +30,8 @@ class CutSpace:
         blocks: nodes that no cut separates, in topological order of the blocks.
         inside: [cuts, blocks] whether a cut holds a block; from the empty cut to the whole, by size.
         pins: for each block the stage indices it is pinned to, negative from the end.
-        merged_operators: what was merged so that the cuts could be searched; None when nothing was.
-        merged_free_blocks: number of blocks that cost no time and were merged; no plan is lost by that but where
-            memory is short.
+        merged_operators: operators that were merged to keep the search small; None: none were.
+        merged_free_blocks: number of merged blocks that cost no time; this loses no plan unless memory is short.
     """
 
     profile: Profile
@@ -64,7 +63,7 @@ class CutSpace:
     def allowed_before(self, stage: int, stages: int) -> NDArray[np.bool_]:
         """[cuts] which cuts can stand before stage `stage` of `stages`: all that is pinned before it lies inside.
 
-        A pin beyond the last stage counts round, as Plan.stage_nodes has it.
+        A pin beyond the last stage wraps around, as in Plan.stage_nodes.
         """
         is_allowed = np.ones(len(self.inside), dtype=bool)
         for block, pins in enumerate(self.pins):
@@ -93,7 +92,7 @@ class CutSpace:
         return [(row, self._table.stages_from(i, row)) for i, row in enumerate(ends)]
 
     def coarser(self, max_cuts: int) -> CutSpace:
-        """Return the space of at most `max_cuts` cuts along one order of the operators; itself where it has no more."""
+        """Return a space of at most `max_cuts` cuts along one order of the operators; itself if it has no more."""
         inside = self.inside
         if len(inside) > max_cuts and max_cuts not in self._coarser:
             last = inside.shape[1] - inside[:, ::-1].argmax(axis=1)
@@ -112,8 +111,8 @@ def find_cuts(profile: Profile, max_cuts: int = PlanOptions.max_cuts, finer: Cut
     """Enumerate the cuts of `profile`: groups unbroken, pins kept, an operator in every stage.
 
     Args:
-        max_cuts: about how many there may be; where there are more, blocks are merged.
-        finer: the cuts found before for a larger `max_cuts`, to go on from.
+        max_cuts: rough limit; above it, blocks are merged.
+        finer: cuts found earlier for a larger `max_cuts`, to continue from.
     """
     pins = {node.name: NOT_OPERATORS[node.op] for node in profile.nodes if node.op in NOT_OPERATORS} | profile.pin
     same_pin = ([name for name, pin in pins.items() if pin == index] for index in sorted(set(pins.values())))
@@ -145,9 +144,9 @@ def find_cuts(profile: Profile, max_cuts: int = PlanOptions.max_cuts, finer: Cut
 def unbroken_groups(profile: Profile) -> list[Sequence[str]]:
     """Return groups of nodes that no cut may separate: those of the profile, and each dead end with a neighbour.
 
-    A dead end is what nothing takes a tensor from: it only writes a buffer, such as a batch norm's counter. A stage of
-    nothing else would have nothing to send; and dead ends that take no tensor either would double the cuts, each.
-    Operators that make what the model returns are none, since the loss takes that; without a loss nothing tells them.
+    A dead end is an operator whose output nobody takes: it only writes a buffer, such as a batch norm's counter. A
+    stage of dead ends would have nothing to send, and each dead end without inputs would double the cuts. The model's
+    outputs are not dead ends, because the loss takes them. Without a loss, they cannot be told apart.
     """
     groups: list[Sequence[str]] = [group for group in profile.together if group]
     by_name, takers = profile.by_name, profile.graph.consumers
@@ -166,8 +165,8 @@ def unbroken_groups(profile: Profile) -> list[Sequence[str]]:
 def _dead_ends(
     profile: Profile, blocks: Sequence[Sequence[str]], ends: Collection[str]
 ) -> Iterator[tuple[list[str], int]]:
-    """Yield each block that nothing is taken from, and the number of its neighbour among those that compute: the last
-    that it takes a tensor from, or else the next, or the one before. Blocks with a pin stay where that says."""
+    """Yield each dead-end block and its neighbour among the computing blocks: the last one that it takes a tensor from,
+    or else the next, or the one before. Pinned blocks stay in place."""
     graph, pinned = profile.graph, profile.pin.keys()
     block_of = {name: b for b, block in enumerate(blocks) for name in block}
     computing = [b for b, block in enumerate(blocks) if _computes(profile, block)]
@@ -208,8 +207,8 @@ class _BlockGraph:
     def cuts(self, limit: int) -> list[int] | None:
         """Return all cuts, by size; None when there are more than `limit` (known after about `limit` steps).
 
-        All that is pinned to the first stage is in every cut but the empty one, all that is pinned to the last in none
-        but the whole. A cut with no operator on one side is left out: that stage would compute nothing.
+        Blocks pinned to the first stage are in every cut but the empty one. Blocks pinned to the last stage are only in
+        the whole. A cut without an operator on one side is left out, because a stage there would compute nothing.
         """
         needs = [sum(1 << a for a in sources) for sources in self.before]
         start = self._closure({b for b, pins in enumerate(self.pins) if 0 in pins})
@@ -239,8 +238,8 @@ class _BlockGraph:
         return cut
 
     def without_free(self) -> _BlockGraph:
-        """Merge the blocks that cost no time and hold no parameters with a neighbour, where no plan is lost but for a
-        slower one: any plan gets no slower when such a block moves over the border to that neighbour."""
+        """Merge blocks without time and parameters into a neighbour if that loses no good plan: no plan gets slower
+        when such a block moves over the border to that neighbour."""
         merged: set[int] = set()
         pairs = []
         for b in range(len(self.members)):
@@ -251,9 +250,9 @@ class _BlockGraph:
         return _BlockGraph(self.profile, self.pin, [*self.members, *pairs]).without_free() if pairs else self
 
     def _free_partner(self, b: int) -> int | None:
-        """Return the block that a free block can always be merged with: the one that it takes its only input from, if
-        nobody else takes that and no more comes out of `b` than goes in; or its only taker, if no more goes in than
-        comes out."""
+        """Return the block that the free block `b` can always join: the source of its only input, if nobody else takes
+        that and `b`'s output is no larger than its input; or its only taker, if its input is no larger than its
+        output."""
         nodes = [self.profile.by_name[name] for name in self.members[b]]
         if self.pins[b] or any(n.forward_s + n.backward_s + n.update_s + n.parameter_bytes for n in nodes):
             return None
@@ -276,10 +275,10 @@ class _BlockGraph:
         return [sum(column) for column in zip(*sizes, strict=True)] or [0, 0, 0]
 
     def coarser(self, max_cuts: int) -> _BlockGraph:
-        """Merge up to a twelfth of the blocks (a third when they alone are far too many), each with a neighbour; at
-        least two blocks become one.
+        """Merge up to a twelfth of the blocks (a third if there are far too many), each with a neighbour; at least two
+        blocks become one.
 
-        Only blocks that stand beside others multiply the cuts, so those go first, the cheapest of them before all.
+        Only blocks in parallel branches multiply the cuts, so those go first, the cheapest before all.
         """
         nodes = self.profile.by_name
         weight = [sum(nodes[name].forward_s + nodes[name].backward_s for name in block) for block in self.members]

@@ -1,9 +1,9 @@
 """The fastest pipeline by dynamic programming over (cut, worker), from the last stage to the first.
 
-PipeDream, SOSP'19, section 3.1: A(j, m) = min over i, m' of max(A(i, m - m'), 2 a_i / B, T(i+1..j, m')), on cuts of a
-DAG instead of prefixes of a chain, and from the back: then the workers that follow a stage are known, and with them its
-minibatches in flight and its memory. Stages take contiguous workers in order, so the links that each stage's all-reduce
-and border cross are known; where stages contend for a link, plan_cost and the simulator say so.
+PipeDream, SOSP'19, section 3.1: A(j, m) = min over i, m' of max(A(i, m - m'), 2 a_i / B, T(i+1..j, m')). Here it runs
+on cuts of a DAG instead of prefixes of a chain, and from the back: then it knows the workers after a stage, and with
+them the stage's minibatches in flight and memory. Stages take contiguous workers in order, so it knows which links each
+stage's all-reduce and border cross. Contention for a link is left to plan_cost and the simulator.
 
                 cut i                       cut j
       ... stage   |           stage           |   stages after it   |  end
@@ -12,7 +12,7 @@ and border cross are known; where stages contend for a link, plan_cost and the s
 
     (1)  the stage computes and averages its gradients
     (2)  everything after it, found before
-    (3)  what crosses the border before it, which depends on the q workers on the other side
+    (3)  traffic over the border before it, which depends on the q workers on the other side
     (4)  V[i, f, q] = min over (j, r) of max((1), (2), (3)); V[end, U, q] = 0
     (5)  the best whole plan is V[0, f, 0], which leaves the first f workers idle; its stages are traced from there
     V[end, u, q] = 0 for the last workers u, too, that may be idle
@@ -21,8 +21,8 @@ Without pipelining nothing overlaps, and the sum of (1), (2) and (3) stands for 
 
     i, j: cuts before and after a stage    f: its first worker    r: its replicas    q: those of the stage before it
 
-Complexity: O(c² U²) stages for c cuts and U workers, less what the bound prunes, and U times that where a border may be
-the slowest part; all but the loop over i is numpy.
+Complexity: O(c² U²) stages for c cuts and U workers, less what the bound prunes, and U times that if a border may be
+the slowest part. All but the loop over i is numpy.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class DynamicProgram:
         workers: U.
         replicas: of each stage, on all U workers; None: any. Then a stage's first worker says which stage it is.
         bound_s: plans that take longer per minibatch are not looked for.
-        minimize_memory: minimise the largest memory of a stage instead, whatever the limit, and no time.
+        minimize_memory: minimise the largest memory of a stage instead of the time, and ignore the limit.
         min_stages: 2 leaves out the plan of one stage.
-        spare: of the last workers, those that may be left idle; 0 with a limit of memory, for the minibatches in flight
-            are those of a pipeline that ends at worker U.
+        spare: number of last workers that may stay idle; 0 with a memory limit, because minibatches in flight are
+            counted for a pipeline that ends at worker U.
 
     Attributes:
         candidates: for each cut but the last, from the last to the first, the stages that may begin there.
@@ -112,7 +112,7 @@ class DynamicProgram:
         return values
 
     def _drop_unreached(self) -> None:
-        """Leave out the stages that nothing within the bound comes before; then `at_most` and `exactly` go faster."""
+        """Drop stages that no stage within the bound can precede; this speeds up `at_most` and `exactly`."""
         is_reached = np.zeros((self.space.cut_count, self.workers + 1), dtype=bool)
         is_reached[0] = True
         for i in sorted(self.candidates):
@@ -154,11 +154,10 @@ class DynamicProgram:
         return float(values[0, self.first_worker(values), 0])
 
     def trace(self, tables: list[Array], first_worker: int | None = None) -> list[StageSpan]:
-        """(5) The stages of the best whole plan of tables[-1], which came from tables[-2], and so on; or, of a single
-        table, from itself.
+        """(5) Trace the best whole plan: tables[-1] came from tables[-2], and so on. A single table came from itself.
 
         Args:
-            first_worker: that the plan begins at; None: that of the best.
+            first_worker: where the plan begins; None: where the best one does.
         """
         spans: list[StageSpan] = []
         cut = replicas_before = 0
@@ -209,7 +208,7 @@ class DynamicProgram:
         if is_slow.any() and self._overlaps:
             slowest = self._slowest_border[self._place(first), replicas]
             is_slow = self.model.border_s(bytes_before, slowest) > values[within]
-        unaffected = within[~is_slow]  # whatever stands before them, the border is not what holds them up
+        unaffected = within[~is_slow]  # whatever stands before them, the border is not the slowest part
         np.minimum.at(target[i, :, 1], stages.first[unaffected], values[unaffected])
         target[i, :, 2:] = target[i, :, 1:2]
         if is_slow.any():
@@ -241,8 +240,8 @@ class DynamicProgram:
     def _candidate_stages(self, i: int, values: Array, is_continued: Array) -> _CandidateStages:
         """The stages that may begin at cut i.
 
-        Leaves out what cannot be part of a plan within the bound: by its own time or memory, because the work before it
-        is too much for the workers there, or for what `values` say of all that may follow it.
+        Leaves out stages that no plan within the bound can have: because of their own time or memory, because the
+        workers before them have too much work, or because of the `values` of all stages that may follow.
         """
         model = self.model
         ends, load = self.space.stages_from[i]
@@ -328,8 +327,8 @@ class DynamicProgram:
 
     @property
     def _period(self) -> int:
-        """Workers after which borders repeat: those of one outermost member; all of them, where the border after the
-        first stage is charged differently (PipeDream's formulas)."""
+        """Workers after which borders repeat: those of one outermost member; all of them if the border after the first
+        stage costs differently (PipeDream's formulas)."""
         cluster = self.model.cluster
         return cluster.workers if self.model.requires_all_workers else cluster.below[0]
 
@@ -345,12 +344,13 @@ class DynamicProgram:
 
 
 def _busiest_members(before: Array, after: Array, shared: int) -> tuple[Array, Array]:
-    """Leave out of the fractions of two stages, [..., members], the members that never have the busiest link.
+    """Drop members that never have the busiest link from the fractions of two stages, [..., members].
 
-    Only one member can have workers of both stages; of those that have workers of one, the one with most says all.
+    Only one member can have workers of both stages. Among members with workers of one stage, only the fullest matters.
 
     Args:
-        shared: the member of the first worker of the stage after; all before it have workers of the stage before only.
+        shared: the member of the later stage's first worker; all members before it have workers of the earlier stage
+            only.
 
     Returns:
         Both fractions on three members, [..., 3]: the busiest one of the stage before, the shared one, the busiest one
@@ -365,8 +365,7 @@ def _busiest_members(before: Array, after: Array, shared: int) -> tuple[Array, A
 
 
 def _pareto_front(slots: Array, values: Array, bytes_before: Array, candidates: Array) -> Array:
-    """Those of `candidates`, by slot, than which no other in the same slot has both a smaller value and a smaller
-    load."""
+    """Return the Pareto-optimal `candidates` of each slot: no other has both a smaller value and a smaller load."""
     order = candidates[np.lexsort((bytes_before[candidates], values[candidates], slots[candidates]))]
     group = np.cumsum(np.diff(slots[order], prepend=-1) != 0)
     falling = bytes_before[order] - group * (bytes_before.max() + 1.0)  # each slot lies below all before it

@@ -28,7 +28,7 @@ from pdtool.schedule import ExecutionConfig
 MAX_WORKERS_PER_COPY = 256  # the search looks at every worker as the first one of every stage
 # In larger clusters, blocks that leave out some of the devices of every server are not looked at.
 _MAX_WORKERS_WITH_PARTIAL_BLOCKS = 64
-_COARSE_CUTS = 160  # of a first, rough search: this many over the square root of the workers
+_COARSE_CUTS = 160  # cuts of a first, rough search: this many over the square root of the workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,8 @@ class Layout:
     Attributes:
         sizes: members of each level in one block.
         grid: blocks side by side at each level.
-        workers: of one block that may be used, the first ones.
-        spare: of these, the last ones that a pipeline may leave idle; any number of the first ones may be idle, too.
+        workers: how many of a block's workers may be used, the first ones.
+        spare: how many of the last of these a pipeline may leave idle; it may leave any of the first ones idle, too.
     """
 
     cluster: Cluster
@@ -83,14 +83,14 @@ class Layout:
 def layouts(cluster: Cluster, workers: int, *, all_workers: bool = False) -> list[Layout]:
     """Return all blocks and numbers of copies worth searching with at most `workers` workers, small blocks first.
 
-    One copy may begin and end anywhere, unless it must use `all_workers`. It is as fast one member of the outermost
-    level further on, so it ends on one of the last member's workers. Those ends are one layout; with a limit of memory
-    they are one each, since the minibatches in flight depend on the workers from a stage to the end, and larger
-    clusters have the last one only.
+    One copy may begin and end anywhere, unless it must use `all_workers`. Shifted by one outermost member it is equally
+    fast, so let it end on one of the last member's workers. Without a memory limit, these ends are one layout. With
+    one, each end is a layout of its own, because minibatches in flight depend on the workers from a stage to the end.
+    Larger clusters then have the last end only.
 
-    One copy: the whole, and for each level all smaller blocks of what lies below it, so that a larger cluster has all
-    that a smaller one has. Several: as many as there is room for, for each size of block that leaves most room; where
-    there are too many workers for one copy on all of them, for a half, a quarter, an eighth ... of each level only.
+    Blocks for one copy: the whole, and for each level all smaller blocks below it, so that a larger cluster has all
+    blocks of a smaller one. Blocks for several copies: for each size of block, as many as there is room for. If there
+    are too many workers for one copy on all of them, only a half, a quarter, an eighth ... of each level.
     """
     whole = tuple(level.size for level in cluster.levels)
     one_block = (1,) * len(whole)
@@ -119,8 +119,8 @@ def layouts(cluster: Cluster, workers: int, *, all_workers: bool = False) -> lis
 
 
 def searches_all_blocks(cluster: Cluster) -> bool:
-    """Whether a cluster is small enough for blocks that leave out devices of every server, and for every worker as the
-    last one under a limit of memory."""
+    """Whether a cluster is small enough to try blocks that leave out devices of every server, and, under a memory
+    limit, every worker as the last one."""
     return cluster.workers <= _MAX_WORKERS_WITH_PARTIAL_BLOCKS
 
 
@@ -185,8 +185,8 @@ class LayoutSearch:
 
     @cached_property
     def fastest(self) -> Solution:
-        """The best of all `solutions`; without looking at each number of stages where nothing depends on it, or at any
-        where there are too few workers to compute within the bound."""
+        """The best of all `solutions`. Skip the loop over numbers of stages if nothing depends on them, and everything
+        if there are too few workers to compute within the bound."""
         work_s = float(self.space.forward_backward_s[-1])
         if work_s / (self.layout.workers * self.layout.copies) > self.bound_s:
             return Solution(np.inf, [])
@@ -214,7 +214,7 @@ class LayoutSearch:
         return self.program.best(solution.tables[-1])
 
     def rough_time_s(self) -> float:
-        """Return a time per minibatch that can be had, found in a small part of the space: a bound for the search."""
+        """Return a feasible time per minibatch from a small part of the space, as a bound for the search."""
         coarser = self.coarser
         return self.bound_s if coarser.space is self.space else min(self.bound_s, coarser.fastest.time_per_minibatch_s)
 
@@ -234,8 +234,8 @@ class LayoutSearch:
     def candidates(self, solution: Solution) -> Iterator[Candidate]:
         """Yield the plan behind a solution, then one of as many stages on all workers, if that is within the bound.
 
-        Of plans that are equally fast by the formulas, the first has the fewest workers. A simulation may show the
-        second to be faster: its other stages have more time to spare, and less to send over each link.
+        Among plans that are equally fast by the formulas, the first has the fewest workers. In a simulation the second
+        may be faster: its other stages have more time to spare, and less to send over each link.
         """
         yield self.candidate(solution)
         values = solution.tables[-1]
@@ -243,8 +243,8 @@ class LayoutSearch:
             yield self._traced(self.program.trace(solution.tables, first_worker=0))
 
     def configurations(self, slacks: Sequence[float | None]) -> Iterator[Candidate]:
-        """Yield plans of each configuration within the bound, the fastest configuration first: its fastest, and for
-        each slack the one that computes and sends least, of those that are at most by that fraction slower."""
+        """Yield plans of each configuration within the bound, the fastest configuration first: its fastest plan, and
+        for each slack the plan that computes and sends least among those at most that fraction slower."""
         stage_counts = [stages for stages in self._stage_counts if stages >= self.min_stages]
         found = Configurations(self.program, stage_counts)
         for slots in sorted(found.times_s, key=found.times_s.__getitem__):

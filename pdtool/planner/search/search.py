@@ -30,10 +30,10 @@ from pdtool.schedule import ONE_F_ONE_B, SCHEDULES, STRATEGIES, ExecutionConfig,
 _SEARCHED = [kind for kind in SCHEDULES.values() if kind.has_formulas]
 _MIN_CUTS = 100
 _MAX_TIME_S = np.finfo(float).max
-_STAGES_TIMES_WORKERS = 1024  # a plan with more is taken only for being the fastest
+_STAGES_TIMES_WORKERS = 1024  # a plan with more is taken only if it is the fastest
 MAX_WORKERS_WITH_CONFIGURATIONS = 8  # with more, looking at every configuration takes seconds
 _CONFIGURED_CUTS = 200  # between which their stages lie
-# Of each, its fastest plan, and those that compute and send least within so much of its time.
+# For each: the fastest plan, and those that compute and send least within these fractions of its time.
 _SLACKS = (None, 0.0, 0.1, 0.5)
 _STAGE_COUNTS_LISTED = 5  # of each layout: the best plans of at most 1, 2, ... stages
 
@@ -81,7 +81,7 @@ class SearchOptions(PlanOptions):
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """Everything that may be asked of one profile on one cluster; raises UsageError for options that make no sense.
+    """The search for one profile on one cluster; raises UsageError for options that make no sense.
 
     Attributes:
         bound_s: plans that take longer per minibatch are not looked for.
@@ -102,23 +102,23 @@ class PlanSearch:
         if options.microbatches < 1 or (options.microbatches > 1 and not has_microbatches):
             flushing = schedule_names(lambda kind: kind.has_formulas and kind.flushes)
             raise UsageError(
-                f"--microbatches {options.microbatches} with schedule {options.schedule}",
+                f"schedule {options.schedule} excludes --microbatches {options.microbatches}",
                 f"give 1 or more to {flushing}; {ONE_F_ONE_B.name} has none",
             )
         if not 1 <= self.workers <= self.cluster.workers:
             raise UsageError(
-                f"--workers {self.workers}: the cluster has {self.cluster.workers}",
+                f"--workers {self.workers}, but the cluster has {self.cluster.workers}",
                 f"give between 1 and {self.cluster.workers}",
             )
         if options.straight and self.workers > MAX_WORKERS_PER_COPY:
             raise UsageError(
-                f"a straight pipeline on {self.workers} workers", f"give at most --workers {MAX_WORKERS_PER_COPY}"
+                f"{self.workers} workers are too many for a straight pipeline", f"give at most {MAX_WORKERS_PER_COPY}"
             )
         if options.max_stages is not None and options.max_stages < (self.workers if options.straight else 1):
             kind = f"straight pipeline on {self.workers} workers" if options.straight else "plan"
             raise UsageError(f"a {kind} cannot have at most {options.max_stages} stages", "raise the number of stages")
         if options.max_cuts < _MIN_CUTS:
-            raise UsageError(f"--cuts {options.max_cuts}", f"give {_MIN_CUTS} or more")
+            raise UsageError(f"--cuts {options.max_cuts} is too few", f"give {_MIN_CUTS} or more")
 
     @cached_property
     def evaluator(self) -> Evaluator:
@@ -162,11 +162,11 @@ class PlanSearch:
 
     @property
     def without_memory_limit(self) -> PlanSearch:
-        """The search without a limit of memory; itself where no plan can have been lost by the limit.
+        """The search without a memory limit; itself if the limit cannot have lost a plan.
 
-        Merged operators without cost stand with a neighbour, whatever they stash: with a limit a plan that parts them
-        may be the only one that fits. On a large cluster plans that leave the last workers idle are looked at only
-        without a limit. Without one none is lost, and the optimum bounds all plans.
+        With a limit, two kinds of plans are lost. Operators without cost are merged with a neighbour whatever they
+        stash, but only a plan that separates them may fit. And on a large cluster, plans that leave the last workers
+        idle are tried only without a limit. Without a limit none is lost, and the optimum bounds all plans.
         """
         is_complete = searches_all_blocks(self.cluster) and not self.whole_space.merged_free_blocks
         if is_complete or self.cluster.memory_bytes is None:
@@ -191,19 +191,19 @@ class PlanSearch:
         )
 
     def fastest_plans(self) -> list[Candidate]:
-        """Return the fastest plan of each layout and schedule, as far as it may be within the margin, fastest first.
+        """Return the fastest plan of each layout and schedule that may be within the margin, fastest first.
 
-        The first one is the optimum by the formulas; there is none where no plan fits.
+        The first one is the optimum by the formulas. The list is empty if no plan fits.
         """
         searches = self._layout_searches
         plans = [*self._data_parallel_plans, *(search.candidate(search.fastest) for search in searches)]
-        if self.options.in_flight:  # which the searches take no more of than usual
+        if self.options.in_flight:  # the searches take no more of these than usual
             plans = [plan for plan in plans if self.evaluator.fits(plan)]
         return sorted(plans, key=lambda plan: (plan.time_per_minibatch_s, _schedule_rank(plan.placement.execution)))
 
     def simplest_plan(self, bound_s: float) -> Candidate | None:
-        """Return a plan of at most `bound_s` per minibatch with the fewest stages: data parallelism first, then one
-        copy, then the fastest. None when it takes many stages to be so fast."""
+        """Return a plan of at most `bound_s` per minibatch with the fewest stages; ties: data parallelism, then one
+        copy, then the fastest. None if only plans with many stages are so fast."""
         bound_s *= TOLERANCE
         fitting = [plan for plan in self._data_parallel_plans if plan.time_per_minibatch_s <= bound_s]
         if fitting:
@@ -219,17 +219,17 @@ class PlanSearch:
         return None
 
     def plans_by_stage_count(self, execution: ExecutionConfig, bound_s: float, slower: float) -> Iterator[Candidate]:
-        """Yield, for each layout, the best plans of at most 1, 2, ... stages and of any number, as far as they take
-        less than `bound_s` per minibatch, without fill and drain, which the formulas have too long for uneven stages;
-        over few cuts, so these are only roughly the best.
+        """Yield, for each layout, the best plans of at most 1, 2, ... stages and of any number that take less than
+        `bound_s` per minibatch. Fill and drain do not count, because the formulas overestimate them for uneven stages.
+        The search uses few cuts, so these are only roughly the best.
 
         Args:
-            slower: search as if links were so many times slower, for plans that send less.
+            slower: search as if links were slower by this factor, for plans that send less.
         """
         slow_cluster = replace(self.cluster, levels=tuple(level.slower(slower) for level in self.cluster.levels))
         searched = self.layouts
         if self.workers > MAX_WORKERS_WITH_CONFIGURATIONS and not self.options.straight:
-            # with a limit of memory, blocks whose last workers are idle are layouts of their own: their plans are alike
+            # with a memory limit, blocks whose last workers are idle are layouts of their own, with similar plans
             searched = list({(layout.sizes, layout.grid): layout for layout in searched}.values())
         for layout in searched:
             search = self.search_layout(replace(layout, cluster=slow_cluster), execution, bound_s)
@@ -248,12 +248,12 @@ class PlanSearch:
                     yield from search.candidates(solution)
 
     def data_parallel(self, execution: ExecutionConfig) -> Candidate:
-        """Return data parallelism on the workers that may be used, as far as each has a minibatch in every update."""
+        """Return data parallelism on as many usable workers as have a minibatch in every update."""
         return self.evaluator.data_parallel(min(self.workers, execution.update_every or self.workers), execution)
 
     @cached_property
     def _data_parallel_plans(self) -> Sequence[Candidate]:
-        """Data parallelism under each schedule, where it fits and was not excluded."""
+        """Data parallelism under each schedule, if it fits and was not excluded."""
         if (self.options.straight and self.workers > 1) or self.options.min_stages > 1:
             return []
         plans = map(self.data_parallel, self.options.executions)

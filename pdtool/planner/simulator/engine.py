@@ -2,8 +2,8 @@
 
 As in the runtime, sends never hold up computing. A message goes straight from the stage that makes a tensor to each
 stage that takes it, as soon as that stage has asked for it. A stage asks in the order of its list, for one minibatch
-more than it has in flight (see pdtool.runtime.messages). The gradients of a round leave in buckets while its last
-backward goes on. All replicas of a stage start a bucket together, and the update waits for all buckets (see
+more than it has in flight (see pdtool.runtime.messages). A round's gradients leave in buckets during its last backward.
+All replicas of a stage start a bucket together, and the update waits for all buckets (see
 pdtool.runtime.stage.averaging).
 """
 
@@ -24,7 +24,7 @@ from pdtool.planner.simulator.traffic import GradientAllReduces, MessageDelivery
 from pdtool.schedule import Action, ActionKind, grid, steady_minibatches
 
 _MAX_ACTIONS_TIMES_WORKERS = 300_000  # about half a second
-PATIENT = 7.0  # times that, for a single plan: some seconds
+PATIENT = 7.0  # times as many for a single plan: some seconds
 
 
 def simulate(job: SimulationJob) -> SimulationResult:
@@ -57,11 +57,11 @@ def simulate(job: SimulationJob) -> SimulationResult:
 
 
 def simulated_time_s(job: SimulationJob, limit_s: float = math.inf) -> float:
-    """Return the seconds per minibatch that `simulate` finds, sooner: nothing is recorded, and what comes after the
-    steady state is left out.
+    """Return the seconds per minibatch that `simulate` finds, but faster: record nothing, and stop after the steady
+    state.
 
     Args:
-        limit_s: times above it are not looked for; then the answer is infinite.
+        limit_s: above this time, return infinity.
     """
     simulation = _Simulation(job, NullRecorder(), limit_s)
     if simulation.completion.least_s > limit_s:
@@ -77,7 +77,7 @@ def steady_state_s(
     too long, or the placement cannot be executed.
 
     Args:
-        patience: how many times as long as usual the simulation may take.
+        patience: factor on the usual time limit of the simulation.
     """
     if is_too_large(placement, patience):
         return None
@@ -93,7 +93,7 @@ def is_too_large(placement: Placement, patience: float = 1.0) -> bool:
 
 
 class _Simulation:
-    """All that executes the lists of a job, to their end, or with a limit until the answer is known."""
+    """Executes the lists of a job to their end, or with a limit until the answer is known."""
 
     def __init__(self, job: SimulationJob, recorder: NullRecorder, limit_s: float | None = None) -> None:
         self.job, self.recorder, self.clock = job, recorder, EventQueue()
@@ -115,8 +115,8 @@ class _Simulation:
         return self.completion
 
     def _least_s(self) -> float:
-        """Seconds per minibatch of the busiest worker: of its actions, and of the last bucket of gradients, which is
-        there when the last backward of a round has ended, and which the update waits for."""
+        """Seconds per minibatch of the busiest worker: its actions, and the last bucket of gradients, which exists only
+        after the last backward of a round and delays the update."""
         shape, busy_s = self.job.shape, [0.0] * self.job.shape.pipeline_depth
         for s, work in enumerate(self.job.stages):
             round_s = work.seconds[ActionKind.UPDATE] + self.allreduces.bucket_s(s)
@@ -129,11 +129,11 @@ class _Simulation:
 
 
 class _Completion:
-    """When minibatches were done at all stages.
+    """When each minibatch was done at all stages.
 
     Args:
-        least_s: seconds per minibatch of the busiest worker. Others that fell behind when the pipeline filled may catch
-            up with it for longer than a simulation lasts: then minibatches are done sooner than that.
+        least_s: seconds per minibatch of the busiest worker. Workers that fell behind while the pipeline filled may
+            catch up for the whole simulation, so minibatches may finish faster than this.
         limit_s: stop as soon as the time per minibatch is known or known to be above it; None: go on to the end.
 
     Attributes:
@@ -163,8 +163,8 @@ class _Completion:
 
     @property
     def time_per_minibatch_s(self) -> float:
-        """Seconds per minibatch in steady state, over all minibatches if none is in it; infinite where the simulation
-        was stopped before its end."""
+        """Seconds per minibatch in steady state, or over all minibatches if none is steady; infinite if the simulation
+        was stopped early."""
         done_s, steady = self.done_s, self.steady
         if self.is_known and len(done_s) < steady.stop:
             return math.inf
@@ -188,7 +188,7 @@ class _SimulatedWorker:
         return self.position == len(self.actions)
 
     def resume(self) -> None:
-        """Begin the next action if the worker is free and all is there that the action needs."""
+        """Begin the next action if the worker is free and the action's inputs are there."""
         if self.is_running or self.has_finished:
             return
         action = self.actions[self.position]
@@ -221,7 +221,7 @@ class _SimulatedWorker:
         self.resume()
 
     def _offer_gradients(self, action: Action, length_s: float) -> None:
-        """In the last backward of a round, gradients are there bucket by bucket, those of the last layers first."""
+        """In the last backward of a round, gradients appear bucket by bucket, the last layers' first."""
         following = self.actions[self.position + 1 : self.position + 2]
         if action.kind.completes_backward and following and following[0].kind is ActionKind.UPDATE:
             allreduces = self.simulation.allreduces

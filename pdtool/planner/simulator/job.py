@@ -1,4 +1,4 @@
-"""What is simulated, made from a placement: action lists, what each action takes, and what goes between stages."""
+"""The job of a simulation, made from a placement: action lists, the time of each action, and the messages."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class StageWork:
     Attributes:
         seconds: of each kind of action.
         memory: its parts.
-        averaged_bytes: of gradients, over the replicas, in each round.
-        buckets_ready: of each bucket of them, all of equal size, the share of the backward after which it is there.
+        averaged_bytes: gradients that the replicas average in each round.
+        buckets_ready: for each of their equal buckets, the share of the backward after which it is ready.
     """
 
     seconds: Mapping[ActionKind, float]
@@ -78,14 +78,13 @@ class SimulationJob:
     def of(
         cls, placement: Placement, profile: Profile, cluster: Cluster, minibatches: int | None = None
     ) -> SimulationJob:
-        """Return the job that a run of the placement is.
+        """Return the job of a run of the placement.
 
         Args:
-            minibatches: of one epoch; None: enough to fill the pipeline, see it in steady state, and drain it.
+            minibatches: in one epoch; None: enough to fill the pipeline, reach steady state, and drain.
 
         Raises:
-            UsageError: the schedule does not go with the placement, or these are more minibatches than can be
-                simulated.
+            UsageError: the schedule does not suit the placement, or there are too many minibatches to simulate.
         """
         execution, depth = placement.execution, placement.pipeline_depth
         sizes = tied_bytes(profile, placement.stages)
@@ -115,8 +114,8 @@ class SimulationJob:
 
 
 def _stage_work(profile: Profile, load: StageLoad, nodes: Collection[str], recompute: bool) -> StageWork:
-    """Return what a stage takes. A profile has one time for a backward: where there are parameters half of it is taken
-    to be for their gradients, since the two matrix products are of the same size."""
+    """Return the times of a stage. A profile has one time per backward. If there are parameters, assume that half of it
+    is for their gradients, because both matrix products have the same size."""
     backward_s = load.backward_s + load.forward_s * recompute
     weights_s = sum(profile.by_name[name].backward_s / 2 for name in nodes if profile.by_name[name].parameter_bytes)
     memory = StageMemory.of(load, profile.optimizer_state_bytes, recompute)
@@ -139,7 +138,7 @@ def _stage_work(profile: Profile, load: StageLoad, nodes: Collection[str], recom
 
 
 def _buckets_ready(nodes: Sequence[Node], averaged_bytes: int, recompute_s: float) -> tuple[float, ...]:
-    """Return when each bucket of a stage's gradients is there, as a share of its backward: the last layers come first.
+    """Return when each bucket of a stage's gradients is ready, as a share of its backward; the last layers come first.
 
     Args:
         nodes: in topological order.
@@ -160,8 +159,8 @@ def _buckets_ready(nodes: Sequence[Node], averaged_bytes: int, recompute_s: floa
 def _lags(kind: ScheduleKind, shape: PipelineShape, stages: tuple[int, ...]) -> tuple[int, ...]:
     """Rounds between a gradient of a tied parameter and its step at each stage that holds it.
 
-    With chunks a worker goes on with its other stages and takes the step before the stage's next action. As if that
-    were a round later: a little too good, since nothing waits for the last one.
+    With chunks, a worker continues with its other stages and steps before the stage's next action. We count that as one
+    round later, which is slightly too fast, since nothing waits for the last step.
     """
     if kind.flushes:
         return (int(shape.chunks > 1),) * len(stages)

@@ -7,8 +7,8 @@ is on the way through the up links of a's members and the down links of b's, at 
 
 Messages on a link share it, as TCP streams do: first come first served would let one all-reduce of hundreds of
 megabytes hold up every activation behind it. The shares are max-min fair (Bertsekas and Gallager, Data Networks,
-section 6.5.2): no message can have more without taking it from one that has no more, and what a message leaves unused
-because another link holds it up goes to the others. All that changes at one moment changes the shares once.
+section 6.5.2): no message can get more except from one that has no more. If another link slows a message, the others
+get its unused share. Shares are computed once for all changes of the same moment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_REMEMBERED = 5_000
 
 
 class EventQueue:
-    """A clock that calls functions in order of time; those of one time in the order in which they were set."""
+    """A clock that calls functions in order of time, and at equal times in the order in which they were set."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -40,7 +40,7 @@ class EventQueue:
         heapq.heappush(self._events, (time, next(self._number), do))
 
     def after_this_moment(self, do: Callable[[], None]) -> None:
-        """Call `do` when all else of this moment is done; one call at a time may wait for that."""
+        """Call `do` after everything else of this moment; only one call may wait at a time."""
         heapq.heappush(self._events, (self.now, math.inf, do))
 
     def stop(self) -> None:
@@ -60,10 +60,10 @@ class Link:
     """One way, up or down, between a member of a level and the others.
 
     Attributes:
-        flows: those on it now, with how many messages each; `messages` in all.
-        demand: bytes/s that they would take if each had its other links for itself.
-        is_contended: whether it may hold up one of them; if not, none of them depends on the others for its sake.
-        remaining, unfilled: bandwidth left, and messages without their share of it, while shares are worked out.
+        flows: flows on it now, with the number of messages of each; `messages` in all.
+        demand: bytes/s that they would use if each had its other links to itself.
+        is_contended: whether it may slow one of them; if not, it makes none of them depend on the others.
+        remaining, unfilled: while shares are computed, the bandwidth left and the messages without a share.
     """
 
     direction: str
@@ -94,15 +94,15 @@ class Link:
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Flow:
-    """One message, or one ring all-reduce: what all its members send at once.
+    """One message, or all messages that the members of a ring all-reduce send at once.
 
     Attributes:
-        channel: its flows go one after the other, over the same links; those of different channels at once.
-        size_bytes: to send, over each of its links.
-        links: with how many messages it is on each.
+        channel: flows of one channel go one after the other, over the same links.
+        size_bytes: bytes to send over each of its links.
+        links: number of its messages on each link.
         ended: called with the flow when the last byte has left; the latency comes on top.
-        started_s, ended_s: from when it had its channel for itself until its last byte had left.
-        max_rate: bytes/s of one message with no other flow beside it.
+        started_s, ended_s: when it got its channel, and when its last byte left.
+        max_rate: bytes/s of one message with no other flow.
     """
 
     channel: Hashable
@@ -128,7 +128,7 @@ class Network:
         self._channels: dict[Hashable, deque[Flow]] = {}
         # rates by the channels that share links: in a pipeline they come again and again
         self._shares: dict[Collection[Hashable], dict[Hashable, float]] = {}
-        self._begun: list[Flow] = []  # since rates were last worked out
+        self._begun: list[Flow] = []  # since rates were last computed
         self._changed: dict[Link, None] = {}  # contended links with other flows than then
 
     def path(self, a: int, b: int) -> tuple[list[Link], float]:
@@ -146,7 +146,7 @@ class Network:
         return self._links.setdefault((direction, level, member), Link(direction, level, member, bandwidth))
 
     def send(self, flow: Flow) -> None:
-        """Start a flow, or let it wait behind those of its channel."""
+        """Start a flow, or queue it in its channel."""
         queue = self._channels.setdefault(flow.channel, deque())
         queue.append(flow)
         if len(queue) == 1:
@@ -181,12 +181,12 @@ class Network:
         flow.ended(flow)
 
     def _share_after_this_moment(self) -> None:
-        """Work out the rates anew when all that happens at this moment has happened."""
+        """Recompute the rates after everything else of this moment."""
         if not self._begun and not self._changed:
             self.clock.after_this_moment(self._share)
 
     def _share(self) -> None:
-        """Give all flows that begun, or that depend on links that changed, their rates, and set when they end."""
+        """Set the rates and ends of all flows that began or that depend on changed links."""
         now = self.clock.now
         flows, links = _connected(self._begun, self._changed)
         self._begun, self._changed = [], {}
@@ -210,7 +210,7 @@ class Network:
 
 
 def _connected(flows: Iterable[Flow], links: Iterable[Link]) -> tuple[Collection[Flow], list[Link]]:
-    """Return these flows, those on these links, on the contended links of those, and so on; and all these links."""
+    """Return these flows and all flows connected to them or to these links by contended links; and those links."""
     connected = dict.fromkeys(flows)
     visited = dict.fromkeys(links)
     for flow in connected:
@@ -228,11 +228,11 @@ def _connected(flows: Iterable[Flow], links: Iterable[Link]) -> tuple[Collection
 
 
 def _max_min_fair_rates(flows: Collection[Flow], links: list[Link]) -> dict[Flow, float]:
-    """Raise the rates of all flows alike until some have their maximum, or links are full; then these flows have their
-    rate, and the others go on.
+    """Raise the rates of all flows equally until some reach their maximum or fill a link. Fix these, and continue with
+    the others.
 
     Args:
-        links: the contended ones that these flows are on, and no others.
+        links: the contended links of these flows, and no others.
     """
     for link in links:
         link.remaining, link.unfilled = link.bandwidth, link.messages

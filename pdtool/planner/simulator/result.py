@@ -18,13 +18,13 @@ Consumer = tuple[int, bool, int]  # stage, whether the message is a gradient, mi
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationResult:
-    """What a simulation says.
+    """The result of a simulation.
 
     Attributes:
         steady: minibatches in steady state, between the filling of the pipeline and its draining.
-        time_per_minibatch_s: seconds per minibatch of those; of all where there are none.
+        time_per_minibatch_s: seconds per minibatch in steady state; over all minibatches if there is none.
         fill_s: until all workers have begun.
-        drain_s: from when the first worker has nothing left to do.
+        drain_s: from when the first worker has finished.
         events: of each worker.
     """
 
@@ -57,13 +57,13 @@ class SimulationResult:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerUsage:
-    """How one worker spent its time, which is all the time there was, and the most that it held.
+    """How one worker spent the time of the simulation, and the most that it held.
 
     Attributes:
         busy_s: computing.
-        communication_s: waiting for something that was on its way to it, an all-reduce included.
-        idle_s: waiting for what another worker still computes, or for nothing.
-        peak_stashed: minibatches; `delay`: updates between forward and backward of one; `versions`: of the weights.
+        communication_s: waiting for a message on its way, or for an all-reduce.
+        idle_s: waiting for another worker to compute, or finished.
+        peak_stashed: minibatches; `delay`: updates between a minibatch's forward and backward; `versions`: of weights.
     """
 
     stage: int
@@ -79,7 +79,7 @@ class WorkerUsage:
 
 
 class NullRecorder:
-    """A recorder that keeps nothing: for simulations of which only the time per minibatch is wanted.
+    """A recorder that keeps nothing, for simulations that only give the time per minibatch.
 
     Workers are given by the positions of their lists.
     """
@@ -151,8 +151,8 @@ class WorkerMemory:
         self._in_flight = dict.fromkeys(self.stages, 0)
 
     def apply(self, action: Action) -> None:
-        """Account for an action; what a minibatch holds is free when its last action begins: nothing else begins before
-        that ends."""
+        """Account for an action. Free a minibatch's memory when its last action begins, since nothing else begins
+        before that ends."""
         self.stash.apply(action)
         if action.kind.completes_backward:
             self._in_flight[action.stage] -= 1

@@ -26,10 +26,10 @@ class MessageDelivery:
     """The tensors and gradients under way between the workers.
 
     Attributes:
-        turn: when the worker that takes the tensors does so, in its list.
+        turn: position in the receiving worker's list at which it takes the tensors.
         asked: turns that each worker has asked for, of tensors and of gradients.
         held: messages that nobody has asked for yet.
-        outgoing: (stage, gradients?) -> the stages that take what it makes, and the bytes of each.
+        outgoing: (stage, gradients?) -> the stages that take its outputs, and the bytes for each.
         arrived: messages so far; departed_s: when the last was sent.
         needs: (stage, gradients?) -> messages for each minibatch.
         resume: called with each worker that may have waited for a message.
@@ -68,7 +68,7 @@ class MessageDelivery:
         return self.departed_s.get(key, 0.0) if self.arrived[key] == self.needs[action.stage, is_gradient] else None
 
     def take(self, w: int, action: Action) -> None:
-        """The worker has what the action takes: it asks for one more."""
+        """The worker has the action's inputs: it asks for one more."""
         is_gradient = action.kind.sends_gradients
         if is_gradient or action.kind is ActionKind.FORWARD:
             for flow in self.held.pop((w, is_gradient, self.asked[w, is_gradient]), ()):
@@ -112,10 +112,10 @@ class AllReduceRing:
     """Workers that average gradients once a round; each sends to the next, the last to the first.
 
     Attributes:
-        members: positions of their lists, in order of their numbers in the cluster: so the fewest links are crossed.
-        buckets: parts of equal size, sent one after the other, each as soon as all members have it.
-        sent_bytes: by each member for one bucket (Patarasuk and Yuan, JPDC 2009).
-        latency_s: of all the messages of one bucket, one after the other.
+        members: positions of their lists, ordered by worker number, which crosses the fewest links.
+        buckets: equal parts, sent one after the other, each as soon as all members have it.
+        sent_bytes: sent by each member for one bucket (Patarasuk and Yuan, JPDC 2009).
+        latency_s: latency of all messages of one bucket, one after the other.
     """
 
     members: Sequence[int]
@@ -162,7 +162,7 @@ class GradientAllReduces:
         self._rounds: dict[tuple[Averaged, int], AllReduceRound] = {}
 
     def bucket_s(self, averaged: Averaged) -> float:
-        """Return the seconds of one bucket where nothing else is sent."""
+        """Return the seconds of one bucket if nothing else is sent."""
         ring = self.rings[averaged]
         rate = min((link.bandwidth / messages for link, messages in ring.links.items()), default=math.inf)
         return ring.sent_bytes / rate + ring.latency_s
@@ -182,8 +182,7 @@ class GradientAllReduces:
             self.network.send(Flow(channel=averaged, size_bytes=ring.sent_bytes, links=ring.links, ended=ended))
 
     def ready(self, stage: int, number: int, w: int) -> float | None:
-        """Worker `w` wants to do update `number`: return when the last member had all it waits for; None: the average
-        is not there yet."""
+        """Return when the average for update `number` of worker `w` was complete; None: it is not yet."""
         awaited: list[tuple[Averaged, int]] = [(stage, number)]
         self.offer(stage, number, w, self.rings[stage].buckets)
         for tied in self.job.tied:

@@ -1,18 +1,18 @@
-"""Say which worker failed first, and why, from what the workers left behind.
+"""Say which worker failed first, and why, from the records that the workers left.
 
-A worker that loses its peer says whom it lost; a worker that was killed, or that hangs, says nothing. So the failure
-that the others follow from is, in this order:
+A worker that loses its peer says whom it lost. A worker that was killed, or that hangs, says nothing. So the root cause
+is, in this order:
 
-1. an error that a worker met with by itself,
+1. a worker's own error,
 2. the end of the fork server, from which all workers come,
-3. a worker that a signal killed, or that ended without a word;
-   that includes one whose connections were closed: on another machine, or before its end was seen here,
+3. a worker that a signal killed, or that ended silently;
+   that includes one whose connections were closed: on another machine, or before we saw its end here,
 4. a worker that others waited for until their timeout: one that was stopped; else the one that has computed longest
-   without waiting for anybody; else, where all wait for each other, the one that the first to give up waited for. That
-   one may not be to blame: over a slow link a message takes long.
+   without waiting for anybody; else, if all wait for each other, the one that the first to give up waited for. That one
+   may not be to blame: over a slow link a message takes long.
 
-NCCL tells a worker nothing of a lost peer: at its timeout its watchdog aborts the process. So one that ended by SIGABRT
-comes last in 3, and where it had not moved for long before it counts as one of those that waited, in 4.
+NCCL does not report a lost peer: at the timeout its watchdog aborts the process. So a worker that ended by SIGABRT
+comes last in 3. If it had not moved for long before, it counts in 4 as one that waited.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from pdtool.runtime.status import ANY_PEER, NOBODY, LastStatus, WorkerFailure, r
 from pdtool.runtime.worker_end import describe_end
 from pdtool.units import format_seconds
 
-_LOST_FORK_SERVER = 255  # what multiprocessing takes for the exit code of a process when its fork server has ended
+_LOST_FORK_SERVER = 255  # multiprocessing's exit code for a process whose fork server has ended
 _BY_WATCHDOG = -signal.SIGABRT  # how NCCL's watchdog ends a process
 _ABORTED = (_BY_WATCHDOG, -signal.SIGSEGV, -signal.SIGBUS)
 
 
 def diagnose(config: RunConfig, local: Sequence[RankAssignment], exit_codes: Mapping[int, int]) -> PdtoolError:
-    """Return the error to raise: the failure that the others follow from; write all of them to the run's folder.
+    """Return the error of the root cause, and write all failures to the run's folder.
 
     Args:
         local: the workers that this machine started.
-        exit_codes: of the ranks of this machine that ended without a report, negative for a signal.
+        exit_codes: exit codes of this machine's ranks that ended without a report; negative for a signal.
     """
     workers = WorkersLeft(config, local, exit_codes)
     error = workers.own_error() or workers.lost_fork_server() or workers.silent_death() or workers.no_answer()
@@ -62,7 +62,7 @@ def diagnose(config: RunConfig, local: Sequence[RankAssignment], exit_codes: Map
 
 
 class WorkersLeft:
-    """What the workers of a run that failed left behind; arguments as of `diagnose`."""
+    """The records of a failed run's workers; arguments as of `diagnose`."""
 
     def __init__(self, config: RunConfig, local: Sequence[RankAssignment], exit_codes: Mapping[int, int]) -> None:
         self._config, self._exit_codes = config, exit_codes
@@ -73,7 +73,7 @@ class WorkersLeft:
         self._statuses = {rank: read_status(config.out, rank) for rank in self._assignments}
 
     def own_error(self) -> PdtoolError | None:
-        """Return the first error that a worker met with by itself."""
+        """Return the first error that no other worker caused."""
         own = [rank for rank, failure in self._failures.items() if failure.peer is None]
         if not own:
             return None
@@ -83,7 +83,7 @@ class WorkersLeft:
         return error
 
     def lost_fork_server(self) -> PdtoolError | None:
-        """Return the error of a fork server that has ended, for which no worker is to blame."""
+        """Return the error of a fork server that has ended, which is no worker's fault."""
         end = fork_server_end() if _LOST_FORK_SERVER in self._exit_codes.values() else ""
         return WorkerDiedError(f"the fork server, which starts all workers, {end}") if end else None
 
@@ -101,7 +101,7 @@ class WorkersLeft:
         if guess:
             return killed_for_memory_error(f"{what}; {guess}", self._config.plan, place)
         if self._uses_cuda and self._is_aborted(rank):
-            what += "; NCCL's watchdog ends a worker like this when it loses another one, perhaps on another machine"
+            what += "; NCCL's watchdog ends a worker like this if it loses another one, perhaps on another machine"
         return WorkerDiedError(what)
 
     def no_answer(self) -> PdtoolError:
@@ -112,9 +112,9 @@ class WorkersLeft:
             return WorkerDiedError(f"{place} closed its connections; {last_seen}")
         is_stopped = first is not None and rank in first.stopped
         if not is_stopped and all(status.is_waiting for status in self._statuses.values()):
-            what = f"{place} sent nothing that arrived within {format_seconds(self._config.timeout_s)}, but waited for "
+            what = f"{place} sent no message that arrived within {format_seconds(self._config.timeout_s)}, but all "
             return WorkerDiedError(
-                f"{what}messages itself, as all workers did: one is still on its way, or lost; {last_seen}",
+                f"{what}workers waited for messages: one is lost or still on its way; {last_seen}",
                 "check whether the links are too slow for these messages, or give a longer --timeout",
             )
         how = "is stopped (SIGSTOP)" if is_stopped else "did not answer"
@@ -124,7 +124,7 @@ class WorkersLeft:
         )
 
     def write_story(self, error: PdtoolError) -> bool:
-        """Write what became of every worker to the run's folder; returns whether that could be written."""
+        """Write how every worker ended to the run's folder; return whether that worked."""
         stories = [self._story(rank) for rank in self._assignments]
         try:
             text = "\n\n".join([str(error), *stories]) + "\n"
@@ -138,7 +138,7 @@ class WorkersLeft:
         return min(self._failures.values(), key=lambda failure: failure.at_s, default=None)
 
     def _lost(self) -> list[int]:
-        """The ranks that had ended when the first worker failed: it saw so, or its connection to them was closed."""
+        """The ranks that had ended when the first worker failed: it saw their end, or they closed its connection."""
         first = self._first_failure
         if first is None or first.is_timeout:
             return []
@@ -153,9 +153,9 @@ class WorkersLeft:
         return device == "cuda" or (device == "auto" and torch.cuda.is_available())
 
     def _hung_until_aborted(self) -> set[int]:
-        """The ranks that NCCL's watchdog has killed, after they had not moved for half of the timeout.
+        """The ranks that NCCL's watchdog killed after they had not moved for half of the timeout.
 
-        It counts from when the operation was issued, and the host may have gone on a little after that.
+        The watchdog counts from when an operation was issued, and the host may have gone on a little after that.
         """
         if not self._uses_cuda:
             return set()
@@ -176,12 +176,12 @@ class WorkersLeft:
     def _last_seen(self, rank: int) -> str:
         status = self._statuses[rank]
         if not status.pid:
-            return "it left no record here of what it did"
+            return "it left no record here"
         waiting = f", where it waited for {_peer(status.waits_for)}" if status.is_waiting else ""
         return f"it was last at {status.text}{waiting}"
 
     def _memory_guess(self, rank: int, code: int | None) -> str:
-        """Why a worker of this machine may have ended for lack of memory; "" where nothing speaks for it.
+        """Why a worker of this machine may have run out of memory; "" if nothing suggests it.
 
         Args:
             code: its exit code; None: unknown.
@@ -207,7 +207,7 @@ class WorkersLeft:
 
 
 def _how_to_go_on(config: RunConfig, *, is_needed: bool) -> list[str]:
-    """The remedy of a run whose worker has died; [] where it would only say to start again and `is_needed` is not."""
+    """The remedy after a worker died; [] if it would only be to start again and not `is_needed`."""
     if RunDir(config.out).checkpoints():
         return [f"continue from the last checkpoint with `{RunDir(config.out).resume_command()}`"]
     return ["start it again"] if is_needed else []
@@ -225,7 +225,7 @@ def _peer(rank: int) -> str:
 
 
 def fork_server_end() -> str:
-    """Return how the fork server of this process ended; "" when it runs. It stays for multiprocessing to wait for."""
+    """Return how this process's fork server ended; "" if it runs. This leaves it for multiprocessing to wait for."""
     pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     ended = None
     if pid is not None:

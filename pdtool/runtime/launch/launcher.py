@@ -1,9 +1,8 @@
 """Launch of a run: start the workers, watch them, and say which one failed and why.
 
-The launcher of each machine starts its workers. Inside torchrun or srun this process is one of them already. Workers
-come from a fork server that imports torch once, and a reaper ends them when this process does. The launcher keeps
-run.json, the record of what the run was asked for and how it ended, by which `pdtool show` says where an unfinished run
-stands.
+The launcher of each machine starts its workers. Inside torchrun or srun this process is already a worker. Workers come
+from a fork server that imports torch once, and a reaper ends them when this process ends. The launcher keeps run.json,
+the record of the run's options and of how it ended. From it `pdtool show` says where an unfinished run stands.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from pdtool.runtime.status import prepare_folder, read_failure, read_status
 from pdtool.runtime.worker_end import remove_counters
 from pdtool.schedule import check_executable
 
-_POLL_IN_WORKER_S = 1.0  # of metrics.jsonl, by a process that trains
+_POLL_IN_WORKER_S = 1.0  # of metrics.jsonl, in a process that trains
 _MAX_REASON = 2000  # characters
-_NO_FORK_SERVER = "unexpected EOF"  # multiprocessing's error where it waits for the number of a new process
+_NO_FORK_SERVER = "unexpected EOF"  # multiprocessing's error while it waits for a new process's id
 
 
 def launch(
@@ -50,20 +49,20 @@ def launch(
     """Run to the end.
 
     Args:
-        on_metrics: called in a thread with each line of metrics.jsonl as it is written.
-        notify: called with a line for the user: for which machine this one waits, how to go on after a signal.
-        on_start: called once nothing is left to refuse, before the first worker starts.
+        on_metrics: called in a thread with each new line of metrics.jsonl.
+        notify: called with a line for the user: which machine this one waits for, how to go on after a signal.
+        on_start: called after all checks, before the first worker starts.
 
     Raises:
-        UsageError: this process may start no workers, or the configuration makes no sense.
-        WorkerDiedError: a worker ended or did not answer; rank, stage and minibatch are named, all others are gone.
-        PdtoolError: what a worker found wrong (a loss that is not a number, a checkpoint that could not be written).
+        UsageError: this process cannot start workers, or the configuration makes no sense.
+        WorkerDiedError: a worker ended or did not answer; it names rank, stage and minibatch. All others are gone.
+        PdtoolError: an error of a worker (a loss that is not a number, a checkpoint that could not be written).
         KeyboardInterrupt: Ctrl-C; all workers are gone.
     """
     check_config(config)
     epochs_done = RunDir(config.resume).latest_checkpoint().manifest().epoch if config.resume else 0
     if config.resume and epochs_done >= config.epochs:
-        raise UsageError(f"{config.resume} already has its {epochs_done} epoch(s)", "give a larger --epochs")
+        raise UsageError(f"{config.resume} has already trained its {epochs_done} epoch(s)", "give a larger --epochs")
     environment = worker_environment(os.environ, config.machines.endpoint)
     if environment:
         if is_started_by_torchrun(os.environ):
@@ -84,13 +83,14 @@ def launch(
 
 @contextmanager
 def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterator[RunConfig]:
-    """Hold the run's folder, keep in it what is trained, and record that the run goes on, and at the end how it ended.
+    """Lock the run's folder, copy the stage files into it, and record that the run goes on, and at the end how it
+    ended.
 
-    That is a matter of the first machine. An older report is put aside first, and a new folder is removed when no
-    worker has begun. Yields the configuration of a run of the stage files in this folder, which nobody else writes.
+    Only the first machine does this. It first puts an older report aside, and it removes a new folder if no worker has
+    begun. Yields the configuration of a run of the copied stage files, which nobody else writes.
 
     Args:
-        epochs_done: those of the run that it resumes.
+        epochs_done: epochs of the run that it resumes.
     """
     if not is_first:
         yield config
@@ -115,11 +115,11 @@ def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterat
             plan.save(run_dir.plan_file)
             config.bundle.copy_files(config.bundle_dir, run_dir.stages)
             yield replace(config, stage_files=run_dir.stages)
-        except KeyboardInterrupt:  # whoever was stopped has said so
+        except KeyboardInterrupt:  # a stopped launcher has said so
             raise
         except BaseException as error:
             text = str(error) if isinstance(error, PdtoolError) else describe_error(error)
-            reason = text[:_MAX_REASON].encode(errors="backslashreplace").decode()  # a user's text may be no Unicode
+            reason = text[:_MAX_REASON].encode(errors="backslashreplace").decode()  # a user's text may not be Unicode
             run_dir.update_state(end="failed", reason=reason)
             if is_new and not (run_dir.failure_file.exists() or run_dir.metrics_file.exists()):
                 shutil.rmtree(run_dir.path, ignore_errors=True)  # no worker began: the error says all
@@ -136,7 +136,7 @@ def _launch_workers(
 ) -> Report:
     """Start the workers of this machine and wait for their end."""
     run_dir = RunDir(config.out)
-    if config.machines.node_rank == 0:  # before the others come, which put their files there, too
+    if config.machines.node_rank == 0:  # before the others come, which also put their files there
         shutil.rmtree(run_dir.workers, ignore_errors=True)
     gather_machines(config.machines, config.timeout_s, notify)
     prepare_folder(config.out, [a.rank for a in local], keep_metrics=config.resume is not None)
@@ -159,7 +159,7 @@ def _launch_workers(
     except process_group.StopSignal as error:
         stop_signal = error.number
     finally:
-        for assignment in local:  # those that were killed left some
+        for assignment in local:  # killed processes left some
             remove_counters(read_status(config.out, assignment.rank).pid)
     if stop_signal:
         if config.machines.node_rank == 0:
@@ -178,10 +178,10 @@ def _launch_workers(
 
 
 def wait_for_workers(workers: WorkerProcesses, out: Path) -> tuple[dict[int, str], dict[int, int]]:
-    """Wait until all workers have ended, or one has failed and the others had a little time to say how they end.
+    """Wait until all workers have ended, or until one has failed and the others had a little time to report.
 
     Returns:
-        The reports of those that are done, and the exit codes of the others that have ended, by rank.
+        The reports of finished workers, and the exit codes of the others that have ended, by rank.
     """
     messages = workers.listen(lambda: any(read_failure(out, rank) for rank in workers.processes))
     sent, exit_codes = dict(messages), workers.exit_codes
@@ -190,19 +190,19 @@ def wait_for_workers(workers: WorkerProcesses, out: Path) -> tuple[dict[int, str
 
 
 def _variables(config: RunConfig, rank: int, local: Sequence[RankAssignment]) -> dict[str, str]:
-    """What torchrun would set for a worker of this machine."""
+    """The environment variables that torchrun would set for a worker of this machine."""
     workers, address = len(assign_ranks(config.plan)), config.machines.rendezvous_address
     variables = rank_variables(rank, rank - local[0].rank, workers, len(local), address)
     return {"GROUP_RANK": str(config.machines.node_rank), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | variables
 
 
 def check_config(config: RunConfig) -> None:
-    """Check that plan and bundle go together and the schedule can be executed.
+    """Check that the bundle belongs to the plan and that the schedule can be executed.
 
     Raises:
         StaleError: the bundle was made for another plan, or was changed.
-        UsageError: there are not so many threads; the delay compensation, or where tied stages are, does not go with
-            the schedule; or the precision not with the model.
+        UsageError: there are too few cores for the threads; the correction or the place of tied stages does not suit
+            the schedule; or the precision does not suit the model.
         ScheduleError: the schedule deadlocks, or breaks another rule.
     """
     plan, bundle = config.plan, config.bundle
@@ -214,12 +214,12 @@ def check_config(config: RunConfig) -> None:
         )
     if config.delay_compensation and plan.kind.flushes:
         raise UsageError(
-            f"correction {config.delay_compensation} with schedule {plan.schedule}",
-            "leave it out: with a flush, no gradient is late",
+            f"--correction {config.delay_compensation} has no effect with schedule {plan.schedule}",
+            "leave it out: after a flush, no gradient is late",
         )
     cores = len(usable_cores())
-    if config.threads_given and (config.threads or 0) > cores:  # than a worker can have at the same time
-        raise UsageError(f"--threads {config.threads} with {cores} core(s) here", f"give {cores} or fewer")
+    if config.threads_given and (config.threads or 0) > cores:  # more than a worker can have at the same time
+        raise UsageError(f"--threads {config.threads}, but this machine has {cores} core(s)", f"give {cores} or fewer")
     check_autocast(config.precision, bundle.autocast_off)
     for tied in bundle.tied:
         if len({s % plan.pipeline_depth for s in tied.stages}) < len(tied.stages):
@@ -232,7 +232,7 @@ def check_config(config: RunConfig) -> None:
 
 
 def local_assignments(config: RunConfig) -> list[RankAssignment]:
-    """Return the assignments of the workers that this machine starts; raises UsageError when there are none."""
+    """Return the assignments of the workers that this machine starts; raises UsageError if there are none."""
     node_workers = config.machines.node_workers(config.plan.cluster.workers)
     local = [assignment for assignment in assign_ranks(config.plan) if assignment.worker in node_workers]
     if not local:
@@ -241,9 +241,9 @@ def local_assignments(config: RunConfig) -> list[RankAssignment]:
 
 
 def _meeting_folder(config: RunConfig) -> AbstractContextManager[str]:
-    """Make the folder through which the workers of one machine meet, which no other user can read; "" for several.
+    """Make the private folder through which the workers of one machine meet; "" for several machines.
 
-    It lies in multiprocessing's, which the reaper removes when this process is killed.
+    It lies in multiprocessing's folder, which the reaper removes if this process is killed.
     """
     if config.machines.count > 1:
         return nullcontext("")
@@ -251,9 +251,9 @@ def _meeting_folder(config: RunConfig) -> AbstractContextManager[str]:
 
 
 def _forget_threads_of_torchrun() -> None:
-    """Remove OMP_NUM_THREADS if torchrun set it: it sets 1 where the user has set nothing.
+    """Remove OMP_NUM_THREADS if torchrun set it: it sets 1 if the user has set nothing.
 
-    What the user has set is in the environment that torchrun, the parent of this process, was started with.
+    The user's value is in the environment that torchrun, this process's parent, was started with.
     """
     with suppress(OSError):
         inherited = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
@@ -264,7 +264,7 @@ def _forget_threads_of_torchrun() -> None:
 
 @contextmanager
 def _start_errors_explained() -> Iterator[None]:
-    """Say why multiprocessing could not start a process: the reaper, or a worker."""
+    """Say why multiprocessing could not start a process (the reaper, or a worker)."""
     try:
         yield
     except (OSError, EOFError) as error:

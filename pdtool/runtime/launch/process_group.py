@@ -1,8 +1,8 @@
-"""Process group of a launch, which ends with it: the reaper that leads it, and the signals that stop a run.
+"""The process group of a launch, which ends with it: the reaper that leads it, and the signals that stop a run.
 
-The workers join the reaper's group, so that one signal of the kernel reaches all of it: what is stopped, what hangs,
-and what the user's data set has forked. The reaper sees by the end of a pipe that the launcher is gone, however that
-has happened. A signal that stops a run ends its workers at once, and the user is told how to go on.
+The workers join the reaper's group, so that one signal of the kernel reaches all of them, stopped and hanging ones and
+those forked by the user's dataset. The reaper sees the end of a pipe when the launcher is gone, for whatever reason. A
+signal that stops a run ends its workers at once, and the user is told how to go on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pdtool.processes import start_fork_server
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-# What the fork server imports; torch._dynamo comes with the first optimizer, for half a second in each worker.
+# The fork server's imports; torch._dynamo comes with the first optimizer and would take each worker half a second.
 _PRELOADED = ("torch", "torch._dynamo", "pdtool.runtime.launch.worker_main")
 
 
@@ -39,10 +39,10 @@ class StopSignal(KeyboardInterrupt):
 
 
 class Reaper:
-    """The reaper of one launch; it is there when the constructor returns, which raises WorkerDiedError if it is not.
+    """The reaper of one launch. It runs when the constructor returns; otherwise that raises WorkerDiedError.
 
     Attributes:
-        pid: of its process, and number of the process group.
+        pid: id of its process and of the process group.
     """
 
     def __init__(self) -> None:
@@ -73,12 +73,12 @@ class Reaper:
 
 
 def join_group(reaper_pid: int) -> None:
-    """Let this process, and what it will start, end with the group; without its reaper it ends here."""
+    """Make this process, and all that it will start, end with the group; if the reaper is gone it ends here."""
     try:
         os.setpgid(0, reaper_pid)
     except OSError:
         os._exit(WorkerDiedError.exit_code)
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # `stty tostop` would stop what writes from the background
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # `stty tostop` would stop a process that writes from the background
 
 
 def _lead_group(launcher: Connection, temporary_folder: str) -> None:
@@ -86,12 +86,12 @@ def _lead_group(launcher: Connection, temporary_folder: str) -> None:
 
     Args:
         launcher: pipe whose other end closes when the launcher ends.
-        temporary_folder: of the launcher's multiprocessing, which removes it unless it is killed.
+        temporary_folder: the folder of the launcher's multiprocessing, which removes it unless it is killed.
     """
     os.setpgrp()
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    with suppress(EOFError, OSError):  # that is how the launcher's end is seen
+    with suppress(EOFError, OSError):  # this is the sign of the launcher's end
         launcher.send(os.getpid())
         launcher.recv()
     shutil.rmtree(temporary_folder, ignore_errors=True)
@@ -103,9 +103,9 @@ def handling_signals() -> Iterator[Callable[[Reaper], None]]:
     """Handle signals while workers are started and run.
 
     Yields:
-        A function to be called with the reaper, once it is there.
+        A function to call with the reaper once it runs.
 
-    A signal that was ignored stays so: `nohup` ignores SIGHUP, shells SIGINT for what a script starts with `&`.
+    Ignored signals stay ignored: `nohup` ignores SIGHUP, shells ignore SIGINT for jobs that a script starts with `&`.
 
     Raises:
         StopSignal: from wherever the main thread is, once a signal has come and the workers are killed.
@@ -119,7 +119,7 @@ def handling_signals() -> Iterator[Callable[[Reaper], None]]:
         raise StopSignal(signal.Signals(number))
 
     def suspend(number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z: the terminal sends it to the process group of the launcher, which is not that of the workers."""
+        """Pass on Ctrl-Z: the terminal sends it to the launcher's process group only, which the workers are not in."""
         for reaper in reapers:
             reaper.send(signal.SIGTSTP)
         signal.raise_signal(signal.SIGSTOP)
@@ -140,12 +140,12 @@ def handling_signals() -> Iterator[Callable[[Reaper], None]]:
 
 
 def stop_name(number: signal.Signals) -> str:
-    """Return what a user calls a signal that stops a run."""
+    """Return the user's name for a signal that stops a run."""
     return "Ctrl-C" if number == signal.SIGINT else number.name
 
 
 def stop_message(number: signal.Signals, out: Path) -> str:
-    """Return a line that says what has stopped the run of a folder, and how to go on."""
+    """Return a line that says which signal stopped the run, and how to go on."""
     run_dir = RunDir(out)
     done, command = run_dir.checkpoints(), f"`{run_dir.resume_command()}`"
     if not done:
@@ -154,7 +154,7 @@ def stop_message(number: signal.Signals, out: Path) -> str:
 
 
 def end_by_signal(number: signal.Signals) -> None:
-    """Let this process end by the signal, or do what the program that has called `launch` does on it."""
+    """End this process by the signal, or do what the program that called `launch` does on it."""
     if signal.getsignal(number) is signal.SIG_DFL:
-        atexit._run_exitfuncs()  # which such an end would skip: multiprocessing removes its semaphores and its folder
+        atexit._run_exitfuncs()  # such an end would skip these: multiprocessing removes its semaphores and its folder
     signal.raise_signal(number)

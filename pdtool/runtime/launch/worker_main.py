@@ -1,4 +1,4 @@
-"""The process of one worker: from its environment to its report, or to a failure that can be read afterwards."""
+"""The process of one worker: from its environment to its report or its recorded failure."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ def worker_main(
 
     Args:
         launcher: the pipe to the process that launched the workers.
-        environment, folder: of that process, with the variables of the rank. Those of the fork server may be older.
-        reaper_pid: of the process that ends this one when that one is gone.
+        environment, folder: that process's environment, with the variables of the rank, and its current folder. Those
+            of the fork server may be older.
+        reaper_pid: the process that ends this one when the launcher is gone.
         meeting_folder: where the workers of one machine meet; "": at the address that the environment names.
     """
     join_group(reaper_pid)
-    gc.freeze()  # what the fork server imported is no garbage: collecting need not look through it
-    os.dup2(2, 1)  # what the user's code prints; stdout is for artifacts
+    gc.freeze()  # the fork server's imports are not garbage: the collector can skip them
+    os.dup2(2, 1)  # the user's code may print, but stdout is for artifacts
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
@@ -66,7 +67,7 @@ def run_worker(config: RunConfig, meeting_folder: str = "") -> Report:
     """Be the worker that RANK names, in this process; raises PdtoolError.
 
     Args:
-        config: with absolute paths, since the user's module may go to another folder.
+        config: with absolute paths, because the user's module may change the folder.
         meeting_folder: where the workers of one machine meet; "": at the address that the environment names.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -84,7 +85,7 @@ def run_worker(config: RunConfig, meeting_folder: str = "") -> Report:
         Status.begin(config.out, rank)
     try:
         hint = loopback_hint() if local_workers < world_size else ""  # torchrun or srun have started the others
-        with PeerErrorContext(f"the workers did not come together{hint and '; '}{hint}"):
+        with PeerErrorContext(f"the workers did not all connect{hint and '; '}{hint}"):
             timeout = timedelta(seconds=config.timeout_s)
             store = dist.FileStore(f"{meeting_folder}/store", world_size) if meeting_folder else None  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, timeout=timeout, rank=rank, world_size=world_size)
@@ -110,13 +111,13 @@ def run_worker(config: RunConfig, meeting_folder: str = "") -> Report:
 def choose_threads(environment: Mapping[str, str], profiled: int | None, cores: int, local_workers: int) -> int:
     """Return how many CPU threads a worker computes with.
 
-    That is OMP_NUM_THREADS if it is set; else as many as the profile was measured with, on which the plan's times rest
-    (at most the cores); else an equal part of the cores.
+    That is OMP_NUM_THREADS if it is set; else the profile's threads, which the plan's times are based on (at most the
+    cores); else an equal share of the cores.
 
     Args:
-        environment: of this process.
-        profiled: threads that the profile was measured with; None when it was not measured on a CPU.
-        cores: of this machine that the process may use.
+        environment: environment of this process.
+        profiled: threads that the profile was measured with; None if it was not measured on a CPU.
+        cores: cores of this machine that the process may use.
         local_workers: number of workers on this machine.
     """
     asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list is one number per nesting level

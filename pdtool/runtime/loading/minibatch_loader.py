@@ -1,7 +1,6 @@
-"""Loader of one split of the user's dataset, which checks that minibatches are what the stages take.
+"""Loader of one split of the user's dataset; it checks that minibatches match the stages' inputs.
 
-`SampleStream` reads an IterableDataset by the numbers of its samples, so that minibatches are dealt out alike from any
-dataset.
+`SampleStream` reads an IterableDataset by sample numbers, so that any dataset is dealt out in the same way.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ class MinibatchLoader:
     """Loads minibatches of one split of the user's dataset.
 
     Args:
-        inputs: what the stages take of a minibatch.
-        arguments: how the model was called with it when it was traced.
-        seed: of the run.
+        inputs: the tensors of a minibatch that the stages take.
+        arguments: the model's arguments when it was traced.
+        seed: seed of the run.
 
     Attributes:
-        data: what dataset() returned.
-        is_stream: whether that is an IterableDataset.
+        data: the result of dataset().
+        is_stream: whether it is an IterableDataset.
         open_files: paths of files that dataset() left open.
     """
 
@@ -59,13 +58,13 @@ class MinibatchLoader:
         self._described: DatasetSplit | None = None
 
     def describe(self, counts_within_s: float = math.inf) -> DatasetSplit:
-        """Return what the other workers must know; `load` checks the targets by it.
+        """Describe the split for other workers; `load` checks targets against this.
 
         Args:
-            counts_within_s: seconds in which a validation set without a length is to be read once, which counts it.
+            counts_within_s: a validation set without a length is read once, to count it, within these seconds.
 
         Raises:
-            ModelError: the first sample cannot be read, or its target not be described to other workers, or the
+            ModelError: the first sample cannot be read, its target cannot be described to other workers, or the
                 validation set is empty or does not end in time.
         """
         samples = self.file.samples(self.data, self.where)
@@ -81,7 +80,7 @@ class MinibatchLoader:
         """Return the samples that the user's sampler() chooses for an epoch: a function of seed and epoch only.
 
         Raises:
-            ModelError: it fails, or gives no samples, or one that the dataset does not have.
+            ModelError: it fails, or returns no samples, or one that the dataset does not have.
         """
         seed_generators(derive_seed(run_seed, epoch, "order"))
         order, samples = self.file.sampler(self.data, epoch), len(self.data)
@@ -97,16 +96,15 @@ class MinibatchLoader:
         """Load one minibatch.
 
         Args:
-            indices: of its samples.
-            seed: of random augmentation.
-            stream_pass: in which the samples of an IterableDataset are counted, as SampleStream.read takes it.
+            indices: numbers of its samples.
+            seed: seed of random augmentation.
+            stream_pass: for an IterableDataset, the pass that the numbers count in (see SampleStream.read).
 
         Returns:
             The input tensors and the tensors of the target, [samples, ...] each.
 
         Raises:
-            ModelError: a sample cannot be read or does not go with the others, or the inputs are not what the stages
-                were generated for.
+            ModelError: a sample cannot be read or does not match the others, or the inputs do not match the stages.
         """
         seed_generators(seed)
         given, target = self.file.collate(self._read(indices, stream_pass), indices, self.where)
@@ -149,8 +147,7 @@ class MinibatchLoader:
         loaded = shapes_of(leaves)
         if loaded != expected:
             raise self.file.error(
-                f"{self.where} gives targets {_shapes(loaded)}, but the first sample alone makes them "
-                f"{_shapes(expected)}",
+                f"{self.where} gives targets {_shapes(loaded)}, but the first sample alone gives {_shapes(expected)}",
                 "give targets one row per sample, and pad to a fixed length",
             )
         return leaves
@@ -160,7 +157,7 @@ def _open_files() -> dict[str, str]:
     """The regular files that this process has open: path by descriptor."""
     found = {}
     for link in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # that of the listing itself is gone
+        with suppress(OSError):  # the listing's own descriptor is gone
             path = os.readlink(link)
             if Path(path).is_file() and not path.startswith(("/dev/", "/proc/")):
                 found[link.name] = path
@@ -178,17 +175,16 @@ class SampleStream:
     0  1  2  3  4  5  6    7  8  9 ...       numbers over all passes, if epochs go on from each other
     0  1  2  3  4  5  6    0  1  2 ...       numbers in one pass, if each epoch is one
 
-    Samples before one that is asked for are read past: those of other replicas, and those that a resumed run has
-    trained.
+    It skips samples of other replicas, and samples that a resumed run has already trained.
 
-    Samples draw from random generators of their own, seeded for each pass: neither what others draw meanwhile, nor how
-    many samples are read past, nor the size of minibatches changes a sample. A dataset that has `set_epoch`, as those
-    of Hugging Face do, is told the number of the pass.
+    Samples draw from random generators of their own, seeded for each pass. So a sample does not depend on other draws,
+    on skipped samples, or on the minibatch size. If the dataset has `set_epoch`, as Hugging Face's do, it gets the
+    number of the pass.
 
     Args:
         data: the dataset.
-        name: of the split, for errors.
-        seed: of the run.
+        name: name of the split, for errors.
+        seed: seed of the run.
     """
 
     def __init__(self, file: ModelFile, data: Any, name: str, seed: int) -> None:
@@ -197,14 +193,16 @@ class SampleStream:
         self._next, self._pass, self._read_of_pass = 0, 0, 0
         self._samples: Iterator[Any] | None = None
         self._has_warned, self._is_empty = False, True
-        self._generator_states: tuple[Any, ...] | None = None  # of torch, numpy and Python, while they are not in use
+        self._generator_states: tuple[Any, ...] | None = (
+            None  # states of torch's, numpy's and Python's generators between reads
+        )
 
     def read(self, pass_number: int | None, numbers: Sequence[int]) -> list[Any]:
-        """Return samples that follow each other.
+        """Return consecutive samples.
 
         Args:
-            pass_number: the pass that the numbers are counted in; None counts over all passes from pass 1 on.
-            numbers: of the samples.
+            pass_number: the pass that the numbers count in; None: they count over all passes from pass 1 on.
+            numbers: numbers of the samples.
 
         Raises:
             ModelError: a sample cannot be made, or the pass has fewer, or is empty.
@@ -235,11 +233,11 @@ class SampleStream:
         return self._read_of_pass
 
     def close(self) -> None:
-        """Stop to read: files that the dataset has opened since are closed."""
+        """Stop reading, which closes the files that the dataset has opened meanwhile."""
         self._samples = None
 
     def _samples_from(self, pass_number: int | None) -> Iterator[Any]:
-        """Yield the samples of a pass, or of all passes; raises ModelError where more are asked for."""
+        """Yield the samples of a pass, or of all passes; raises ModelError if they run out."""
         for number in itertools.count(1) if pass_number is None else [pass_number]:
             yield from self._pass_of(number)
             if not self._read_of_pass:
@@ -260,15 +258,14 @@ class SampleStream:
             yield sample
 
     def _warn_of_samples_beyond_the_length(self) -> None:
-        """Say once, at the end of a pass that was read up to its length, that it goes on after that."""
+        """Warn once if a pass has more samples than its length says."""
         if self._has_warned or not self._samples or self._counted_pass is None or self._read_of_pass != self._length:
             return
-        with suppress(ModelError):  # it ends, or fails in what nobody has asked for
+        with suppress(ModelError):  # it ends, or fails in a sample that nobody needs
             next(self._samples)
             self._has_warned = True
             sys.stderr.write(
-                f"warning: {self._name} has more than the {self._length} samples that its length promises: the "
-                "others are not used\n"
+                f"warning: {self._name} has more samples than its length of {self._length}: the others are not used\n"
             )
 
     @property
@@ -282,13 +279,13 @@ class SampleStream:
             what = f"{self._name} gives no samples in pass {self._pass} over it"
             return self._file.error(what, "start again each time __iter__ is called")
         return self._file.error(
-            f"{self._name} ends after {self._read_of_pass} samples, but its length promises more",
+            f"{self._name} ends after {self._read_of_pass} samples, before its length",
             "give each pass as many samples as __len__ says, or remove __len__ and give --steps",
         )
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
-        """Let the generators of the process go on from where this stream's were, and give it its own back."""
+        """Swap in this stream's generator states, and restore the process's own at the end."""
         with random_state_kept():
             if self._generator_states:
                 of_torch, of_numpy, of_python = self._generator_states

@@ -4,7 +4,7 @@
     begin_pass: what is to be loaded ──▶ queue ──▶ MinibatchLoader.load, by the seed of the minibatch
     load ◀──────────── shared memory ◀──────────── its input and target tensors, or the error
 
-With N = 0 `load` does it itself; otherwise torch's DataLoader is the queue and the shared memory. Both ways run the
+With N = 0 `load` does it itself. Otherwise torch's DataLoader is the queue and the shared memory. Both ways run the
 same function, with one thread and the same seed, so N changes no value. `LoadingCost` says which N is enough.
 """
 
@@ -40,9 +40,9 @@ LoadedMinibatch = tuple[list[Tensor], list[Tensor]]  # the inputs and the tensor
 _T = TypeVar("_T")
 
 _AHEAD = 2  # minibatches that each loader worker loads ahead
-_ENDING_S = 1.0  # a process that is killed closes its connections a little earlier than it is gone
-_SMALL = 0.02  # the part of a replica's time that it may load by itself
-_FETCH_S = 1e-3  # about what taking a minibatch from a loader worker costs
+_ENDING_S = 1.0  # a killed process closes its connections a little before it is gone
+_SMALL = 0.02  # the part of a replica's time that it may spend on loading by itself
+_FETCH_S = 1e-3  # about the cost of taking a minibatch from a loader worker
 _MARGIN = 1.2  # for minibatches that take longer than the median, and for handing them over
 _NO_CHILDREN = "daemonic processes are not allowed to have children"  # of multiprocessing
 _NO_CUDA = "Cannot re-initialize CUDA in forked subprocess"  # torch goes on with advice for its own DataLoader
@@ -58,17 +58,16 @@ _REMEDY_FOR_ENDS = "use --loader-workers 0: the training process then loads and 
 class MinibatchSource:
     """Loads the minibatches of one pass after another; loader workers live as long as this object.
 
-    Loader workers are forked, as is torch's own way on Linux: the user's dataset need not be picklable, and what it
-    holds is in memory once. Like those of any DataLoader they must not touch CUDA.
+    Loader workers are forked, as torch does on Linux, so the user's dataset need not be picklable and is in memory
+    once. As in any DataLoader they must not touch CUDA.
 
     Args:
-        loaders: by the name of the split.
+        loaders: by name of the split.
         workers: number of loader workers; 0 loads in this process, when a minibatch is asked for.
         timeout_s: how many seconds to wait for a loader worker.
-        keeps_workers: whether loader workers live on from pass to pass; else each pass forks new ones, which see what
-            the dataset has become meanwhile, as by a sampler() that tells it the epoch.
-        pins_memory: whether what loader workers load is to lie in pinned memory, from where copies to a GPU are
-            asynchronous.
+        keeps_workers: whether loader workers live on from pass to pass; else each pass forks new ones, which see
+            changes of the dataset, such as a sampler() that tells it the epoch.
+        pins_memory: whether to put loaded minibatches into pinned memory, from which copies to a GPU are asynchronous.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class MinibatchSource:
                 batch_size=None,
                 sampler=self._tasks,
                 collate_fn=lambda loaded: loaded,
-                generator=torch.Generator(),  # from which DataLoader draws, instead of from this process's
+                generator=torch.Generator(),  # DataLoader draws from this, not from the process's generator
                 num_workers=workers,
                 prefetch_factor=_AHEAD,
                 persistent_workers=keeps_workers,
@@ -105,7 +104,7 @@ class MinibatchSource:
         """Begin to load some minibatches of a pass.
 
         Args:
-            minibatches: in the order in which `load` will ask for them, which StageIO asserts.
+            minibatches: in the order of the calls of `load`, which StageIO asserts.
         """
         self._tasks.data, self._tasks.minibatches = data, minibatches
         if self._loader is None:
@@ -119,11 +118,10 @@ class MinibatchSource:
             self._iterator, self._processes = iterator, iterator._workers
 
     def load(self, minibatch: int) -> LoadedMinibatch:
-        """Return a minibatch, the next one of the pass.
+        """Return a minibatch, which must be the next one of the pass.
 
         Raises:
-            ModelError: a sample cannot be read or does not go with the others, or the inputs are not what the stages
-                were generated for.
+            ModelError: a sample cannot be read or does not match the others, or the inputs do not match the stages.
             WorkerDiedError: a loader worker has ended, or does not answer.
         """
         loaded: LoadedMinibatch | BaseException = self._answer(partial(next, self._iterator), minibatch)
@@ -133,7 +131,7 @@ class MinibatchSource:
         return loaded
 
     def _answer(self, ask: Callable[[], _T], minibatch: int) -> _T:
-        """Return what the DataLoader answers when it is asked for a minibatch.
+        """Ask the DataLoader for a minibatch and return its answer.
 
         Raises:
             WorkerDiedError: a loader worker ends meanwhile, or is silent.
@@ -147,7 +145,7 @@ class MinibatchSource:
             died = self._death(error, self._tasks.task(minibatch))
             if died is None:
                 raise
-            self._kill()  # some may wait for what the dead one held
+            self._kill()  # some may wait for locks that the dead one held
             raise died from error
 
     def _kill(self) -> None:
@@ -156,7 +154,7 @@ class MinibatchSource:
             process.kill()
 
     def _death(self, error: Exception, task: LoadTask) -> WorkerDiedError | None:
-        """The error of the loader worker that an error of DataLoader's comes from; None when it is not to blame."""
+        """The error of the loader worker that caused a DataLoader's error; None if none did."""
         is_closed = isinstance(error, (OSError, EOFError))  # its connection, and its process ends just now
         ended = wait([process.sentinel for process in self._processes], _ENDING_S if is_closed else 0.0)
         for process in self._processes:
@@ -171,17 +169,17 @@ class MinibatchSource:
 
 
 def _begin_loader_worker(_: int) -> None:
-    """Prepare a loader worker; nothing that its parent made is collected here."""
+    """Prepare a loader worker; it never collects its parent's garbage."""
     gc.freeze()
     end_with_parent()
 
 
 @contextmanager
 def _interrupted_by_end(processes: Sequence[BaseProcess]) -> Iterator[None]:
-    """Let what is done meanwhile be interrupted by a ChildProcessError when one of the processes ends.
+    """Raise ChildProcessError in this context as soon as one of the processes ends.
 
-    DataLoader itself would see its end only when its time is up, or by a handler of SIGCHLD that stays, and raises an
-    error wherever the training process is; that one is put away here.
+    DataLoader itself would see the end only at its timeout, or by a permanent SIGCHLD handler that raises an error
+    wherever the training process is. We replace that handler.
     """
 
     def check(*signal_and_frame: object) -> None:
@@ -200,7 +198,7 @@ class _TaskLoader(DataLoader[LoadedMinibatch | BaseException]):
     """Loads tasks in loader workers."""
 
     def check_worker_number_rationality(self) -> None:
-        """Warn of nothing: more workers than cores are there only where they were asked for, as for a slow network."""
+        """Skip torch's warning: more workers than cores run only if the user asked for them, as for a slow network."""
 
 
 @dataclass(frozen=True)
@@ -209,8 +207,8 @@ class LoadTask:
 
     Attributes:
         split: name of the split of the dataset.
-        indices: of its samples.
-        seed: of random augmentation.
+        indices: numbers of its samples.
+        seed: seed of random augmentation.
         stream_pass: see DataPass.
     """
 
@@ -226,7 +224,7 @@ class LoadTask:
 
 @dataclass
 class LoadTasks:
-    """The tasks of some minibatches of a pass, in order; made one by one, for there may be many."""
+    """The tasks of some minibatches of a pass, in order; made one by one, because there may be many."""
 
     data: DataPass | None = None
     minibatches: Sequence[int] = ()
@@ -241,7 +239,7 @@ class LoadTasks:
 
 
 class TaskDataset(Dataset[LoadedMinibatch | BaseException]):
-    """Minibatches by their tasks; an error is returned, for DataLoader would lose what it is."""
+    """Minibatches by their tasks. Errors are returned, because DataLoader would lose their class."""
 
     def __init__(self, loaders: Mapping[str, MinibatchLoader]) -> None:
         self._loaders = loaders
@@ -256,7 +254,7 @@ class TaskDataset(Dataset[LoadedMinibatch | BaseException]):
             return error if get_worker_info() is None else _portable(error)
         except SystemExit as error:
             return exit_error(error)
-        except BaseException as error:  # KeyboardInterrupt and the like, which would end a loader worker without a word
+        except BaseException as error:  # KeyboardInterrupt and the like would end a loader worker silently
             if get_worker_info() is None:
                 raise
             return WorkerDiedError(f"{describe_error(error)} while {task} was loaded", "raise an Exception instead")
@@ -265,16 +263,16 @@ class TaskDataset(Dataset[LoadedMinibatch | BaseException]):
 
 
 def _detached(tensor: Tensor) -> Tensor:
-    """The tensor, of any shape, without a graph, and without the rest of a tensor that it is a view of.
+    """The tensor, of any shape, without its graph and without the rest of the tensor that it is a view of.
 
-    Neither can be sent, or should.
+    A graph cannot be sent; the rest should not be.
     """
     tensor = tensor.detach()
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def _portable(error: PdtoolError) -> BaseException:
-    """The error as another process gets it, with its traceback as a note."""
+    """The error in a form for another process, with its traceback as a note."""
     if is_out_of_memory(error):
         return MemoryError(str(error))
     text = "".join(traceback.format_exception(error))
@@ -288,11 +286,11 @@ def _portable(error: PdtoolError) -> BaseException:
 
 @dataclass(frozen=True)
 class LoadingCost:
-    """What loading costs, beside the pace of a plan.
+    """The cost of loading, compared with the pace of a plan.
 
     Attributes:
         loading_s: seconds of loading one minibatch in one process.
-        period_s: seconds from one minibatch of a replica of the first stage to its next.
+        period_s: seconds between two minibatches of one replica of the first stage.
     """
 
     loading_s: float
@@ -300,20 +298,20 @@ class LoadingCost:
 
     @classmethod
     def of(cls, loading_s: float | None, plan: Plan) -> LoadingCost | None:
-        """Return the cost by the profile's loading time; None where that, or the pace of the plan, is not known."""
+        """Return the cost from the profile's loading time; None if that or the plan's pace is unknown."""
         if loading_s is None or plan.predicted is None or not plan.predicted.bottleneck_s:
             return None
         return cls(loading_s, plan.predicted.bottleneck_s * plan.stages[0].replicas)
 
     @property
     def workers(self) -> int:
-        """Loader workers that suffice for each replica; 0 where loading takes less than 1 ms, or 2 % of its time."""
+        """Loader workers that suffice for each replica; 0 if loading takes less than 1 ms, or 2 % of its time."""
         if self.loading_s < max(_FETCH_S, _SMALL * self.period_s):
             return 0
         return math.ceil(self.loading_s / self.period_s * _MARGIN)
 
     def sentence(self, workers: int) -> str:
-        """Say what loading costs and how many loader workers suffice, where `workers` are used; "" where none is."""
+        """Say what loading costs and how many loader workers suffice, given that `workers` are used; "" for none."""
         if not self.workers and not workers:
             return ""
         workers_suffice = "loader worker suffices" if self.workers == 1 else "loader workers suffice"
@@ -331,14 +329,14 @@ def at_most_the_cores(workers: int, config: RunConfig) -> int:
     """Return a number of loader workers for each replica of the first stage, at most the share of the machine's cores.
 
     Args:
-        workers: that the replica could use.
+        workers: how many a replica could use.
     """
     replicas_here = math.ceil(config.plan.stages[0].replicas / config.machines.count)
     return min(workers, max(1, len(usable_cores()) // replicas_here))
 
 
 def usable_workers(asked: int, loaders: Collection[MinibatchLoader]) -> tuple[int, str]:
-    """Return how many of the loader workers that are asked for can read the dataset, and why where that is fewer."""
+    """Return how many of the requested loader workers can read the dataset, and why if not all can."""
     opened = next((path for loader in loaders for path in loader.open_files), "")
     if asked and opened:
         return 0, (

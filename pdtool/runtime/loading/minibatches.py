@@ -1,4 +1,4 @@
-"""Minibatches as numbers of samples: the seed and the epoch decide which samples are in which, never the plan."""
+"""Minibatches as sample numbers. The seed and the epoch decide which samples a minibatch has, never the plan."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: 
 
 @dataclass(frozen=True)
 class DatasetSplit:
-    """What every worker must know of a split of the dataset.
+    """What every worker must know about a split of the dataset.
 
     Attributes:
-        samples: its length; None for a training set that is a stream which does not know it.
-        structure: of the target of a minibatch of one sample.
+        samples: its length; None for a training set that is a stream of unknown length.
+        structure: structure of the target of a minibatch of one sample.
         is_stream: whether it is an IterableDataset.
     """
 
@@ -39,12 +39,12 @@ class DatasetSplit:
 
     @cached_property
     def target(self) -> Any:
-        """A target of that structure; raises ModelError when it cannot be made in this process."""
+        """A target of that structure; raises ModelError if this process cannot make it."""
         return self.structure.example()
 
     @cached_property
     def leaves(self) -> list[Any]:
-        """The tensors of that target, [1, ...] each; it may hold None besides."""
+        """The tensors of that target, [1, ...] each, without None."""
         return tensors_of_target(self.target, 1)
 
     @cached_property
@@ -97,8 +97,8 @@ class DataPass:
     """One pass over a split: an epoch of training, or a validation.
 
     Attributes:
-        stream_pass: the pass over an IterableDataset that its samples are counted in; None where they are counted over
-            all passes, since epochs go on from each other.
+        stream_pass: the pass over an IterableDataset that its samples count in; None: they count over all passes,
+            because each epoch continues the one before.
     """
 
     split_name: str
@@ -117,8 +117,8 @@ class TrainingData:
     """The data of a run at one worker.
 
     Args:
-        sampled: returns the samples of an epoch, in order, if model.py has a sampler(); all workers call it together.
-        loads: whether this worker loads minibatches; others need only know how many samples each has.
+        sampled: returns an epoch's samples, in order, if model.py has a sampler(); all workers call it together.
+        loads: whether this worker loads minibatches; others only need to know the number of samples in each.
 
     Attributes:
         splits: the training set and the validation set, `train` and `valid`.
@@ -126,7 +126,7 @@ class TrainingData:
 
     Raises:
         ModelError: an epoch has no minibatch.
-        UsageError: nobody knows how many samples an epoch has.
+        UsageError: the number of samples in an epoch is unknown.
     """
 
     def __init__(
@@ -145,15 +145,15 @@ class TrainingData:
         self._epochs_go_on = epochs_go_on(splits["train"], config)
 
     def sample_order(self, epoch: int, trained: int) -> Sequence[int]:
-        """Return the samples of an epoch, in order, which all workers ask for together.
+        """Return the samples of an epoch, in order; all workers call it together.
 
-        At a worker that loads none it is a range of as many numbers.
+        A worker that loads nothing gets a range of the same length.
 
         Args:
-            trained: samples of all epochs before, which a stream that goes on from epoch to epoch has given.
+            trained: samples of all earlier epochs, for a stream that continues from epoch to epoch.
 
         Raises:
-            ModelError: sampler() chooses another number of samples than in the first epoch.
+            ModelError: sampler() chooses a different number of samples than in the first epoch.
         """
         if self._sampled:
             order = self._sampled(epoch)
@@ -177,12 +177,12 @@ def samples_in_epoch(samples: int | None, config: RunConfig, *, drop_last: bool)
     """Return how many samples of the training set are in an epoch.
 
     Args:
-        samples: of the training set, or those that sampler() chooses; None for a stream that does not know it.
-        drop_last: whether a short last minibatch is left out.
+        samples: samples of the training set, or chosen by sampler(); None for a stream of unknown length.
+        drop_last: whether to leave out a short last minibatch.
 
     Raises:
-        ModelError: none is.
-        UsageError: it is not known.
+        ModelError: no minibatch is left.
+        UsageError: the number is unknown.
     """
     size = config.plan.batch_size
     limit = config.steps * size if config.steps else None
@@ -197,10 +197,7 @@ def samples_in_epoch(samples: int | None, config: RunConfig, *, drop_last: bool)
 
 
 def epochs_go_on(split: DatasetSplit, config: RunConfig) -> bool:
-    """Whether an epoch of training is a part of a stream, so that the next one begins where it ends.
-
-    Else an epoch is a pass over the stream.
-    """
+    """Whether an epoch is a part of a stream that the next one continues; else it is a pass over the stream."""
     if not split.is_stream or not config.steps:
         return False
     return split.samples is None or config.steps * config.plan.batch_size < split.samples
@@ -218,9 +215,9 @@ def sample_order(seed: int, epoch: int, samples: int) -> memoryview[int]:
 
 
 def tensors_of_target(target: Any, samples: int) -> list[Any]:
-    """Return the tensors of a target, and whatever else but None it holds.
+    """Return the tensors of a target, and everything else in it except None.
 
-    A number of Python's, such as a count that collate() adds, becomes a tensor [samples], in which it can travel.
+    A Python number, such as a count from collate(), becomes a tensor [samples], so that it can travel.
     """
     if isinstance(target, Tensor):
         return [target]
@@ -236,7 +233,7 @@ def _in_tensor(leaf: Any, samples: int) -> Any:
 
 
 def _as_collated(described: Any, leaf: Tensor) -> Any:
-    """A part of a target as it was collated: a tensor, or a number again."""
+    """A part of a target in its original form: a tensor or a number."""
     return leaf[0].item() if type(described) in _NUMBERS else leaf
 
 

@@ -1,4 +1,4 @@
-"""Tensors between stages: which go where, and the channels that carry them.
+"""Tensors between stages: their routes, and the channels that carry them.
 
 Other folders use `routes`, `open_channels`, `stage_io` and `pinned`.
 """

@@ -1,12 +1,12 @@
 """Channels between two workers of one machine through memory of a GPU (CUDA IPC; the protocol: slots.py).
 
-The slots are memory of the receiver's GPU, which the sender has mapped. The hosts announce a slot over their socket as
-soon as its copy is enqueued, and the devices wait for each other by events:
+The slots are memory of the receiver's GPU, mapped by the sender. The hosts announce a slot over their socket as soon as
+its copy is enqueued. The devices wait for each other by events:
 
       sender's device    wait for freed[3] ─▶ copy into slot 3 ─▶ record written[3]
       receiver's device                       wait for written[3] ─▶ kernels that read slot 3 ─▶ record freed[3]
 
-A device waits only for events recorded before its host was told, never for what another host has yet to do.
+A device waits only for events that were recorded before its host was told, never for another host's future work.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from pdtool.runtime.messages.routes import Route
 from pdtool.runtime.messages.shared_memory import SharedMemory
 from pdtool.runtime.messages.slots import PartView, SlotLayout, SlotReceiver, SlotSender
 
-SPARE_SLOTS = 2  # what the receiver may not keep: one is written while another one is on its way back
+SPARE_SLOTS = 2  # slots that the receiver may not keep: one is written while another is on its way back
 _FIRST_BYTES = 8  # of the first message
-# What torch would be told by another process, and this one knows: no worker says which class is called here.
+# Arguments that torch would take from the other process. This one sets them itself: no worker chooses a class here.
 _CLASSES = {"tensor_cls": Tensor, "storage_cls": torch.storage.TypedStorage, "dtype": torch.uint8}
 _DATA = (bool, int, tuple, bytes, type(None))
 
@@ -43,9 +43,9 @@ class DeviceMemory(NamedTuple):
 
     Attributes:
         memory: slots x slot_bytes bytes, as a tensor of this worker's device.
-        connection: its timeout is how long a message, or a free slot, is waited for.
-        written: of each slot, an event that the sender records.
-        freed: of each slot, an event that the receiver records.
+        connection: its timeout limits the wait for a message or a free slot.
+        written: for each slot, an event that the sender records.
+        freed: for each slot, an event that the receiver records.
     """
 
     memory: Tensor
@@ -76,11 +76,11 @@ class CudaIpcSender(SlotSender):
         self._under_way.clear()
 
     def _next_slot(self) -> int:
-        """Take the slot that was freed first: the receiver's device is most likely done with it."""
+        """Take the slot that was freed first, because the receiver's device is most likely done with it."""
         return self._free.pop(0)
 
     def _copy(self, slot: int, views: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-        """Enqueue the copies; the parts are kept until they are read."""
+        """Enqueue the copies; keep the parts until they are read."""
         while self._under_way and self._under_way[0][0].query():  # type: ignore[no-untyped-call]
             self._under_way.popleft()
         sources = [_pinned(part) for part in parts]
@@ -96,12 +96,12 @@ class CudaIpcSender(SlotSender):
 
 
 class CudaIpcReceiver(SlotReceiver):
-    """Receives through memory of this worker's GPU: kernels that are started later see the tensors."""
+    """Receives through memory of this worker's GPU; kernels started later see the tensors."""
 
     def __init__(self, route: Route, layout: SlotLayout, shared: DeviceMemory) -> None:
         super().__init__(route, layout, shared.connection)
         self._shared, self._device = shared, shared.memory.device
-        self._compute = torch.cuda.current_stream(self._device)  # also of the threads that backwards run in
+        self._compute = torch.cuda.current_stream(self._device)  # also in autograd's threads
         self._error: RuntimeError | None = None
 
     def receive(self, minibatch: int, samples: int) -> list[Tensor]:
@@ -122,23 +122,23 @@ class CudaIpcReceiver(SlotReceiver):
         return tensor.view(view.dtype) if view.is_reinterpreted else tensor
 
     def _give_back(self, slot: int, collected: Any) -> None:
-        """Free a slot once the kernels that were started until now are done."""
+        """Free a slot once all kernels started so far are done."""
         try:
             self._shared.freed[slot].record(self._compute)
-        except RuntimeError as error:  # which Python would only print: a tensor's end is no place for errors
+        except RuntimeError as error:  # a finalizer cannot raise: Python would only print the error
             self._error = error
         super()._give_back(slot, collected)
 
 
 class _Slot:
-    """A slot that was received, at its address on the device."""
+    """A received slot, at its address on the device."""
 
     def __init__(self, address: int) -> None:
         self.address = address
 
 
 class _DeviceArray:
-    """The bytes of a tensor, as torch.as_tensor takes them; the tensor's memory keeps the slot alive."""
+    """The bytes of a tensor, for torch.as_tensor; the tensor's memory keeps the slot alive."""
 
     def __init__(self, slot: _Slot, view: PartView) -> None:
         self._slot = slot
@@ -151,15 +151,15 @@ class _DeviceArray:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """What the first stage loaded, in pinned memory, from which a copy does not make the host wait."""
+    """The first stage's loaded tensors in pinned memory, so that copies do not make the host wait."""
     return tensor if tensor.is_cuda else tensor.pin_memory()
 
 
 class _Offer(NamedTuple):
-    """What a receiver exports.
+    """A receiver's export.
 
     Attributes:
-        memory: arguments, by name, with which torch maps a tensor of another process; those that are data.
+        memory: torch's arguments for mapping a tensor of another process, by name; only plain data.
         freed: handles of its events.
     """
 
@@ -179,15 +179,15 @@ def share_device_memory(
 
     1. The receiver of each route allocates its slots, and exports them with its events.
     2. The sender maps them, exports its own events, and writes a first message.
-    3. The receiver reads it: both ends of those routes, and of no others, share memory.
+    3. The receiver reads it: both ends of these routes share memory, and of no others.
 
     CUDA refuses in some containers, on some clouds, on parts of a GPU (MIG), and between GPUs that cannot reach each
     other.
 
     Args:
-        routes: those whose two workers share memory of the host.
-        shared: that memory, by route number, of the routes that begin or end at this worker.
-        layouts: of the slots, by route number.
+        routes: routes whose two workers share memory of the host.
+        shared: that memory, by route number, for routes that begin or end at this worker.
+        layouts: layout of the slots, by route number.
         world: process group of all workers.
         device: the GPU of this worker.
 
@@ -203,7 +203,7 @@ def share_device_memory(
     def exchange(
         step: Callable[..., Any], kind: Any, own: Sequence[Route], before: Mapping[int, Any], what: str
     ) -> dict[int, Any]:
-        """Do a step for one's own routes that came through the step before; return its results for all routes."""
+        """Do a step for this worker's routes that passed the step before; return the results for all routes."""
         results = {r.number: here.attempt(step, r, before[r.number]) for r in own if r.number in before}
         results = {number: result for number, result in results.items() if result is not None}
         return {n: each for worker in all_gather(results, dict[int, kind], world, what) for n, each in worker.items()}
@@ -224,8 +224,8 @@ class _RouteEnds:
     """This worker's ends of the routes.
 
     Attributes:
-        memory: what it shares, by route number.
-        refusal: what CUDA said first; "" when it said nothing.
+        memory: the memory that it shares, by route number.
+        refusal: CUDA's first error; "" for none.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class _RouteEnds:
         self.refusal = ""
 
     def attempt(self, step: Callable[..., Any], route: Route, before: Any) -> Any:
-        """Return the step's result; None if CUDA refuses it, or another torch shares memory in another way."""
+        """Return the step's result; None if CUDA refuses, or if the other worker's torch does it differently."""
         try:
             with torch.cuda.device(self._device):
                 return step(route, before)
@@ -268,7 +268,7 @@ class _RouteEnds:
         here = self.memory[route.number] = self.memory[route.number]._replace(written=self._opened(written))
         here.written[0].wait()
         if not bool((here.memory[:_FIRST_BYTES] == _first_byte(route)).all()):
-            raise RuntimeError("one worker did not read what the other one wrote")
+            raise RuntimeError("one worker could not read the other's message")
         return True
 
     def _opened(self, handles: Sequence[bytes]) -> list[torch.cuda.Event]:
@@ -277,7 +277,7 @@ class _RouteEnds:
 
 
 def _new_events(count: int) -> list[torch.cuda.Event]:
-    """Make events that have been recorded, so that who waits for one before its first use does not wait."""
+    """Make events and record them, so that a wait before their first use ends at once."""
     events = [torch.cuda.Event(interprocess=True) for _ in range(count)]  # type: ignore[no-untyped-call]
     for event in events:
         event.record()
@@ -289,19 +289,19 @@ def _handles(events: Sequence[torch.cuda.Event]) -> list[bytes]:
 
 
 def _exported(memory: Tensor) -> dict[str, Any]:
-    """Export a tensor to another process: the arguments of torch that are data, by name."""
+    """Export a tensor to another process: torch's arguments that are plain data, by name."""
     exported = reductions.reduce_tensor(memory)[1]  # type: ignore[no-untyped-call]
     arguments = inspect.signature(reductions.rebuild_cuda_tensor).bind(*exported).arguments
     data = {name: value for name, value in arguments.items() if name not in _CLASSES}
     if not all(isinstance(value, _DATA) for value in data.values()):
-        raise TypeError("torch exports memory of GPUs as what is no data")
+        raise TypeError("torch exports GPU memory as something other than plain data")
     return data
 
 
 def _mapped(exported: Mapping[str, Any], device: torch.device) -> Tensor:
-    """Map a tensor of another process as one of this worker's own device, which reaches it from there.
+    """Map a tensor of another process as one of this worker's own device, which can reach it.
 
-    torch would give it the number that its device has in the other process, and use that device here, too.
+    torch would use the other process's device number, which may be a different device here.
     """
     names = inspect.signature(reductions.rebuild_cuda_tensor).parameters
     own = {name: kind for name, kind in _CLASSES.items() if name in names} | {"storage_device": device.index}

@@ -1,10 +1,10 @@
-"""Channels of torch.distributed, gloo or NCCL: sends are waited for as late as possible.
+"""Channels of torch.distributed, gloo or NCCL: they wait for sends as late as possible.
 
-Both are a rendezvous: a message starts only when its receiver has asked for it. On gloo, receives are posted before
-they are needed, and a sender keeps what it sends until it has gone. On NCCL a receive is a kernel that runs until the
-message is there, and whatever synchronises the device would wait for it: it is posted when it is needed, and what a
-slow host would lose by that, an asynchronous device does not. NCCL matches messages by their order on a group; gloo's
-are tagged, and its parts of one message come in order.
+Both are a rendezvous: a message starts only when its receiver has asked for it. On gloo, receives are posted early, and
+a sender keeps its tensors until they have gone. On NCCL, a receive is a kernel that runs until the message is there,
+and anything that synchronises the device would wait for it. So it is posted only when needed; on an asynchronous device
+that costs no time. NCCL matches messages by their order on a group. gloo's have tags, and the parts of one message come
+in order.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from pdtool.runtime.groups import PeerErrorContext, short_reason
 from pdtool.runtime.messages.routes import Route
 
 _TAGS = 2**31
-_MAX_BLOCKS = 4  # of a kernel that sends or receives; some 20 GB/s each, more than links between machines carry
+_MAX_BLOCKS = 4  # blocks of a kernel that sends or receives; some 20 GB/s each, more than links between machines carry
 
 
 def make_gloo_groups(routes: Sequence[Route], timeout_s: float) -> Mapping[int, Any]:
     """Return the gloo group of each of these routes, by its number; all workers call it together.
 
-    There is one for each direction, since two ranks that send to each other on one group do it in turns.
+    There is one for each direction, because two ranks that send to each other on one group take turns.
 
     Raises:
         PeerError: a worker does not come.
     """
     timeout = timedelta(seconds=timeout_s)
-    with PeerErrorContext("the process groups between stages were not made"):
+    with PeerErrorContext("the process groups between stages could not be made"):
         directions = sorted({route.direction for route in routes})
         groups = {direction: dist.new_group(timeout=timeout, backend="gloo") for direction in directions}
     return {route.number: groups[route.direction] for route in routes}
@@ -45,8 +45,8 @@ def make_gloo_groups(routes: Sequence[Route], timeout_s: float) -> Mapping[int, 
 def make_nccl_groups(routes: Sequence[Route], timeout_s: float, device: torch.device) -> Mapping[int, Any]:
     """Return the NCCL group of each of these routes, by its number; all workers call it together.
 
-    Messages of NCCL have no tags: each route has a group of its own. A group is used once here, since the first message
-    between two members makes their hosts wait for each other; all workers go through the routes in the same order.
+    NCCL's messages have no tags, so each route has a group of its own. Each group is used once here, because the first
+    message makes both hosts wait for each other. All workers go through the routes in the same order.
 
     Raises:
         PeerError: a worker does not come.
@@ -69,9 +69,9 @@ def make_nccl_groups(routes: Sequence[Route], timeout_s: float, device: torch.de
 
 
 def _nccl_options() -> Any:
-    """Let a message that waits for its receiver leave the device to the stage's kernels, but for a few blocks.
+    """Limit a message that waits for its receiver to a few blocks, so that the stage's kernels get the device.
 
-    None where the user decides about that, or torch has no NCCL.
+    None if the user sets this, or torch has no NCCL.
     """
     if not dist.is_nccl_available() or "NCCL_MAX_CTAS" in os.environ:
         return None
@@ -85,7 +85,7 @@ class DistributedSender:
 
     Args:
         depth: messages that may be under way.
-        device: where tensors are that the group can send.
+        device: where the group's tensors are.
         waiting: context that times a wait for the receiver.
     """
 
@@ -102,7 +102,7 @@ class DistributedSender:
         sends, size_bytes = [], 0
         try:
             for part, dtype in zip(parts, self._route.dtypes, strict=True):
-                is_pinned = part.is_cpu and self._device.type == "cuda"  # of the data: the host need not wait
+                is_pinned = part.is_cpu and self._device.type == "cuda"  # for the data; the host need not wait
                 sent = part.to(self._device, dtype, non_blocking=is_pinned).contiguous()
                 work = dist.isend(sent, self._route.receiver, group=self._group, tag=_tag(self._route, minibatch))
                 sends.append((work, sent))
@@ -132,7 +132,7 @@ class DistributedReceiver:
 
     Args:
         device: where tensors are received.
-        pinned: whether what comes is copied on to a GPU.
+        pinned: whether received tensors are then copied to a GPU.
     """
 
     def __init__(self, route: Route, group: Any, device: torch.device, *, pinned: bool = False) -> None:
@@ -163,10 +163,10 @@ class DistributedReceiver:
 
 
 class NcclReceiver(DistributedReceiver):
-    """Receives on an NCCL group, onto a device. The host does not wait: kernels that are started later do."""
+    """Receives on an NCCL group, onto a device. The host does not wait, but kernels started later do."""
 
     def expect(self, minibatch: int, samples: int) -> None:
-        """Do nothing: a receive that is posted is a kernel that runs."""
+        """Do nothing: a posted receive would be a running kernel."""
 
     def receive(self, minibatch: int, samples: int) -> list[Tensor]:
         """Post the receives of the message."""

@@ -29,7 +29,7 @@ class Channels:
     """This worker's ends of channels, each with its route, in the order of the routes.
 
     Attributes:
-        device_bytes: memory of this worker's GPU that messages come into.
+        device_bytes: memory of this worker's GPU for incoming messages.
     """
 
     senders: list[tuple[Route, Sender]] = field(default_factory=list)
@@ -43,12 +43,12 @@ def open_channels(
     """Open this worker's ends of all channels; all workers call it together.
 
     Args:
-        in_flight: minibatches that the schedule has in flight at once, over all replicas of each stage; with chunks
-            stages, of those of one chunk.
+        in_flight: minibatches that the schedule has in flight at once, over all replicas of each stage (with chunks, of
+            each chunk).
         meter: measures how long senders wait.
 
     Raises:
-        UsageError: memory cannot be shared, and must be.
+        UsageError: memory must be shared but cannot be.
         PeerError: a worker does not come.
     """
     rank, size, device = dist.get_rank(), config.plan.batch_size, groups.device
@@ -103,18 +103,18 @@ def _host_layout(route: Route, batch_size: int, in_flight: Sequence[int]) -> Slo
 
 
 def _device_layout(route: Route, batch_size: int, in_flight: Sequence[int]) -> SlotLayout:
-    """Memory of a GPU is dear: slots for what is in flight from the stage nearer the input on, and few to spare."""
+    """GPU memory is scarce: use a slot per minibatch in flight from the stage nearer the input, and few spares."""
     nearer = min(route.source, route.destination) % len(in_flight)
     return SlotLayout.of(route, batch_size, route.depth(in_flight[nearer]), cuda_ipc.SPARE_SLOTS)
 
 
 def can_use_nccl(route: Route, plan: Plan) -> bool:
-    """Whether NCCL can carry the messages of a route without ever making workers wait for each other in a circle.
+    """Whether NCCL can carry the messages of a route without ever making workers wait in a circle.
 
-    With NCCL a message that was sent is a kernel that runs until it is received, and whatever synchronises the device
-    waits for it (docs/waiting.md). Neighbours that send to each other at every minibatch cannot wait in a circle,
-    whenever that happens; stages further apart, several stages on a worker, and replicas without a flush can. The tests
-    prove both (tests/runtime/test_nccl_rules.py).
+    With NCCL, a sent message is a kernel that runs until it is received, and anything that synchronises the device
+    waits for it (docs/waiting.md). Neighbours that send to each other at every minibatch can never wait in a circle.
+    Stages further apart, several stages on a worker, and replicas without a flush can. The tests prove both
+    (tests/runtime/test_nccl_rules.py).
     """
     is_replicated = any(stage.replicas > 1 for stage in plan.stages)
     if route.is_local or plan.chunks > 1 or (is_replicated and not plan.kind.flushes):
@@ -127,7 +127,7 @@ class _ChannelOpener:
     """Opens single channels.
 
     Attributes:
-        layouts, device_memory, memory, by_gloo, by_nccl: by the number of a route; it has memory, or a group.
+        layouts, device_memory, memory, by_gloo, by_nccl: by route number; each route has memory or a group.
     """
 
     layouts: Mapping[int, SlotLayout]
@@ -147,7 +147,7 @@ class _ChannelOpener:
                 route, self.by_nccl[number], layout.depth, self.device, self.meter.waiting
             )
         is_pinned = self.device.type == "cuda"
-        waiting = nullcontext() if is_pinned else self.meter.waiting  # the wait of a thread holds nobody up
+        waiting = nullcontext() if is_pinned else self.meter.waiting  # a thread's wait holds nobody up
         if number in self.memory:
             sender: Sender = SharedMemorySender(route, layout, self.memory[number], waiting)
         else:

@@ -1,7 +1,7 @@
 """Copies between a GPU and pinned CPU memory, on a stream of their own beside the kernels.
 
-`PinnedSender` and `PinnedReceiver` are a channel between GPUs if NCCL cannot be used: messages go through pinned memory
-and from there by another channel. `DeviceUpload` copies loaded minibatches to a GPU, too, and `DeviceDownload` the
+`PinnedSender` and `PinnedReceiver` are a channel between GPUs without NCCL: messages go through pinned memory and from
+there by another channel. `DeviceUpload` also copies loaded minibatches to a GPU. `DeviceDownload` also copies the
 gradients that gloo sums.
 """
 
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class DeviceDownload:
-    """Copies tensors from a GPU; a thread goes on with them once they are copied, so the worker goes on to compute.
+    """Copies tensors from a GPU; a thread waits for them and goes on with them while the worker computes.
 
     host      start ───────────────────────────────── goes on to compute
     stream            copy to pinned memory
@@ -40,11 +40,11 @@ class DeviceDownload:
     def start(
         self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], work: Callable[[list[Tensor]], Result]
     ) -> Future[Result]:
-        """Start the copies; return what `work` returns for them, after that of those started before.
+        """Start the copies; return a future of `work`'s result. `work` runs when they, and all earlier ones, are done.
 
         Args:
             tensors: of any shapes.
-            dtypes: those of the copies.
+            dtypes: dtypes of the copies.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -54,7 +54,7 @@ class DeviceDownload:
                 for tensor, dtype in zip(tensors, dtypes, strict=True)
             ]
             copied.record(self._stream)
-        kept = tensors  # the stream reads them; nobody else may get their memory before
+        kept = tensors  # the stream still reads them: nobody else may get their memory
         return self._thread.submit(_work_when_copied, copied, pinned, kept, work)
 
 
@@ -66,7 +66,7 @@ def _work_when_copied(
 
 
 class DeviceUpload:
-    """Copies the tensors of one minibatch after another to a device: `start`, and later `finish`.
+    """Copies the tensors of each minibatch to a device: `start`, and later `finish`.
 
     Args:
         device: a GPU.
@@ -79,22 +79,21 @@ class DeviceUpload:
     def start(self, tensors: Mapping[Any, Tensor]) -> None:
         """Start the copies.
 
-        The memory of those in pinned memory is not used for something else before they are copied: torch's allocator
-        of pinned memory knows of the copies.
+        Pinned memory is not reused before it is copied, because torch's allocator of pinned memory knows of the copies.
 
         Args:
-            tensors: by any keys, in the CPU's memory, of any shapes.
+            tensors: by any keys, in CPU memory, of any shapes.
         """
         pinned = {key: tensor if tensor.is_pinned() else tensor.pin_memory() for key, tensor in tensors.items()}
         with torch.cuda.stream(self._stream):
             self._copies = {key: tensor.to(self._device, non_blocking=True) for key, tensor in pinned.items()}
 
     def finish(self) -> dict[Any, Tensor]:
-        """Return the copies, by their keys; kernels that are started from now on see them."""
+        """Return the copies, by their keys; kernels started from now on see them."""
         compute = torch.cuda.current_stream(self._device)
         compute.wait_stream(self._stream)
         for tensor in self._copies.values():
-            tensor.record_stream(compute)  # whose kernels read what was allocated for the other stream
+            tensor.record_stream(compute)  # its kernels read memory that was allocated for the other stream
         copies, self._copies = self._copies, {}
         return copies
 
@@ -107,7 +106,7 @@ class PinnedSender:
         self._under_way: deque[Future[int]] = deque()
 
     def send(self, minibatch: int, parts: Sequence[Tensor]) -> int:
-        """Start the copies; raises what an earlier message met with."""
+        """Start the copies; raises an earlier message's error."""
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft().result()
         dtypes = self._route.dtypes
@@ -115,7 +114,7 @@ class PinnedSender:
         return sum(part.numel() * dtype.itemsize for part, dtype in zip(parts, dtypes, strict=True))
 
     def flush(self) -> None:
-        """Wait until everything is handed to the other channel, and needed there no longer."""
+        """Wait until the other channel has everything and needs it no longer."""
         while self._under_way:
             self._under_way.popleft().result()
         self._inner.flush()

@@ -49,7 +49,7 @@ class Edge:
     """One tensor from one stage directly to another, once per minibatch; its gradient comes back the same way.
 
     Attributes:
-        name: of the tensor, or of a part of the target.
+        name: name of the tensor, or of a part of the target.
     """
 
     name: str
@@ -60,15 +60,15 @@ class Edge:
 
 @dataclass(frozen=True)
 class Route:
-    """What one worker sends another between two stages in one direction: one message for each of its minibatches.
+    """The messages from one worker to another between two stages in one direction, one for each of its minibatches.
 
     Attributes:
         number: position in the list of all routes.
         source, destination: stages, in the direction of the messages.
         sender, receiver: ranks.
-        every, first: its minibatches are those i with i mod every == first.
-        edges: those whose tensors (backward: gradients) are in a message, in this order.
-        has_flags: whether a last part says of each edge, by 0 or 1, whether it has a gradient.
+        every, first: it carries the minibatches i with i mod every == first.
+        edges: edges whose tensors (backward: gradients) are in a message, in this order.
+        has_flags: whether a last part says for each edge, by 0 or 1, whether it has a gradient.
         wire_dtype: how float32 activations and gradients travel between workers.
     """
 
@@ -89,7 +89,7 @@ class Route:
         return minibatch % self.every == self.first
 
     def depth(self, in_flight: int) -> int:
-        """Return the most messages under way: a minibatch that much older than the one sent now was received.
+        """Return the most messages under way: the receiver has every minibatch that is older by this number.
 
         Args:
             in_flight: minibatches that the schedule has in flight at once, over all replicas.
@@ -103,7 +103,7 @@ class Route:
 
     @cached_property
     def consumer(self) -> str:
-        """What takes the messages, without the minibatch: `1F` or `0B`; a trace says `for 1F7`."""
+        """The action that takes the messages, without the minibatch: `1F` or `0B`; a trace says `for 1F7`."""
         return f"{self.destination}{'F' if self.direction == 'forward' else 'B'}"
 
     @cached_property
@@ -131,7 +131,7 @@ class Route:
         """Return what goes into the parts of a message, without graphs; it is converted when it is copied there.
 
         Args:
-            tensors: of each edge, [samples, ...]; None for a gradient that there is none of: zeros are sent.
+            tensors: one for each edge, [samples, ...]; None for a missing gradient, which is sent as zeros.
             device: where zeros are made.
         """
         parts: list[Tensor] = []
@@ -157,17 +157,17 @@ class Route:
 
     def not_received(self, minibatch: int, reason: Reason) -> PeerError:
         """Return the receiver's error when a message does not come."""
-        what = f"{self.describe(minibatch)} did not get here: from rank {self.sender} ({reason.text})"
+        what = f"{self.describe(minibatch)} did not arrive from rank {self.sender} ({reason.text})"
         return PeerError(what, peer=self.sender, is_timeout=reason.is_timeout)
 
     def not_sent(self, minibatch: int, reason: Reason) -> PeerError:
         """Return the sender's error when a message cannot be delivered."""
-        what = f"{self.describe(minibatch)} did not get away: to rank {self.receiver} ({reason.text})"
+        what = f"{self.describe(minibatch)} could not be sent to rank {self.receiver} ({reason.text})"
         return PeerError(what, peer=self.receiver, is_timeout=reason.is_timeout)
 
 
 def list_edges(bundle: Bundle, targets: Sequence[TensorSpec]) -> list[Edge]:
-    """Return all edges; what stage 0's workers load (model inputs used later, targets) leaves from stage 0.
+    """Return all edges. Loaded tensors that later stages need (model inputs, targets) start at stage 0.
 
     Args:
         targets: the tensors of a target, which go to the last stage.
@@ -188,7 +188,7 @@ def list_routes(
     """Return all routes of both directions; minibatch i is at replica i mod r of each stage.
 
     Args:
-        ranks: of each stage's replicas.
+        ranks: ranks of each stage's replicas.
         optional_gradients: see Bundle.
         wire_dtype: how float32 activations and gradients travel between workers.
     """
@@ -217,7 +217,7 @@ def describe_targets(leaves: Sequence[Tensor]) -> list[TensorSpec]:
     """Describe the tensors of the target of any minibatch.
 
     Args:
-        leaves: those of a minibatch of one sample, [1, ...] each.
+        leaves: the tensors for a minibatch of one sample, [1, ...] each.
     """
     return [
         TensorSpec(
@@ -233,41 +233,42 @@ def describe_targets(leaves: Sequence[Tensor]) -> list[TensorSpec]:
 
 
 class Sender(Protocol):
-    """The end of a channel that messages go into. A channel carries the messages of one route, first in, first out.
+    """The sending end of a channel. A channel carries the messages of one route, first in, first out.
 
-    A message has the parts that its route says.
+    The route defines the parts of a message.
     """
 
     def send(self, minibatch: int, parts: Sequence[Tensor]) -> int:
-        """Start sending what `Route.pack` returns, which must not change any more; return the bytes that travel.
+        """Start sending the parts from `Route.pack`, which must not change afterwards; return the bytes that travel.
 
-        Each part is converted to the dtype that it has by `Route.dtypes`.
+        Convert each part to its dtype in `Route.dtypes`.
 
         Raises:
             PeerError: the receiver is lost.
         """
 
     def flush(self) -> None:
-        """Wait until what was sent needs this worker no longer; raises PeerError. Unless overridden it never does."""
+        """Wait until sent messages need this worker no longer; raises PeerError. By default they never do."""
         return
 
 
 class Receiver(Protocol):
-    """The end of a channel that messages come out of.
+    """The receiving end of a channel.
 
-    The action lists of both workers name the same minibatches in the same order. StageIO, and nobody else, asserts that
-    the receiver asks for messages in the order of `expect`.
+    The action lists of both workers name the same minibatches in the same order. Only StageIO asserts that the receiver
+    asks for messages in the order of `expect`.
     """
 
     def expect(self, minibatch: int, samples: int) -> None:
-        """Prepare to receive the message of a minibatch of `samples`, after those expected before; raises PeerError.
+        """Prepare to receive the message of a minibatch of `samples`, after those expected earlier; raises PeerError.
 
-        Unless overridden nothing needs preparing: a sender does not wait to be asked.
+        By default there is nothing to prepare: a sender does not wait to be asked.
         """
         return
 
     def receive(self, minibatch: int, samples: int) -> list[Tensor]:
-        """Wait for the oldest expected message, that of `minibatch`, and return its parts; raises PeerError."""
+        """Wait for the oldest expected message, which is that of `minibatch`, and return its parts; raises
+        PeerError."""
 
 
 class LocalChannel(Sender, Receiver):
@@ -282,5 +283,5 @@ class LocalChannel(Sender, Receiver):
         return 0
 
     def receive(self, minibatch: int, samples: int) -> list[Tensor]:
-        """Return what was sent."""
+        """Return the parts that were sent."""
         return self._sent.popleft()

@@ -1,7 +1,7 @@
 """Channels between two workers of one machine through memory of the host (the protocol: slots.py).
 
 The sender makes the memory and passes it to the receiver over a Unix socket. The memory is a file without a name, which
-is gone when both workers are, however they end.
+disappears when both workers have ended, however they end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SharedMemory(NamedTuple):
 
     Attributes:
         memory: slots x slot_bytes bytes.
-        connection: its timeout is how long a message, or a free slot, is waited for.
+        connection: its timeout limits the wait for a message or a free slot.
     """
 
     memory: mmap.mmap
@@ -74,19 +74,19 @@ def share_memory(
 ) -> tuple[set[int], dict[int, SharedMemory]]:
     """Share memory with the workers of this machine; all workers call it together.
 
-    1. All workers exchange where they are, and the name of a socket that each listens on: an abstract name, which
-       leaves no file and is seen within one network namespace only, so that containers do not share memory by mistake.
+    1. All workers exchange their places, and the name of the socket that each listens on. It is an abstract name: it
+       leaves no file and is visible in one network namespace only, so that containers do not share memory by mistake.
     2. The sender of each route within a machine connects, and sends the route's number with the memory's descriptor.
-    3. All workers exchange which routes they accepted: both ends of those, and of no others, share memory.
+    3. All workers exchange the routes that they accepted: both ends of these share memory, and of no others.
 
     Args:
-        routes: those whose messages may go through memory.
+        routes: routes whose messages may go through memory.
         world: process group of all workers.
         sizes_bytes: route number -> bytes of its memory.
-        timeout_s: of the sockets, once they are in use.
+        timeout_s: timeout of the sockets in use.
 
     Returns:
-        The numbers of all routes that share memory, and the memory of those that begin or end at this worker.
+        The numbers of all routes that share memory, and the memory of routes that begin or end at this worker.
 
     Raises:
         PeerError: a worker does not come.
@@ -117,7 +117,7 @@ def share_memory(
 
 
 def machine_id() -> str:
-    """Return a text that is the same for processes that can connect, on one kernel; empty where it is unknown."""
+    """Return a text that is equal for processes that can connect, on one kernel; "" if unknown."""
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return kernel + os.readlink("/proc/self/ns/net")
@@ -126,7 +126,7 @@ def machine_id() -> str:
 
 
 def offer_memory(address: bytes, number: int, size_bytes: int) -> SharedMemory | None:
-    """Connect to the receiver of route `number` and pass new memory; None when it cannot be reached."""
+    """Connect to the receiver of route `number` and pass new memory; None if it cannot be reached."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(HANDSHAKE_TIMEOUT_S)
     try:
@@ -147,7 +147,7 @@ def accept_memory(listener: socket.socket, expected: Mapping[int, int]) -> dict[
         expected: route number -> bytes of its memory.
 
     Returns:
-        Route number -> memory; without those that did not come in time.
+        Route number -> memory; without routes that did not come in time.
     """
     accepted: dict[int, SharedMemory] = {}
     with suppress(TimeoutError):

@@ -1,8 +1,9 @@
-"""Messages in slots of memory that two workers of one machine both see, announced over a socket.
+"""Messages in slots of memory that two workers of one machine share, announced over a socket.
 
-The memory is divided into slots of one message each. Sending copies the parts into a free slot and says so. What is
-received is the slot itself, no copy: when its last tensor is gone the slot goes back to the sender. The receiver may
-keep as many slots as the schedule has messages under way, and copies beyond that, so that the sender always has some.
+The memory is divided into slots of one message each. The sender copies the parts into a free slot and announces it. The
+receiver gets the slot itself, without a copy: when its last tensor is gone, the slot goes back to the sender. The
+receiver may keep as many slots as the schedule has messages under way. Beyond that it copies, so that the sender always
+has slots.
 
       sender   copy into slot 3   (minibatch, 3, bytes) -->   tensors in slot 3   receiver
                slot 3 is free     <-- 3                       the last one is collected
@@ -44,8 +45,8 @@ class SlotLayout:
 
     Attributes:
         depth: messages that the schedule may have under way, and slots that the receiver may keep.
-        spare: slots besides.
-        starts: byte in a slot where each part begins, and where the slot ends.
+        spare: further slots.
+        starts: byte offset of each part in a slot, and of the slot's end.
     """
 
     depth: int
@@ -82,7 +83,7 @@ class SlotSender(Sender, ABC):
 
     Args:
         memory: bytes of all slots, as this worker sees them.
-        connection: to the receiver; its timeout is how long a free slot is waited for.
+        connection: socket to the receiver; its timeout limits the wait for a free slot.
         waiting: context that times a wait for a free slot.
     """
 
@@ -100,7 +101,7 @@ class SlotSender(Sender, ABC):
         self._views: dict[tuple[int, int, torch.Size], Tensor] = {}
 
     def send(self, minibatch: int, parts: Sequence[Tensor]) -> int:
-        """Copy the parts into a slot; wait only when the receiver has not yet got what the schedule says it has."""
+        """Copy the parts into a slot; wait only if the receiver is behind the schedule."""
         try:
             self._take_back_slots()
             slot, views, size_bytes = self._next_slot(), [], 0
@@ -117,11 +118,11 @@ class SlotSender(Sender, ABC):
         return size_bytes
 
     def _next_slot(self) -> int:
-        """Take a free slot: the last one freed, which is in the cache."""
+        """Take the slot that was freed last, because it is in the cache."""
         return self._free.pop()
 
     def _copy(self, slot: int, views: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-        """Copy each part to the memory that it has in the slot, which converts it to its dtype there."""
+        """Copy each part to its place in the slot, which converts it to its dtype there."""
         for view, part in zip(views, parts, strict=True):
             view.copy_(part)
 
@@ -142,7 +143,7 @@ class SlotSender(Sender, ABC):
         """The memory of part k in a slot."""
         dtype, start, end = self._route.dtypes[k], self._layout.starts[k], self._layout.starts[k + 1]
         size = shape.numel() * dtype.itemsize
-        assert size <= end - start, f"part {k} of {self._route.describe(0)} is too large: {list(shape)}"
+        assert size <= end - start, f"part {k} of {self._route.describe(0)} is too large for its slot: {list(shape)}"
         start += slot * self._layout.slot_bytes
         return self._memory[start : start + size].view(dtype).view(shape)
 
@@ -152,14 +153,14 @@ class SlotReceiver(Receiver, ABC):
 
     def __init__(self, route: Route, layout: SlotLayout, connection: socket.socket) -> None:
         self._route, self._layout, self._connection = route, layout, connection
-        self._lent: dict[int, Any] = {}  # slot -> weak reference to what all its tensors refer to
+        self._lent: dict[int, Any] = {}  # slot -> weak reference to the object that all its tensors hold
         self._views: dict[int, tuple[int, list[PartView]]] = {}
 
     def receive(self, minibatch: int, samples: int) -> list[Tensor]:
         """Wait for the announcement of a message and return the tensors in its slot.
 
         Raises:
-            PeerError: the sender is lost, or it sends another message than this one.
+            PeerError: the sender is lost, or sends a different message.
         """
         size_bytes, views = self._views.get(samples) or self._views.setdefault(samples, self._message_views(samples))
         try:
@@ -170,13 +171,13 @@ class SlotReceiver(Receiver, ABC):
             raise self._route.not_received(minibatch, _reason(error, self._connection)) from error
         number, slot, sent_bytes = _HEADER.unpack(header)
         if (number, sent_bytes) != (minibatch, size_bytes):
-            reason = Reason(f"{sent_bytes} bytes of minibatch {number} came, not {size_bytes}")
+            reason = Reason(f"got {sent_bytes} bytes of minibatch {number}, not {size_bytes}")
             raise self._route.not_received(minibatch, reason)
         return self._tensors(slot, views)
 
     @abstractmethod
     def _open_slot(self, slot: int) -> Any:
-        """Return an object that all tensors of the slot are to refer to, whose end frees the slot."""
+        """Return an object for all tensors of the slot to hold; its end frees the slot."""
 
     @abstractmethod
     def _tensor(self, opened: Any, view: PartView) -> Tensor:
@@ -194,7 +195,7 @@ class SlotReceiver(Receiver, ABC):
             self._connection.send(_SLOT.pack(slot))
 
     def _message_views(self, samples: int) -> tuple[int, list[PartView]]:
-        """Bytes and views of a message of so many samples."""
+        """Size and views of a message of so many samples."""
         parts = self._route.parts(samples)
         views = [PartView(start, part) for start, part in zip(self._layout.starts, parts, strict=False)]
         return sum(view.size_bytes for view in views), views
@@ -205,8 +206,8 @@ class PartView:
 
     Attributes:
         start: its first byte in the slot.
-        numpy_dtype: its dtype; an integer of its size where numpy has none, such as bfloat16.
-        is_reinterpreted: whether that is so.
+        numpy_dtype: its dtype, or an integer of the same size if numpy lacks it (bfloat16).
+        is_reinterpreted: whether it is such an integer.
     """
 
     def __init__(self, start: int, part: Part) -> None:
@@ -219,7 +220,7 @@ class PartView:
 
 
 def _reason(error: OSError, connection: socket.socket) -> Reason:
-    """Why a message did not come or go; raises `error` itself where this worker ran out of memory."""
+    """Return why a message did not come or go; raises `error` itself if this worker ran out of memory."""
     if is_out_of_memory(error):
         raise error
     if isinstance(error, TimeoutError):

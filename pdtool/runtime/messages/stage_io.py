@@ -35,8 +35,8 @@ class _Traffic:
     """The messages of one stage in one direction.
 
     Attributes:
-        unposted: minibatches to be received in this phase whose receives are not posted yet, in order.
-        posted: those whose receives are posted.
+        unposted: minibatches to receive in this phase whose receives are not yet posted, in order.
+        posted: minibatches whose receives are posted.
     """
 
     receivers: list[tuple[Route, Receiver]]
@@ -49,8 +49,8 @@ class StageIO:
     """Inputs, target, outputs and gradients of one stage on this worker, by minibatch.
 
     Args:
-        channels: of this worker.
-        prefetch: receives posted before they are needed, in minibatches.
+        channels: this worker's channels.
+        prefetch: how many minibatches ahead receives are posted.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class StageIO:
 
         Args:
             source: loads the minibatches; None unless this is the first stage.
-            forwards, backwards: the minibatches whose inputs, and whose gradients, are received, in order; of a long
-                epoch they are ranges, which hold nothing.
+            forwards, backwards: minibatches whose inputs and whose gradients are received, in order; for a long epoch
+                ranges, which take no memory.
         """
         self._data, self._source = data, source
         assert not self._unloaded, f"minibatches {list(self._unloaded)} were to be loaded and never asked for"
         if source:
             source.begin_pass(data, forwards)
             self._unloaded = forwards
-        self._are_outputs_checked = self._is_last  # which returns the model's own
+        self._are_outputs_checked = self._is_last  # the stage returns the model's own output
         for traffic, minibatches in ((self._forward, forwards), (self._backward, backwards)):
             if traffic.receivers:
                 traffic.unposted = iter(minibatches)
@@ -97,11 +97,11 @@ class StageIO:
                     sender.flush()
 
     def receive_inputs(self, minibatch: int) -> tuple[list[Tensor], Any]:
-        """Receive the inputs of the stage's module, or load them at the first stage; at the last one the target, too.
+        """Receive the inputs of the stage's module, or load them at the first stage; at the last one also the target.
 
         Returns:
-            The module's inputs, [samples, ...] each, with requires_grad where the stage before needs a gradient; and at
-            the last stage the target as the user's loss takes it, else None.
+            The module's inputs, [samples, ...] each, with requires_grad if the stage before needs a gradient; and at
+            the last stage the target in the form for the user's loss, else None.
 
         Raises:
             PeerError: the worker of another stage is lost.
@@ -119,13 +119,13 @@ class StageIO:
         return [by_name[name].to(self._device) for name in self._module.inputs], target
 
     def send_outputs(self, minibatch: int, outputs: Sequence[Tensor]) -> None:
-        """Send each output, and at the first stage what later stages need of the data, directly to its consumers.
+        """Send each output, and at the first stage the data that later stages need, directly to its consumers.
 
         Args:
-            outputs: of the stage, [samples, ...] each; of the last stage nothing is sent.
+            outputs: outputs of the stage, [samples, ...] each; the last stage sends none.
 
         Raises:
-            PdtoolError: the outputs of the first minibatch of the phase are not what the bundle says.
+            PdtoolError: the outputs of the first minibatch of the phase differ from the bundle's description.
         """
         if not self._are_outputs_checked:
             self._check_outputs(outputs, self._data.minibatches.samples(minibatch))
@@ -134,14 +134,14 @@ class StageIO:
         self._send(self._forward, minibatch, by_name)
         self._loaded = {}
         if self._source and self._upload and self._unloaded:
-            self._load(self._source, self._unloaded[0])  # copied to the device while that computes
+            self._load(self._source, self._unloaded[0])  # copied to the device while it computes
 
     def receive_gradients(self, minibatch: int) -> list[Tensor | None]:
         """Wait for the gradients of the outputs.
 
         Returns:
-            For each output the sum of what its consumers send, of the output's shape; None for one without gradient,
-            and for the loss.
+            For each output the sum of its consumers' gradients, of the output's shape; None for an output without
+            gradient, and for the loss.
         """
         if self._is_last:
             return [None]
@@ -151,15 +151,15 @@ class StageIO:
         return [total.get(name) for name in self._module.outputs]
 
     def send_gradients(self, minibatch: int, gradients: Sequence[Tensor | None]) -> None:
-        """Send each input's gradient to the stage it came from; zeros for one that there is none of.
+        """Send each input's gradient to the stage that made the input; zeros if there is none.
 
         Args:
-            gradients: of the stage's inputs, of their shapes.
+            gradients: gradients of the stage's inputs, of their shapes.
         """
         self._send(self._backward, minibatch, dict(zip(self._module.inputs, gradients, strict=True)))
 
     def _check_outputs(self, outputs: Sequence[Any], samples: int) -> None:
-        """Check that a stage file, which may be edited by hand, returns what the stages after it receive."""
+        """Check that a stage file, which may be edited by hand, returns the tensors that later stages expect."""
         names = self._module.outputs
         if len(outputs) != len(names):
             raise self._does_not_fit(f"{len(outputs)} tensors", f"{len(names)}")
@@ -173,11 +173,11 @@ class StageIO:
         self._are_outputs_checked = True
 
     def _does_not_fit(self, returned: str, expected: str) -> PdtoolError:
-        what = f"{self._module.file} returns {returned}, bundle.yaml says {expected}"
+        what = f"{self._module.file} returns {returned}, but bundle.yaml says {expected}"
         return PdtoolError(what, "fix it, or write it again with `pdtool codegen`")
 
     def _load(self, source: MinibatchSource, minibatch: int) -> None:
-        """Load a minibatch, the next one, and start to copy to a GPU what this stage takes of it."""
+        """Load the next minibatch, and start copying this stage's part of it to a GPU."""
         next_one, self._unloaded = self._unloaded[0], self._unloaded[1:]
         assert next_one == minibatch, f"minibatch {minibatch} was asked for, {next_one} comes next"
         with self._meter.loading:
@@ -189,7 +189,7 @@ class StageIO:
             self._upload.start({name: tensor for name, tensor in self._loaded.items() if name in taken})
 
     def _receive(self, traffic: _Traffic, minibatch: int) -> list[tuple[Edge, Tensor]]:
-        """The tensor of each incoming edge that has one."""
+        """The received tensor of each incoming edge."""
         if not traffic.receivers:
             return []
         oldest, samples = traffic.posted.popleft(), self._data.minibatches.samples(minibatch)
@@ -210,7 +210,7 @@ class StageIO:
         return [(edge, tensor) for edge, tensor in tensors if tensor is not None]
 
     def _send(self, traffic: _Traffic, minibatch: int, by_name: Mapping[str, Tensor | None]) -> None:
-        """Start sending the tensor of each outgoing edge; they must not be modified until the send completes."""
+        """Start sending the tensor of each outgoing edge; do not modify it until the send completes."""
         samples = self._data.minibatches.samples(minibatch)
         for route, sender in traffic.senders:
             if route.has(minibatch):
@@ -229,7 +229,7 @@ class StageIO:
 
 
 def _traffic(stage: int, direction: Direction, channels: Channels) -> _Traffic:
-    """The stage's ends of channels; what comes from several stages is received, and summed, in their order."""
+    """The stage's ends of channels; messages of several stages are received, and summed, in their order."""
     receivers = [(r, end) for r, end in channels.receivers if (r.direction, r.destination) == (direction, stage)]
     senders = [(r, end) for r, end in channels.senders if (r.direction, r.source) == (direction, stage)]
     return _Traffic(sorted(receivers, key=lambda channel: channel[0].source), senders)

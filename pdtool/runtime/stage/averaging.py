@@ -21,15 +21,15 @@ from pdtool.runtime.stage.losses import RoundLoss
 class ReplicaAverager:
     """Averages over the replicas of one stage; with one replica nothing is sent.
 
-    Gradients are summed in buckets, few large messages instead of many small ones. Each is started as soon as its last
-    gradient is there, while the backward goes on. All replicas start the buckets in the same order.
+    Gradients are summed in buckets: few large messages instead of many small ones. Each bucket starts as soon as its
+    last gradient is there, while the backward goes on. All replicas start the buckets in the same order.
 
     Args:
-        parameters: of the stage; those that need no gradient are left out.
-        bucket_bytes: of gradients in one message, or little more.
+        parameters: parameters of the stage; those that need no gradient are left out.
+        bucket_bytes: gradients in one message, or little more.
 
     Attributes:
-        parameters: those that need a gradient now, the last of the stage first: their gradients come in this order.
+        parameters: those that need a gradient now, the last of the stage first, in the order of their gradients.
     """
 
     def __init__(
@@ -40,7 +40,8 @@ class ReplicaAverager:
         self.select_parameters()
 
     def select_parameters(self) -> None:
-        """Average the gradients of those parameters that require one from the next round on; between two rounds."""
+        """From the next round on, average the gradients of these parameters that need one; call it between two
+        rounds."""
         self.parameters = [p for p in self._of_stage if p.requires_grad][::-1]
         buckets = _take_tensors(self.parameters, self._bucket_bytes)  # type: ignore[no-untyped-call]  # of one dtype each
         self._buckets: list[list[nn.Parameter]] = list(buckets)
@@ -49,10 +50,10 @@ class ReplicaAverager:
 
     @property
     def sums_in_backward(self) -> bool:
-        """Whether sums are started while the backward goes on.
+        """Whether sums start while the backward goes on.
 
-        With NCCL only those of the first stage are: a sum that was started holds up whatever synchronises the device,
-        and gradients for the stage before could then be held up until the other replicas have theirs.
+        With NCCL, only at the first stage: a started sum holds up anything that synchronises the device. Gradients for
+        the stage before would then wait until the other replicas have theirs.
         """
         return self._group is not None and (self._replicas.stage == 0 or not self._replicas.uses_nccl)
 
@@ -64,9 +65,9 @@ class ReplicaAverager:
         self._started_s = 0.0
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Take note that the round's gradient of this parameter seems complete, and start the buckets that are.
+        """Note that the round's gradient of this parameter seems complete, and start complete buckets.
 
-        More of it may come: a reentrant checkpoint that uses a parameter again has a backward of its own for each use.
+        More of it may come: a reentrant checkpoint that uses a parameter again runs a backward of its own for each use.
         """
         if id(parameter) in self._bucket_of and id(parameter) not in self._ready:
             self._ready.add(id(parameter))
@@ -77,11 +78,11 @@ class ReplicaAverager:
     def average_gradients(self, weight: float, loss: RoundLoss | None) -> RoundLoss | None:
         """Replace each gradient, a sum over samples, by its mean over the samples of all replicas.
 
-        A parameter that no replica has a gradient for keeps none, so that the optimizer leaves it alone.
+        If no replica has a gradient for a parameter, it keeps none, so that the optimizer leaves it alone.
 
         Args:
-            weight: samples behind this replica's gradients, in minibatches; 0 when it had none in a short round.
-            loss: of this round or an earlier one; all replicas give that of the same round, or none.
+            weight: samples behind this replica's gradients, in minibatches; 0 if it had none in a short round.
+            loss: loss of this or an earlier round; all replicas pass the same round's, or none.
 
         Returns:
             The loss, summed over the replicas.
@@ -117,15 +118,15 @@ class ReplicaAverager:
         return replace(loss, total=total, weight=weight)
 
     def average_buffers(self, buffers: Mapping[str, Tensor], minibatches: int) -> None:
-        """Let all replicas hold the same buffers.
+        """Make the buffers of all replicas equal.
 
-        Floating-point buffers (running statistics) are averaged, weighted by the minibatches that each replica saw, in
-        fp64, so that what is the same everywhere stays as it is. Of others (counters) those of replica 0 are taken. A
-        buffer that some replica does not have, such as one that a forward makes, is left alone.
+        Floating-point buffers (running statistics) are averaged, weighted by each replica's minibatches. This is done
+        in fp64, so that equal values stay unchanged. Other buffers (counters) are copied from replica 0. A buffer that
+        some replica lacks, such as one that a forward makes, is left alone.
 
         Args:
             buffers: by name, of any shape, the same at every replica; changed in place.
-            minibatches: number of minibatches of the epoch that this replica saw.
+            minibatches: this replica's minibatches in the epoch.
         """
         if not self._group:
             return
@@ -164,7 +165,7 @@ class ReplicaAverager:
             p.grad = None
 
     def _sum_late_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Sum what was added to gradients at any replica after their buckets had left."""
+        """Sum additions to gradients that came at any replica after their buckets had left."""
         sums = []
         for p, late in zip(self.parameters, self._sum([p.grad is not None for p in self.parameters]), strict=True):
             if late:
@@ -208,7 +209,7 @@ class ReplicaAverager:
 
 
 def flat_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient of a parameter, or zeros, in one dimension: in the order of the parameter in memory."""
+    """Return the gradient of a parameter, or zeros, in one dimension, in the parameter's memory order."""
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
     gradient = gradient.to_dense() if gradient.is_sparse else gradient
     if not parameter.is_contiguous():
@@ -218,9 +219,9 @@ def flat_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def shaped_gradient(flat: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return what `flat_gradient` made, in the shape of the parameter and, where that is dense, with its strides.
+    """Return a result of `flat_gradient` in the shape of the parameter and, if that is dense, with its strides.
 
-    Fused optimizers take the gradient by the strides of the parameter.
+    Fused optimizers read the gradient by the strides of the parameter.
     """
     if parameter.is_contiguous():
         return flat.view_as(parameter)
@@ -232,10 +233,10 @@ def _dense_strides(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def without_repetition(tensor: Tensor, expanded: Tensor | None = None) -> Tensor:
-    """Return the part of an expanded tensor that lies in memory once, into which one can write; any other as it is.
+    """Return the part of an expanded tensor that is in memory once and can be written; any other tensor unchanged.
 
     Args:
-        expanded: whose part it is to be, of the same shape; else of the tensor itself.
+        expanded: a tensor of the same shape that decides which part; None: the tensor itself.
     """
     strides = (tensor if expanded is None else expanded).stride()
     return tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in strides)]

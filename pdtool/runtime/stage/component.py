@@ -1,7 +1,7 @@
 """The components of a stage's checkpoint, and values of any type as tensors in it.
 
-What a stage keeps for a resumed run is kept by a `Component`, which alone writes and reads its part. A part has names
-of parameters or buffers, and entries of each; worker/checkpoint.py puts the parts into files, with these keys:
+Each `Component` writes and reads its own part of a stage's checkpoint. A part has names of parameters or buffers, and
+entries for each. worker/checkpoint.py puts the parts into files, with these keys:
 
     COMPONENT.NAME.ENTRY
     model.features.0.weight                      the parameter itself, by ModuleState: its only entry has no name
@@ -27,45 +27,46 @@ from pdtool.errors import FieldError, with_article
 from pdtool.runtime.stage.averaging import without_repetition
 from pdtool.runtime.stage.pipeline_stage import PipelineStage
 
-MODEL_KEY = "model"  # of the component whose entries are the model itself, which can be exported
+MODEL_KEY = "model"  # the component whose entries are the model itself, which can be exported
 _NUMBERS: dict[str, type] = {"float": float, "complex": complex}
 _CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _NUMBER = ":number"  # how an older checkpoint marks an entry that is a Python number
 
 
 class Component(Protocol):
-    """What has a part of its own in the checkpoint of a stage."""
+    """An object with a part of its own in the checkpoint of a stage."""
 
     @property
     def key(self) -> str:
-        """What its keys in the file begin with, without a dot."""
+        """The prefix of its keys in the file, without a dot."""
 
     @property
     def names(self) -> Collection[str]:
-        """The parameters and buffers that it reads something of, as the file names them."""
+        """The parameters and buffers for which it reads entries, as the file names them."""
 
     def state_dict(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield what it writes: the name of a parameter or buffer, the entry ("" for the only one), and a tensor."""
+        """Yield its part: the name of a parameter or buffer, the entry ("" for the only one), and a tensor."""
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over what was written by it, also in a run of another plan.
+        """Load its part, which another plan's run may have written.
 
         Args:
-            state: each of `names` -> entry -> tensor; {} where the checkpoint has nothing of that name.
+            state: each of `names` -> entry -> tensor; {} if the checkpoint has nothing of that name.
 
         Raises:
-            FieldError: it is of another model; the field is what the model has, the text what the checkpoint has.
+            FieldError: it belongs to another model; the field says what the model has, the text what the checkpoint
+                has.
         """
 
 
 class ModuleState:
     """The parameters and persistent buffers of a stage.
 
-    It also writes what no stage reads: second names of the stage's parameters and buffers and, at the first stage, what
-    no operator uses.
+    It also writes entries that no stage reads: second names of the stage's parameters and buffers and, at the first
+    stage, tensors that no operator uses.
 
     Args:
-        model_state: the whole model's.
+        model_state: state of the whole model.
         first_names: name of a parameter or buffer -> its first name in the model.
     """
 
@@ -102,7 +103,7 @@ class ModuleState:
             yield name, "", value
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Write the values into the newest parameters and buffers; raises FieldError where one has another shape."""
+        """Write the values into the newest parameters and buffers; raises FieldError if a shape differs."""
         self._stage.weights.bind_newest()
         current = self._stage.module.state_dict() | self._stage.weights.by_name
         for name in self.names:
@@ -131,7 +132,7 @@ def pack(record: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def unpack(saved: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the record that was packed; raises KeyError or ValueError where the entries are not what `pack` makes."""
+    """Return the packed record; raises KeyError or ValueError if `pack` did not make the entries."""
     if "" not in saved:
         return _record_of_entries(dict(saved))
     return dict(_unpacked(json.loads(bytes(saved[""].numpy()).decode()), saved))
@@ -146,11 +147,11 @@ def _record_of_entries(entries: dict[str, Any]) -> dict[str, Any]:
 
 
 def _packed(value: object, key: str, tensors: dict[str, Tensor]) -> Any:
-    """JSON of a value: None, texts, whole numbers and True stand for themselves, all else is [type, content].
+    """JSON of a value: None, texts, integers and booleans stand for themselves, everything else is [type, content].
 
     Args:
-        key: of the value, if it is a tensor.
-        tensors: those inside of the value by their keys; filled here.
+        key: key of the value, if it is a tensor.
+        tensors: tensors inside the value by their keys; filled here.
     """
     if value is None or type(value) in (bool, int, str):
         return value
@@ -162,7 +163,7 @@ def _packed(value: object, key: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, np.generic):
         return _packed(value.item(), key, tensors)
     if type(value) in _NUMBERS.values():
-        return [type(value).__name__, repr(value)]  # exact, and also where it is infinite
+        return [type(value).__name__, repr(value)]  # exact, even for infinity
     dot = "." if key else ""
     if isinstance(value, dict):
         items = [(_packed(k, key, tensors), _packed(v, f"{key}{dot}{k}", tensors)) for k, v in value.items()]

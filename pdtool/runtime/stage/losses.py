@@ -34,7 +34,7 @@ class RoundLoss:
         step: number of the update that ends the round, from 1.
         total: sum of the loss over the samples, in minibatches.
         weight: number of these samples, in minibatches.
-        lr: learning rate of that update; None where it is not known.
+        lr: learning rate of that update; None if unknown.
     """
 
     step: int
@@ -62,7 +62,7 @@ class LossReader:
     def end_round(
         self, step: int, weights: Mapping[int, float], epoch: int, lr: float | None = None
     ) -> RoundLoss | None:
-        """End a round; return the one that can be read now, which is the one before on a GPU.
+        """End a round; return the round that can be read now (on a GPU the one before).
 
         Args:
             step: number of the update that ends the round.
@@ -78,7 +78,7 @@ class LossReader:
         return due() if due else None
 
     def end_epoch(self) -> RoundLoss | None:
-        """Return the round that was not read yet, if there is one; errors as of `end_round`."""
+        """Return the round that is still unread, if there is one; raises as `end_round` does."""
         due, self._unread = self._unread, None
         return due() if due else None
 
@@ -100,7 +100,7 @@ class _HostCopy:
             self._copied.record()
 
     def read(self) -> float:
-        """Wait for the copy, as for those whose messages it is computed from."""
+        """Wait for the copy, and so for the workers whose messages the loss depends on."""
         if self._copied:
             Status.of_this_process.wait_begins()
             self._copied.synchronize()
@@ -128,7 +128,7 @@ class MetricTotals:
     """Sums and counts by name; those of a worker without the last stage stay empty.
 
     Attributes:
-        undefined: names of metrics that the validation counted nothing of, and so has no figure for.
+        undefined: names of metrics with a count of 0, which so have no figure.
     """
 
     def __init__(self, file: ModelFile) -> None:
@@ -136,7 +136,7 @@ class MetricTotals:
         self._totals: dict[str, tuple[Any, float]] = {}
 
     def add(self, loss: Tensor, output: Any, target: Any, samples: int) -> None:
-        """Add a minibatch: its loss, what the model and the dataset give for it, and its number of samples."""
+        """Add a minibatch: its loss, its output and target, and its number of samples."""
         metrics = {"loss": (float(loss) * samples, float(samples)), **self._file.metrics(output, target)}
         self._totals = _sum([self._totals, metrics])
 
@@ -144,7 +144,7 @@ class MetricTotals:
         """Return the loss and the figures over all workers of `group`, on each of them.
 
         Args:
-            where: which validation it is, for an error.
+            where: names the validation in an error.
 
         Raises:
             PdtoolError: one of them is not a number.
@@ -163,7 +163,7 @@ class MetricTotals:
 
 @dataclass(frozen=True)
 class _TensorData:
-    """A tensor as it is sent to other workers."""
+    """A tensor in a form for other workers."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -172,7 +172,7 @@ class _TensorData:
     def __post_init__(self) -> None:
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype) or math.prod(self.shape) * dtype.itemsize != len(self.content):
-            raise ValueError(f"{len(self.content)} bytes are no {self.dtype:.20} of shape {self.shape}")
+            raise ValueError(f"{len(self.content)} bytes are not a {self.dtype:.20} of shape {self.shape}")
 
     @classmethod
     def of(cls, tensor: Tensor) -> _TensorData:

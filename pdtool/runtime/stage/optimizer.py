@@ -1,8 +1,8 @@
 """The user's optimizer and learning-rate schedule over some of the parameters, with its state by name.
 
-`NamedOptimizer` calls optimizer() of model.py with all parameters of the model, as a plain training loop does, so the
-parameter groups are those that the user means. Each part of the model then keeps its own parameters, in the same
-groups. `LearningRateSchedule` steps the user's schedule after each update, or at the end of each epoch.
+`NamedOptimizer` calls optimizer() of model.py with all parameters of the model, as a plain training loop does, so it
+gets the user's parameter groups. Each part of the model then keeps its own parameters, in the same groups.
+`LearningRateSchedule` steps the user's schedule after each update, or at the end of each epoch.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ class NamedOptimizer:
     """Steps some of the parameters, and saves and loads its state under their names.
 
     Args:
-        model_parameters: all parameters of the model, each once, by their names there; what optimizer() is called with.
-            Those that are not among `parameters` may be fake tensors.
-        parameters: those of them that are stepped here, by their names in a stage.
-        length: of the run, in updates of these parameters.
-        first_names: the names that checkpoints have for parameters, where these are others.
-        compensation: for steps that come `delay` updates late.
-        seed: of the run. An optimizer of the user's own, and after_update(), draw random numbers that follow from it,
-            the update and the parameters alone: the same at all replicas and holders, and in a resumed run.
+        model_parameters: all parameters of the model, each once, by their names there; optimizer()'s argument. Those
+            that are not among `parameters` may be fake tensors.
+        parameters: those to step here, by their names in a stage.
+        length: length of the run, in updates of these parameters.
+        first_names: the names of parameters in checkpoints, if they differ.
+        compensation: correction for steps that come `delay` updates late.
+        seed: seed of the run. The user's own optimizer and after_update() draw random numbers that depend only on it,
+            the update and the parameters: equal at all replicas and holders, and in a resumed run.
 
     Attributes:
-        optimizer: None where the user's optimizer takes none of the parameters.
-        schedule: of its learning rate.
-        steps: the optimizer's steps, compensated for their delay.
+        optimizer: None if the user's optimizer takes none of the parameters.
+        schedule: schedule of its learning rate.
+        steps: the optimizer's steps, corrected for their delay.
         updates: steps taken, including those of the runs that this one resumed.
-        is_by_user_code: whether code that is not torch's takes part in an update, and may change parameters.
+        is_by_user_code: whether code outside torch takes part in an update and may change parameters.
     """
 
     key = "optimizer"
@@ -96,14 +96,14 @@ class NamedOptimizer:
 
     @property
     def learning_rate(self) -> float | None:
-        """That of the first parameter group; None where there is none, or none that the CPU knows."""
+        """The learning rate of the first parameter group; None if there is none, or if it is on a GPU."""
         rate = next((group.get("lr") for group in self._param_groups), None)
         if isinstance(rate, Tensor) and rate.device.type == "cpu":
             rate = float(rate)
         return rate if isinstance(rate, (int, float)) else None
 
     def step(self) -> None:
-        """Take one step with the gradients of the parameters, then what the user does after an update; clear them.
+        """Take one step with the gradients of the parameters, call after_update(), and clear the gradients.
 
         Raises:
             ModelError: the optimizer or the learning-rate schedule cannot be stepped after each update.
@@ -120,17 +120,17 @@ class NamedOptimizer:
         self._file.after_update(list(self.parameters.items()), self.updates)
         self.schedule.update_done()
         self._keep_own_parameters()
-        for parameter in self.parameters.values():  # also of those that the user's optimizer does not take
+        for parameter in self.parameters.values():  # also for those that the user's optimizer does not take
             parameter.grad = None
 
     def _keep_own_parameters(self) -> None:
-        """Leave out, of a group that was added since, the parameters that are not stepped here."""
+        """Leave out the parameters of a newly added group that are not stepped here."""
         if self.optimizer and len(self._param_groups) != self._groups:
             keep_parameters(self.optimizer, {id(p) for p in self.parameters.values()})
             self._groups = len(self._param_groups)
 
     def set_mode(self, *, training: bool) -> None:
-        """Put an optimizer that has modes, as schedule-free ones, into that of training or of evaluation.
+        """Put an optimizer with modes, as schedule-free ones, into training or evaluation mode.
 
         It may change the values of the parameters. Raises ModelError.
         """
@@ -142,7 +142,7 @@ class NamedOptimizer:
                 raise self._file.error_at(error, what) from error
 
     def fault(self, fault: FieldError) -> ModelError:
-        """Make the error of what the user's code did to a parameter; it names the function that did it."""
+        """Make the error for user code that changed a parameter; it names the function."""
         function = "after_update" if self.updates and self._file.has("after_update") else "optimizer"
         return self._file.error_in(function, f"the parameter {fault.field} {fault}")
 
@@ -152,10 +152,10 @@ class NamedOptimizer:
         return self._saved.keys()
 
     def state_dict(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield what a checkpoint holds: updates, and the state of each parameter and of its group.
+        """Yield the checkpoint's content: updates, and the state of each parameter and of its group.
 
-        Of what the user's code can set (values of groups, whether a parameter is trained) only that is saved which has
-        changed since it was made: what the user has changed in model.py holds in a resumed run.
+        For settings of the user's code (values of groups, whether a parameter is trained) it saves only changes since
+        optimizer() made them. So edits of model.py take effect in a resumed run.
         """
         whole = self._of_whole_optimizer()
         kept = [self._packable(self._changed(group, first)) for group, first in self._groups_and_first()]
@@ -170,18 +170,19 @@ class NamedOptimizer:
             yield from ((name, entry, tensor) for entry, tensor in pack(record))
 
     def _groups_and_first(self) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-        """Each parameter group with what was in it when optimizer() and scheduler() had made it; {} for a later one."""
+        """Each parameter group with its initial content, after optimizer() and scheduler(); {} for a later group."""
         return zip_longest(self._param_groups, self._first_groups, fillvalue={})
 
     def _changed(self, group: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-        """What a step keeps in a group: values that are not as optimizer() made them, nor a schedule's."""
-        if not self._is_step_by_user_code:  # those of torch keep nothing there
+        """The values that a step keeps in a group: neither optimizer()'s initial ones nor a schedule's."""
+        if not self._is_step_by_user_code:  # torch's optimizers keep nothing there
             return {}
         others = NAMES_OF_GROUP | self.schedule.sets
         return {k: value for k, value in group.items() if k not in others and not _is_same(value, first.get(k))}
 
     def _of_whole_optimizer(self) -> dict[str, Any]:
-        """What an optimizer keeps besides: for no parameter, as numbers or texts on itself, and how many groups."""
+        """Other state of an optimizer: for no parameter, as numbers or texts in attributes, and the number of
+        groups."""
         if not self.optimizer:
             return {}
         state = {key: value for key, value in self.optimizer.state.items() if not isinstance(key, Tensor)}
@@ -192,7 +193,7 @@ class NamedOptimizer:
         return {"groups": self._groups, "state": self._packable(state), "attributes": attributes}
 
     def _packable(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Those of the values that a checkpoint can hold; the first time that one cannot be held, it is said."""
+        """Return the values that a checkpoint can hold; warn the first time that one cannot be."""
         packable = {}
         for key, value in values.items():
             try:
@@ -208,7 +209,7 @@ class NamedOptimizer:
         return packable
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over what was saved; the learning-rate schedule catches up."""
+        """Load the saved state; the learning-rate schedule catches up."""
         records = {self._saved[name]: unpack(entries) for name, entries in state.items()}
         self.updates = next((record["updates"] for record in records.values()), 0)
         self.schedule.catch_up(self.updates)
@@ -234,7 +235,7 @@ class NamedOptimizer:
         vars(self.optimizer).update(saved["attributes"])
 
     def _placed(self, value: Any, parameter: nn.Parameter) -> Any:
-        """A value of a state where the optimizer had it: on the device, and in the strides, of its parameter."""
+        """Move a value of a state to where the optimizer had it: its parameter's device, with its strides."""
         if isinstance(value, dict):
             return {key: self._placed(v, parameter) for key, v in value.items()}
         if isinstance(value, (list, tuple)):
@@ -246,14 +247,14 @@ class NamedOptimizer:
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
     def _keeps_counts_on_device(self, parameter: nn.Parameter) -> bool:
-        """Whether the step count of a parameter is where the parameter is: Adam and its kind keep it on the CPU,
-        unless they are fused or capturable."""
+        """Whether a parameter's step count is on the parameter's device. Adam and its kind keep it on the CPU, unless
+        they are fused or capturable."""
         own = (group for group in self._param_groups if any(p is parameter for p in group["params"]))
         return any(group.get("fused") or group.get("capturable") for group in own)
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """The numbers and texts that an optimizer has as attributes of its own."""
+    """The numbers and texts in an optimizer's own attributes."""
     return {key: v for key, v in vars(optimizer).items() if type(v) in _PLAIN and not key.startswith("_")}
 
 
@@ -262,18 +263,18 @@ def _is_same(value: Any, other: Any) -> bool:
         return value.shape == other.shape and torch.equal(value, other)
     try:
         return bool(value == other)
-    except Exception:  # of a value that cannot be compared
+    except Exception:  # for a value that cannot be compared
         return False
 
 
 def _user_optimizer(
     file: ModelFile, model_parameters: Mapping[str, nn.Parameter], kept: Mapping[str, nn.Parameter]
 ) -> Optimizer | None:
-    """The user's optimizer, for the kept parameters alone; None where it has none of them to train.
+    """The user's optimizer for only the kept parameters; None if it trains none of them.
 
     Raises:
-        ModelError: it cannot be used; it reads values of parameters; or it has a parameter that is not the model's,
-            which no stage would update.
+        ModelError: it cannot be used, reads values of parameters, or has a parameter that is not the model's, which no
+            stage would update.
     """
     if not kept:
         return None
@@ -283,7 +284,7 @@ def _user_optimizer(
         except ModelError:
             if not missing.is_read:
                 raise
-    if missing.is_read:  # whether or not it has caught the error
+    if missing.is_read:  # even if it has caught the error
         what = "optimizer() reads the values of parameters, but a worker has only those of its own stages"
         raise file.error(what, "use only names, shapes and types of parameters")
     known = {id(p) for p in model_parameters.values()}
@@ -296,7 +297,7 @@ def _user_optimizer(
 
 
 class _MissingReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether values are read of parameters that this worker does not have."""
+    """Detects whether code reads the values of parameters that this worker does not have."""
 
     is_read = False
 
@@ -310,11 +311,11 @@ class _MissingReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long a run is, for schedules that end with it.
+    """The length of a run, for schedules that end with it.
 
     Attributes:
-        epochs: in all, those of the runs that it resumes included.
-        updates: of the optimizer, in all epochs.
+        epochs: total, including those of the runs that it resumes.
+        updates: updates of the optimizer in all epochs.
         losses_before: validation loss of each epoch of the runs that it resumes.
     """
 
@@ -324,18 +325,18 @@ class RunLength:
 
 
 class LearningRateSchedule:
-    """The user's schedule; without one, or without an optimizer, nothing is done.
+    """The user's schedule; does nothing without one, or without an optimizer.
 
-    It is stepped after each update, or with `SCHEDULER_STEP = "epoch"` at the end of each epoch. ReduceLROnPlateau is
-    stepped at the end of each epoch, with the loss of its validation.
+    It steps after each update, or with `SCHEDULER_STEP = "epoch"` at the end of each epoch. ReduceLROnPlateau steps at
+    the end of each epoch, with the loss of its validation.
     """
 
     def __init__(self, file: ModelFile, optimizer: Optimizer | None, length: RunLength) -> None:
         self._file, self._length = file, length
         self._watched = optimizer.param_groups if optimizer and steps_by_user_code(file, optimizer) else []
         self._own: set[str] = set()  # keys that it has set
-        self._of_others: set[str] = set()  # keys that were set between its steps
-        self._noted: list[dict[str, Any]] = []  # what was in the parameter groups when `_note` was called last
+        self._of_others: set[str] = set()  # keys set between its steps
+        self._noted: list[dict[str, Any]] = []  # content of the parameter groups at the last call of `_note`
         self._note(self._of_others)
         is_by_epoch = file.training.scheduler_step == "epoch"
         self._steps = length.epochs if is_by_epoch else length.updates
@@ -347,32 +348,32 @@ class LearningRateSchedule:
 
     @property
     def length_warning(self) -> str:
-        """Say that OneCycleLR was made for another number of steps than the run will take; empty where it was not."""
+        """Say if OneCycleLR was made for a different number of steps than the run will take; else ""."""
         if not isinstance(self._scheduler, OneCycleLR) or self._scheduler.total_steps == self._steps:
             return ""
         return (
-            f"OneCycleLR was made for {self._scheduler.total_steps} steps, and the run will take {self._steps}: let "
+            f"OneCycleLR was made for {self._scheduler.total_steps} steps, but the run will take {self._steps}: let "
             "scheduler(optimizer, total_steps) take their number"
         )
 
     def update_done(self) -> None:
-        """Step a schedule of updates; raises ModelError when it cannot be stepped."""
+        """Step a schedule of updates; raises ModelError if it cannot be stepped."""
         if not self._is_by_epoch:
             self._step()
 
     def epoch_done(self, validation_loss: float) -> None:
-        """Step a schedule of epochs; raises ModelError when it cannot be stepped."""
+        """Step a schedule of epochs; raises ModelError if it cannot be stepped."""
         if self._is_by_epoch:
             self._step(*([validation_loss] if self._takes_loss else []))
 
     def catch_up(self, updates: int) -> None:
-        """Take the steps that were taken before a checkpoint was written.
+        """Repeat the steps taken before a checkpoint was written.
 
-        A schedule that knows the length of the run goes to the same part of it, though another plan may have updated
-        the weights more or less often.
+        If a schedule knows the length of the run, it goes to the same fraction of it, because another plan may have
+        updated the weights more or less often.
 
         Args:
-            updates: of the optimizer until then.
+            updates: updates of the optimizer until then.
         """
         losses = self._length.losses_before
         with warnings.catch_warnings():
@@ -385,7 +386,7 @@ class LearningRateSchedule:
                 self.epoch_done(loss)
 
     def _note(self, keys: set[str]) -> None:
-        """Add to `keys` those whose values in the parameter groups have changed since the last call."""
+        """Add to `keys` all keys whose values in the parameter groups have changed since the last call."""
         now = [dict(group) for group in self._watched]
         for group, before in zip(now, self._noted, strict=False):
             keys |= {key for key, value in group.items() if value is not before.get(key)}
@@ -393,7 +394,7 @@ class LearningRateSchedule:
 
     @property
     def sets(self) -> set[str]:
-        """Keys of parameter groups that it alone sets, noted where the optimizer's steps may set some."""
+        """Keys of parameter groups that only the schedule sets; recorded if the optimizer's steps may set some too."""
         return self._own - self._of_others
 
     def _step(self, *metrics: Any) -> None:

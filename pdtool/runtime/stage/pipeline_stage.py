@@ -1,6 +1,6 @@
 """Forward and backward of one stage: its module, and the minibatches whose graphs are alive.
 
-With recomputation a stage keeps only what it received, and runs its forward again before its backward.
+With recomputation a stage keeps only its inputs, and runs its forward again before its backward.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class StashedMinibatch:
 
     Attributes:
         outputs: with their graph; () with recomputation, which makes them again before the backward.
-        forward_state: with recomputation, what the forward saw.
-        weight_backward: the second part of a split backward, once the first one is done.
+        forward_state: with recomputation, the state that the forward saw.
+        weight_backward: the second part of a split backward, after the first.
     """
 
     version: WeightVersion
@@ -44,10 +44,10 @@ class StashedMinibatch:
 
 @dataclass(frozen=True)
 class Autocast:
-    """Computing in bf16 where it is safe (torch.autocast); weights and what goes between stages keep their dtypes.
+    """Computing in bf16 where it is safe (torch.autocast); weights and messages between stages keep their dtypes.
 
     Attributes:
-        output_dtypes: of the stage's outputs, as the next stages take them.
+        output_dtypes: dtypes of the stage's outputs for the next stages.
     """
 
     device: torch.device
@@ -56,7 +56,7 @@ class Autocast:
     def cast_outputs(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the outputs, of any shapes, in the dtypes that the next stages take.
 
-        Outputs that do not fit are returned as they are: StageIO refuses them.
+        Wrong outputs are returned unchanged: StageIO refuses them.
         """
         if len(outputs) != len(self.output_dtypes) or not all(isinstance(output, Tensor) for output in outputs):
             return tuple(outputs)
@@ -67,17 +67,17 @@ class PipelineStage:
     """Forward and backward of one stage.
 
     Args:
-        loss: of (output, target), both as the user's model and dataset give them; None unless the stage is the last.
-        recompute: whether each forward is run again before its backward, instead of keeping its graph.
+        loss: function of (output, target), in the form of the user's model and dataset; None unless the stage is last.
+        recompute: whether to run each forward again before its backward, instead of keeping its graph.
         stashing, extrapolates: see WeightVersions.
         autocast: None computes in the dtypes of the weights.
-        compiled: whether the module goes through torch.compile, whose random operators are not seeded each.
+        compiled: whether the module goes through torch.compile; then operators are not seeded one by one.
         seeds: None draws the random numbers of stage 0 on the CPU.
-        without_gradient: number of an output that no gradient comes back for -> its name.
-        modules_of_loss: what the loss may compute with, and change.
+        without_gradient: number of an output that gets no gradient back -> its name.
+        modules_of_loss: modules that the loss may use and change.
 
     Attributes:
-        seeds: of the random numbers that forward draws.
+        seeds: seeds of the random numbers that forward draws.
         stashed: minibatch -> its live graph.
         peak_stashed: most graphs that were ever alive together.
     """
@@ -112,14 +112,14 @@ class PipelineStage:
         """Compute with the weight version that the minibatch reads, and keep the graph or, to recompute, the inputs.
 
         Args:
-            inputs: what the module takes, [samples, ...] each; those that get a gradient are leaves.
-            target: of the minibatch, at the last stage.
+            inputs: the module's inputs, [samples, ...] each; those that get a gradient are leaves.
+            target: the minibatch's target, at the last stage.
 
         Returns:
-            What the module returns, [samples, ...] each; at the last stage the loss, a scalar.
+            The module's outputs, [samples, ...] each; at the last stage the loss, a scalar.
 
         Raises:
-            ModelError: parameters are trained whose gradient does not get here.
+            ModelError: some trained parameters get no gradient here.
         """
         version = self.weights.acquire()
         self.seeds.begin_forward(minibatch)
@@ -138,10 +138,10 @@ class PipelineStage:
         """Compute with the newest weights, without a graph.
 
         Args:
-            inputs: what the module takes, [samples, ...] each.
+            inputs: the module's inputs, [samples, ...] each.
 
         Returns:
-            What the module returns, [samples, ...] each; at the last stage the model's own output alone.
+            The module's outputs, [samples, ...] each; at the last stage only the model's own output.
         """
         self.weights.bind_newest()
         self.seeds.begin_forward(minibatch)
@@ -151,7 +151,7 @@ class PipelineStage:
         """Compute the user's loss, a scalar, at the last stage: with the random numbers and autocast of training.
 
         Args:
-            output, target: as the user's model and dataset give them.
+            output, target: in the form of the user's model and dataset.
         """
         assert self._loss
         self.seeds.seed_user_code("loss")
@@ -161,7 +161,7 @@ class PipelineStage:
     def backward(
         self, minibatch: int, gradients: Sequence[Tensor | None], weight: float = 1.0, on_gradient: OnGradient = None
     ) -> list[Tensor | None]:
-        """Compute the gradients of a minibatch with the weights of its forward; those of parameters are accumulated.
+        """Compute the gradients of a minibatch with the weights of its forward, and accumulate those of parameters.
 
         Args:
             gradients: one per output, of its shape; None for an output without gradient, and for the loss.
@@ -212,17 +212,17 @@ class PipelineStage:
         return computing_in("bf16", self._autocast.device) if self._autocast else nullcontext()
 
     def _differentiable_loss(self, output: Any, target: Any, inputs: Sequence[Tensor]) -> Tensor:
-        """The user's loss of a training step, which must lead back to an output that can be trained.
+        """The user's loss of a training step, which must depend on an output that can be trained.
 
         Raises:
-            ModelError: it does not, or it leads to a parameter that is not the model's, which nobody would train.
+            ModelError: it does not, or it depends on a parameter outside the model, which no stage would train.
         """
         loss = self.loss(output, target)
         if not torch.is_grad_enabled():
             what = "gradients are switched off in training: model.py has called torch.set_grad_enabled(False)"
             raise ModelError(what, "use `with torch.no_grad():` instead")
         check_gradient(loss, output)
-        if loss.requires_grad and not self._is_loss_checked:  # once: its graph is the same in each minibatch
+        if loss.requires_grad and not self._is_loss_checked:  # once, because its graph is the same in each minibatch
             self._is_loss_checked = True
             known = {id(tensor) for tensor in (*self.module.parameters(), *inputs)}
             own = [leaf for leaf in graph_leaves(loss) if id(leaf) not in known]
@@ -234,7 +234,7 @@ class PipelineStage:
         return loss
 
     def _outputs(self, minibatch: int, stashed: StashedMinibatch) -> tuple[Tensor, ...]:
-        """The outputs with their graph, computed again where it was not kept."""
+        """The outputs with their graph, computed again if it was not kept."""
         if not self._recomputation or not stashed.forward_state:
             return stashed.outputs
         self.weights.bind(stashed.version)
@@ -245,7 +245,7 @@ class PipelineStage:
     def _differentiable_outputs(
         self, minibatch: int, stashed: StashedMinibatch, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The outputs that a gradient goes back from, and the gradients."""
+        """The outputs that have a gradient, and the gradients."""
         pairs = [
             (output, gradient)
             for output, gradient in zip(self._outputs(minibatch, stashed), gradients, strict=True)
@@ -255,23 +255,23 @@ class PipelineStage:
 
 
 def without_graph(outputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the outputs of a stage, the tensors among them without what led to them."""
+    """Return the outputs of a stage, with its tensors detached from their graph."""
     return tuple(output.detach() if isinstance(output, Tensor) else output for output in outputs)
 
 
 def as_tuple(output: Any) -> tuple[Any, ...]:
-    """Return what a stage returned as a tuple: one tensor alone, or several."""
+    """Return a stage's result, one tensor or several, as a tuple."""
     return tuple(output) if isinstance(output, (tuple, list)) else (output,)
 
 
 @dataclass(frozen=True)
 class ForwardState:
-    """What a forward saw besides its weights.
+    """The state that a forward saw, besides its weights.
 
     Attributes:
-        inputs: of the stage's module; those that get a gradient are the ones that were received.
-        target: of the minibatch; None unless the stage is the last.
-        attributes: of each module that may keep something, its buffers among them.
+        inputs: inputs of the stage's module; those that get a gradient are the received ones.
+        target: target of the minibatch; None unless the stage is the last.
+        attributes: attributes of each module that may keep state, including buffers.
     """
 
     inputs: list[Tensor]
@@ -280,14 +280,14 @@ class ForwardState:
 
 
 class Recomputation:
-    """Saves and restores what the forwards of one stage see, so that a forward can run again.
+    """Saves and restores the state that one stage's forwards see, so that a forward can run again.
 
     Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost", with one checkpoint for a whole stage. The
-    second forward sees what the first one saw: the same weight version, buffers and target, and the same random
-    numbers, since the stage seeds them again. What it writes is dropped: only the first one updates running statistics.
+    second forward sees the same weight version, buffers and target, and the same random numbers, because the stage
+    seeds them again. Its writes are dropped: only the first one updates running statistics.
 
-    The first forward is computed in the mode that makes a graph, which nobody keeps: without one torch takes other
-    kernels, as of an LSTM on a CPU, whose last bits differ.
+    The first forward also makes a graph, which is dropped. Without a graph torch uses different kernels, such as those
+    of an LSTM on a CPU, whose last bits differ.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -295,7 +295,7 @@ class Recomputation:
         self._modules = [m for m in inner if m._buffers or is_user_module(m)]
 
     def save(self, inputs: Sequence[Tensor], target: Any) -> ForwardState:
-        """Return what a forward that begins now will see."""
+        """Return the state that a forward would see now."""
         copy = _LazyCopy()
         return ForwardState(
             [copy(value) for value in inputs],
@@ -308,7 +308,7 @@ class Recomputation:
 
     @contextmanager
     def restored(self, state: ForwardState) -> Iterator[None]:
-        """Let the modules be meanwhile as they were when `state` was saved; it can be restored once."""
+        """Put the modules into the saved `state` in this context; a state can be restored once."""
         newest = [vars(module).copy() for module in self._modules]
         try:
             self._set(state.attributes)
@@ -324,17 +324,17 @@ class Recomputation:
 
 
 class _LazyCopy:
-    """Copies tensors, of any shapes; those that share memory do so in their copies.
+    """Copies tensors, of any shapes; tensors that share memory share it in their copies.
 
-    The memory itself is copied when somebody writes into one of the two, so what stays as it is costs nothing. Memory
-    that is not torch's own, as of a message or of numpy, is copied at once.
+    It copies memory only when somebody writes into one of the two, so unchanged tensors cost nothing. Memory outside
+    torch, as of a message or of numpy, is copied at once.
     """
 
     def __init__(self) -> None:
         self._copies: dict[int, torch.UntypedStorage] = {}  # address of a storage -> its copy
 
     def __call__(self, value: Any) -> Any:
-        """Return a copy of a tensor; anything else as it is, a tensor with a graph too."""
+        """Return a copy of a tensor; anything else, and a tensor with a graph, unchanged."""
         if not isinstance(value, Tensor) or value.requires_grad:
             return value
         if type(value) is not Tensor or value.layout is not torch.strided or value.is_conj() or value.is_neg():

@@ -1,9 +1,9 @@
 """The backward of a stage in two parts: the gradients of its inputs now, those of its parameters later.
 
-Qi et al., ICLR'24, "Zero Bubble Pipeline Parallelism", section 2: the stage before waits for the first part only. There
-the engine walks from the outputs to the inputs. At a product it notes the gradient that comes in, and the second part
-multiplies that by what the product had saved. Besides that, and the graphs of parameters alone, nothing is kept between
-the parts: for a stage of products less than for a whole backward.
+Qi et al., ICLR'24, "Zero Bubble Pipeline Parallelism", section 2: the stage before waits for the first part only. In
+the first part the engine walks from the outputs to the inputs. At a product it keeps the incoming gradient; the second
+part multiplies that by the product's saved tensors. Apart from these and the graphs of parameters alone, nothing is
+kept between the parts. For a stage of products this is less than for a whole backward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EdgeGradients = list[tuple[GradientEdge, Tensor]]  # gradients, and where they e
 NodeSet = dict[Node, None]  # ordered
 OperandGradients = Callable[[Tensor], Sequence[Tensor | None]]
 
-_FACTORS = {  # of a product: names of its saved tensors
+_FACTORS = {  # names of a product's saved tensors
     "MmBackward0": ("self", "mat2"),
     "BmmBackward0": ("self", "mat2"),
     "AddmmBackward0": ("mat1", "mat2"),
@@ -39,13 +39,13 @@ def backward_input(
     """Compute the gradients of `inputs` in a backward from `outputs`, and no `.grad`.
 
     Args:
-        outputs: of the stage, those that have a gradient; of any shapes.
+        outputs: outputs of the stage that have a gradient; of any shapes.
         inputs: leaves, of any shapes.
-        gradients: one per output, of its shape; None, for a scalar, is one. They must stay as they are until the
+        gradients: one per output, of its shape; None stands for 1 and is for a scalar. They must not change until the
             second part.
 
     Returns:
-        One gradient per input, of its shape, None where no path leads to one; and the second part.
+        One gradient per input, of its shape, None if no path leads to it; and the second part.
     """
     starts = [
         (get_gradient_edge(output), torch.ones_like(output) if gradient is None else gradient)
@@ -73,17 +73,17 @@ class WeightBackward:
 
     Attributes:
         computed: gradients of parameters that the first part computed, each at its leaf.
-        sources: what computes the others.
+        sources: sources that compute the others.
     """
 
     computed: EdgeGradients = field(default_factory=list)
     sources: deque[_GradientSource] = field(default_factory=deque)
 
     def run(self) -> None:
-        """Add the gradients of the parameters to their leaves' `.grad`, each once, releasing what was kept.
+        """Add the gradients of the parameters to their leaves' `.grad`, each once, and release the kept tensors.
 
-        The result has the bits of one backward, except that what three or more operators add up may be summed in
-        another order.
+        The result equals that of one backward bit for bit, except that a sum over three or more operators may be taken
+        in another order.
         """
         self._add_computed()
         last = {leaf: i for i, source in enumerate(self.sources) for leaf in source.leaves}
@@ -99,14 +99,14 @@ class WeightBackward:
 
     def _add_computed(self) -> None:
         with ExitStack() as hooks:
-            for leaf, gradient in self.computed:  # the leaf's own hooks had their say in the first part
+            for leaf, gradient in self.computed:  # the leaf's own hooks ran in the first part
                 hooks.enter_context(leaf.node.register_prehook(partial(_replace_gradient, gradient)))
             _accumulate(self.computed)
         self.computed.clear()
 
 
 class _GradientSource(NamedTuple):
-    """Computes, in the second part, gradients that lead to `leaves`."""
+    """Computes the gradients of `leaves` in the second part."""
 
     leaves: NodeSet
     edge_gradients: Callable[[], EdgeGradients]
@@ -120,7 +120,7 @@ def _defer_product(second_part: WeightBackward, product: DeferredProduct, gradie
 
 
 def _grad(starts: EdgeGradients, ends: Iterable[Node]) -> dict[Node | None, Tensor]:
-    """The gradients of those of `ends` that have one."""
+    """The gradients of `ends`, without missing ones."""
     if not ends:
         return {}
     edges, edge_gradients = zip(*starts, strict=True)
@@ -144,12 +144,12 @@ class BackwardGraph:
     """The graph of a stage, divided by when its gradients are computed.
 
     path       operators between an output and an input    loss ─▶ relu ─▶ mm ─▶ relu ─▶ mm ─▶ input
-    hanging    what one of them has besides                             └▶ t ─▶ W2    └▶ t ─▶ W1
+    hanging    an operator's other branches                             └▶ t ─▶ W2    └▶ t ─▶ W1
 
-    Later come the parameters that hang on products, where either gradient is a kernel of its own, and those of outputs
-    that do not depend on any input (of a first stage: all). Parameters that hang on other operators (norms, recurrent
-    layers, a backward written in Python) come at once: they are cheap, or come out of the same kernel as the gradients
-    of the inputs. What shares a parameter with these comes at once too.
+    Two kinds of parameters come later: those that hang on products, where each gradient is a kernel of its own, and
+    those of outputs that depend on no input (in a first stage: all). Parameters that hang on other operators (norms,
+    recurrent layers, a backward written in Python) come at once: they are cheap, or come out of the same kernel as the
+    gradients of the inputs. Anything that shares a parameter with these comes at once too.
 
     Attributes:
         path: operators between outputs and inputs, and the inputs.
@@ -169,7 +169,7 @@ class DeferredProduct:
     """A product of the path whose parameters get their gradients later.
 
     Attributes:
-        hanging: position among the operands -> the edge to what hangs there.
+        hanging: position among the operands -> the edge to the branch that hangs there.
         leaves: the parameters below.
         operands: computes the gradients of the operands.
     """
@@ -179,7 +179,7 @@ class DeferredProduct:
     operands: OperandGradients
 
     def edge_gradients(self, gradient: Tensor) -> EdgeGradients:
-        """Return the gradients of what hangs on the product, from that of its output (a tensor of its shape)."""
+        """Return the gradients of the product's hanging branches, from that of its output (a tensor of its shape)."""
         with torch.no_grad():
             gradients = self.operands(gradient)
             return [(edge, _sum_broadcast(gradients[i], edge)) for i, edge in self.hanging.items()]
@@ -217,7 +217,7 @@ def _add_sharing(immediate: NodeSet, groups: Sequence[NodeSet]) -> None:
 
 
 def _nodes_below(outputs: Iterable[Node]) -> dict[Node, list[Node]]:
-    """Every node below `outputs` -> the nodes right below it. While they are in here, equal nodes are identical."""
+    """Every node below `outputs` -> the nodes right below it. As long as this holds them, equal nodes are identical."""
     graph: dict[Node, list[Node]] = {}
     todo = list(outputs)
     while todo:

@@ -1,8 +1,7 @@
 """A replica of one stage on this worker: its computation, its messages, and its updates.
 
-A worker has one; with chunks it has several. The numbers are those of the drawing in
-worker/worker.py, the way of a minibatch. `ClippedUpdates` updates the stages of a worker, with their gradients clipped
-by a norm.
+A worker has one; with chunks it has several. The numbers refer to the drawing in worker/worker.py of a minibatch's way.
+`ClippedUpdates` updates the stages of a worker, with their gradients clipped by a norm.
 """
 
 from __future__ import annotations
@@ -36,13 +35,14 @@ class StageReplica:
     """A replica of one stage on this worker.
 
     Attributes:
-        source: loads the minibatches; None unless it is of the first stage.
+        source: loads the minibatches; None except at the first stage.
         averager: averages over all replicas of the stage.
-        optimizer: of the parameters that are not tied.
+        optimizer: optimizer of the parameters that are not tied.
         tied: the tied parameters of the stage.
         updates: takes the updates of this worker's stages.
-        losses: of the minibatches; None unless it is of the last stage.
-        frozen_in_stages: parameters that other stages hold as well, and that nothing sums, as model() left them frozen.
+        losses: losses of the minibatches; None except at the last stage.
+        frozen_in_stages: parameters that other stages also hold and whose gradients nobody sums, because model() froze
+            them.
     """
 
     stage: PipelineStage
@@ -94,7 +94,7 @@ class StageReplica:
         """Receive the gradients of the outputs, compute those of inputs and parameters, and send those of the inputs.
 
         Args:
-            kind: the whole of it, or one of the parts that a zero-bubble schedule divides it into.
+            kind: the whole backward, or one of the two parts of a zero-bubble schedule.
             ends_round: whether the update of the stage comes right after it.
         """
         self._take_due_tied_steps()
@@ -117,7 +117,7 @@ class StageReplica:
         """End a round: average its gradients over the replicas, sum those of tied parameters, and step.
 
         Returns:
-            At the last stage the loss of a round over the replicas: of this one, on a GPU of the one before.
+            At the last stage the loss of a round over the replicas: of this round, or on a GPU of the one before.
 
         Raises:
             PdtoolError: a loss is not a number.
@@ -146,12 +146,12 @@ class StageReplica:
             totals.add(loss, outputs[0], target, self._minibatches.samples(minibatch))
 
     def end_phase(self) -> RoundLoss | None:
-        """End an epoch or a validation, after whose last action the pipeline is empty.
+        """End an epoch or a validation; the pipeline is empty after its last action.
 
-        After training the steps of tied parameters that are still due are taken, and the replicas' buffers made equal.
+        After training, take the steps of tied parameters that are still due, and make the replicas' buffers equal.
 
         Returns:
-            At the last stage the loss of the last round over the replicas, if it was not read in the round itself.
+            At the last stage the loss of the last round over the replicas, if it is still unread.
 
         Raises:
             PdtoolError: it is not a number.
@@ -167,7 +167,7 @@ class StageReplica:
         return self.averager.sum_loss(loss) if loss else None
 
     def step(self) -> None:
-        """Step to a new weight version with the gradients of the round; tied parameters have steps of their own."""
+        """Step to a new weight version with the gradients of the round; tied parameters step by themselves."""
         try:
             self.stage.weights.prepare_update()
         except FieldError as fault:
@@ -180,7 +180,7 @@ class StageReplica:
     def _take_due_tied_steps(self, *, is_drained: bool = False) -> None:
         """Take the steps of tied parameters that are due, before the stage's next action.
 
-        Not in the update itself: another holder may wait for what this worker's other stages have yet to do.
+        They are not part of the update, because another holder may wait for this worker's other stages.
         """
         for tied in self.tied:
             while tied.has_step_due(is_drained=is_drained):
@@ -196,12 +196,13 @@ class StageReplica:
 
     @property
     def components(self) -> list[Component]:
-        """What has a part of the checkpoint; the module's is read last, as a schedule that catches up may change it."""
+        """The components of the checkpoint; the module is read last, because a schedule that catches up may change
+        it."""
         return [*self._optimizers, self.module_state]
 
     @property
     def saved_components(self) -> list[Component]:
-        """Those that write their part; the state of a tied parameter's optimizer is its first holder's."""
+        """The components that write their part; the first holder writes the optimizer state of a tied parameter."""
         copies = [tied.optimizer for tied in self.tied if not tied.is_first]
         return [component for component in self.components if component not in copies]
 
@@ -210,17 +211,17 @@ class StageReplica:
         return [self.optimizer, *(tied.optimizer for tied in self.tied)]
 
     def updated(self) -> None:
-        """After an update, let forwards read what it made of the parameters; what torch does alone needs no look."""
+        """After an update, let forwards read the new parameters; updates by torch alone need no check."""
         if self._is_by_user_code:
             self.adopt_changes()
         else:
             self._extrapolate_weights()
 
     def adopt_changes(self) -> None:
-        """After user code, let forwards read what it made of the parameters.
+        """After user code, let forwards read the new parameters.
 
         Raises:
-            ModelError: it did to one what training cannot follow.
+            ModelError: it changed a parameter in a way that training cannot follow.
         """
         try:
             if self.stage.weights.adopt_changes():
@@ -231,23 +232,23 @@ class StageReplica:
         self._extrapolate_weights()
 
     def _extrapolate_weights(self) -> None:
-        """Let forwards read what the delay compensation says."""
+        """Let forwards read the weights that the correction extrapolates."""
         values = {key: value for o in self._optimizers for key, value in o.steps.extrapolated_weights().items()}
         self.stage.weights.set_extrapolated(values)
 
     def _check_trained(self) -> None:
-        """Check that what is trained now can be: no stage has the whole gradient of a parameter that several hold.
+        """Check that all parameters trained now can be: no stage has the whole gradient of one that several hold.
 
         Raises:
-            FieldError: it cannot be.
+            FieldError: one cannot be.
         """
         tied = {id(tied.parameter) for tied in self.tied}
         for name, parameter in self.stage.weights.parameters.items():
             if parameter._backward_hooks and id(parameter) in tied:
-                what = "has a hook on its gradient, but several stages hold it, each with a part of the gradient"
+                what = "has a gradient hook, but several stages hold it, each with a part of the gradient"
                 raise FieldError(name, f"{what}; keep them in one stage with HINTS no_split")
             if parameter._backward_hooks and name not in self._hooked:
-                what = "gets a hook on its gradient during training, but a resumed run would not have it"
+                what = "gets a gradient hook during training, but a resumed run would not have it"
                 raise FieldError(name, f"{what}; register it in optimizer()")
             if parameter.requires_grad and name in self.frozen_in_stages:
                 what = "is frozen in model() and held by several stages, so nothing sums its gradient"
@@ -257,19 +258,19 @@ class StageReplica:
 class ClippedUpdates:
     """Updates the stages of this worker, with gradients clipped by their norm (`MAX_GRAD_NORM` of model.py).
 
-    With a flush all stages update at the same moment, and the norm is that of all parameters of the model, as
-    torch.nn.utils.clip_grad_norm_ computes it in a plain loop: one worker of each stage adds its part, and a parameter
-    that several stages hold counts once.
+    With a flush all stages update at the same moment. The norm is that of all parameters of the model, as in
+    torch.nn.utils.clip_grad_norm_ in a plain loop: one worker of each stage adds its part, and a parameter that several
+    stages hold counts once.
 
-    Without a flush stages update at different moments, so there is no common norm. The gradients of a stage are clipped
-    by the norm of these alone; those of a tied parameter, whose copies take the same steps at different moments, by
-    their own. What a plain loop would not clip is not clipped here either.
+    Without a flush stages update at different moments, so there is no common norm. Each stage clips its gradients by
+    their own norm. A tied parameter's gradient is clipped by itself, because its copies take the same steps at
+    different moments. Gradients that a plain loop would not clip are not clipped here either.
 
     Args:
         max_norm: None clips nothing.
-        group: gloo group of all workers, which update at the same moment; None when stages do not.
+        group: gloo group of all workers, which update at the same moment; None if they do not.
         stages: number of stages of this worker.
-        is_replica_0: whether this worker adds the norms of its stages to the sum; other replicas have the same ones.
+        is_replica_0: whether this worker adds the norms of its stages to the sum; other replicas have the same norms.
     """
 
     def __init__(
@@ -280,7 +281,7 @@ class ClippedUpdates:
         self._waiting: list[StageReplica] = []
 
     def update(self, replica: StageReplica) -> None:
-        """Update a stage, whose gradients are averaged; together with the worker's other stages where these count."""
+        """Update a stage whose gradients are averaged, or wait to update all the worker's stages together."""
         if not self._max_norm:
             replica.step()
         elif not self._group:
@@ -292,7 +293,7 @@ class ClippedUpdates:
                 self._update_together(self._max_norm)
 
     def _update_together(self, max_norm: float) -> None:
-        """Update all stages of the worker, at the end of its round: no other worker needs anything more of it."""
+        """Update all stages of the worker at the end of its round, when no other worker needs anything from it."""
         counted: list[nn.Parameter] = []
         held: list[nn.Parameter] = []
         for replica in self._waiting:

@@ -1,8 +1,8 @@
-"""Tied weights: one parameter that several stages hold, where every copy takes the same steps.
+"""Tied weights: one parameter that several stages hold; every copy takes the same steps.
 
-At its round j a holder starts summing the gradient of that round over all replicas of all holders, and applies the sum
-of round j - lag. With a flush lag is 0 and the result is that of the unsplit model. Without one, the gradient of round
-j is complete when the *first* holder has done its backward, and a later holder s is ahead of it by
+At its round j a holder starts summing that round's gradient over all replicas of all holders, and applies the sum of
+round j - lag. With a flush lag is 0 and the result is that of the unsplit model. Without one, the gradient of round j
+is complete after the *first* holder's backward, and a later holder s is ahead of that by
 
     lag_s = ceil((r[f] w[f] - r[s] w[s]) / k) rounds      f: the first holder, r: replicas, w: in flight,
                                                           k: minibatches in a round (the same for all holders)
@@ -32,22 +32,22 @@ from pdtool.runtime.stage.optimizer import NamedOptimizer
 class TiedParameterSync:
     """One tied parameter at one holder, with an optimizer and a learning-rate schedule of its own.
 
-    These are its own so that step j is the same everywhere. A later holder waits, if at all, for a message that the
-    first holder's schedule sends without needing anything of the later one in between. Each copy takes the steps 0, 1,
-    2, ... with the same gradients, only later in its own count of rounds. When the pipeline drains at the end of an
-    epoch, the sums still due are applied, and the copies are equal again. With vertical sync and 2bw, too, a later
-    holder's version of the parameter has `lag` steps fewer.
+    It has its own optimizer and schedule so that step j is the same everywhere. A later holder never waits in a circle:
+    it waits only for a message that the first holder sends without needing anything from it meanwhile. Each copy takes
+    the steps 0, 1, 2, ... with the same gradients, only later in its own count of rounds. When the pipeline drains at
+    the end of an epoch, the remaining sums are applied and the copies are equal again. With vertical sync and 2bw, too,
+    a later holder runs `lag` steps behind.
 
-    A step is taken before the stage's next action, not in the update: with several stages on a worker the other holder
-    may need what they have yet to do.
+    A step is taken before the stage's next action, not in the update: if a worker has several stages, the other holder
+    may still need their output.
 
     Attributes:
-        optimizer: of this parameter alone, under its name at the first holder.
+        optimizer: optimizer of this parameter alone, under its name at the first holder.
         group: gloo group of all replicas of all holders.
         holders: number of stages that hold the parameter.
         lag: rounds between a gradient and its step at this holder; 0 in flushing schedules.
         is_first: whether this is the first holder.
-        max_norm: that its gradient is clipped to by itself; None where it is not clipped, or together with others.
+        max_norm: the norm that its gradient is clipped to by itself; None: not clipped, or only together with others.
     """
 
     optimizer: NamedOptimizer
@@ -61,7 +61,7 @@ class TiedParameterSync:
     def __post_init__(self) -> None:
         [(self._name, self.parameter)] = self.optimizer.parameters.items()
         self._all_reduce = HostAllReduce(self.group, self.parameter.device)
-        self._due: deque[tuple[Callable[[], Tensor], float]] = deque()  # what waits for a sum; when that was started
+        self._due: deque[tuple[Callable[[], Tensor], float]] = deque()  # waits for a sum; when that sum was started
 
     def start_sum(self, weight: float) -> None:
         """Take this round's gradient, a sum over samples, and start summing it over the holders.
@@ -78,13 +78,13 @@ class TiedParameterSync:
         self.meter.count_sent(message.nbytes)
 
     def has_step_due(self, *, is_drained: bool) -> bool:
-        """Whether a step is due in this round; when the pipeline is drained all are that were not taken."""
+        """Whether a step is due in this round; when the pipeline is drained, all remaining steps are."""
         return len(self._due) > (0 if is_drained else self.lag)
 
     def take_sum(self) -> None:
-        """Give the parameter its oldest gradient: summed over the holders, the mean over the samples of its round.
+        """Give the parameter its oldest gradient: summed over the holders, and the mean over the samples of its round.
 
-        Where no holder has a gradient it keeps none, so that the optimizer leaves it alone.
+        If no holder has a gradient, it keeps none, so that the optimizer leaves it alone.
         """
         wait, started_s = self._due.popleft()
         with self.meter.averaging, self._peer_error():
@@ -106,11 +106,11 @@ class TiedParameterSync:
 class HostAllReduce:
     """Sums tensors, one after the other, in the same order at all workers of a group.
 
-    gloo takes tensors from CPU memory. What is on a GPU is copied there first, and then summed in a thread, so that the
-    worker's own thread waits for no GPU.
+    gloo takes tensors from CPU memory. A GPU's tensors are copied there first and then summed in a thread, so that the
+    worker's own thread never waits for the GPU.
 
     Args:
-        group: of gloo.
+        group: a gloo group.
         device: where the tensors are.
     """
 
@@ -119,10 +119,10 @@ class HostAllReduce:
         self._download = DeviceDownload(device, "pdtool-sum") if device.type == "cuda" else None
 
     def start(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start the sum of a tensor, of the same shape everywhere, whose memory it may take.
+        """Start the sum of a tensor of the same shape everywhere; it may reuse the tensor's memory.
 
         Returns:
-            What waits for the sum and returns it, in CPU memory; it raises what gloo raises when a worker is lost.
+            A function that waits for the sum and returns it, in CPU memory; it raises gloo's error if a worker is lost.
         """
         if self._download:
             return self._download.start([tensor], [tensor.dtype], self._sum).result

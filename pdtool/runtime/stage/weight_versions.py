@@ -1,22 +1,22 @@
 """Weight versions: the backward of a minibatch must see the weights that its forward saw (PipeDream, section 3.3).
 
-The optimizer owns the Parameters, which always hold the newest weights. What the module computes with is a *version*:
-one leaf tensor per parameter that shares the Parameter's memory. Autograd graphs hold the leaves, so the graphs
-themselves are the stash, and gradients land on the leaves of the right version.
+The optimizer owns the Parameters, which always hold the newest weights. The module computes with a *version*: one leaf
+tensor per parameter, which shares the Parameter's memory. Autograd graphs hold the leaves, so the graphs themselves are
+the stash, and gradients land on the leaves of the right version.
 
     step t      Parameters ─┬─ memory a ── leaves of version t ◀── graphs of the minibatches in flight
     step t + 1  Parameters ─┼─ memory b ── leaves of version t+1     (a stays until its last backward)
 
-Before a step, if a minibatch still needs the current version, the Parameters move to other memory; if none does, the
-step is done in place and nothing is copied. Memory that a live graph has saved is never written: a backward would use
-the new weights. (Without stashing that is what is asked for.)
+Before a step, if a minibatch still needs the current version, the Parameters move to other memory. If none does, the
+step is done in place and nothing is copied. Memory that a live graph has saved is never written, because a backward
+would use the new weights. (Without stashing, it should.)
 
-Which version a minibatch reads is decided by the schedule (schedule/policies.py): the newest, or with vertical sync
-the one that it read at the first stage, which is kept here for it until it comes.
+The schedule decides which version a minibatch reads (schedule/policies.py): the newest, or with vertical sync the one
+that it read at the first stage, which is kept here until the minibatch comes.
 
-User code (optimizer(), a step, after_update(), a scheduler) is given the Parameters, and may do to them what a plain
-loop lets it: write into them, assign to `.data`, freeze or unfreeze them, hook their gradients. `adopt_changes` lets
-the newest version have all of it. What no version can have, as another shape, is refused.
+User code (optimizer(), a step, after_update(), a scheduler) gets the Parameters and may do anything that a plain loop
+allows: write into them, assign to `.data`, freeze or unfreeze them, hook their gradients. `adopt_changes` copies all of
+this to the newest version. Changes that no version can have, such as another shape, are refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class WeightVersion:
 
     Attributes:
         leaves: in the order of `WeightVersions.parameters`, each of the parameter's shape.
-        views: of the memory of leaves: buffers and other tensors of the module that share that of parameters.
+        views: buffers and other tensors of the module that share memory with leaves.
         number: updates since the phase began.
         users: minibatches in flight that read the version.
     """
@@ -61,15 +61,15 @@ class WeightVersions:
 
     Args:
         stashing: whether versions are kept for the minibatches that read them; otherwise there is one version, and
-            every step is done in place.
-        extrapolates: whether forwards read what `set_extrapolated` is given, which is not what the Parameters hold
+            every step is in place.
+        extrapolates: whether forwards read the values of `set_extrapolated` instead of the Parameters
             (runtime/corrections.py).
 
     Attributes:
         parameters: name -> Parameter, each once (one that is used under several names has the first).
         by_name: the same under all names.
         peak_versions: most versions that were ever alive together, the current one included.
-        kept_memory: name of a parameter whose memory user code has kept, as by `p.data`; "" for none.
+        kept_memory: name of a parameter whose memory user code holds, as by `p.data`; "" for none.
     """
 
     def __init__(self, module: nn.Module, *, stashing: bool = True, extrapolates: bool = False) -> None:
@@ -91,12 +91,12 @@ class WeightVersions:
             for key, value in tensors.items()
             if id(value) in shared
         ]
-        # nn.LSTM and its kind compute with a list of their own, made when a parameter is assigned
+        # nn.LSTM and its kind compute with their own list, made when a parameter is assigned
         self._rnns: list[Any] = [owner for owner in module.modules() if hasattr(owner, "_flat_weights_names")]
         self._in_one_storage = shared | {id(p) for rnn in self._rnns for p in rnn._parameters.values()}
         self._stashing = stashing
         self._reads: Iterator[int] | None = None
-        self._next_reads: deque[int] = deque()  # taken from it, to see whether a version will be read
+        self._next_reads: deque[int] = deque()  # read ahead, to see whether a version will be read
         self._spare_memory: list[list[Tensor]] = []
         self.kept_memory = ""
         self._alive: dict[int, WeightVersion] = {}
@@ -114,8 +114,8 @@ class WeightVersions:
         """Begin a phase, with no minibatch in flight.
 
         Args:
-            reads: how many updates of this phase each forward sees, in their order, never fewer than the one before;
-                None: all see the newest weights.
+            reads: for each forward in order, how many updates of this phase it sees, never decreasing; None: all see
+                the newest weights.
         """
         self._reads, self._next_reads = reads if self._stashing else None, deque()
         self._current.number, self._current.users = 0, 0
@@ -141,7 +141,7 @@ class WeightVersions:
             on_gradient: called with each Parameter whose gradient is complete, while others are still computed.
         """
         leaves = list(zip(self.parameters.values(), version.leaves, strict=True))
-        if weight == 1.0:  # nothing is to be scaled: the leaves accumulate in the Parameters' gradients in place
+        if weight == 1.0:  # no scaling: the leaves accumulate in the Parameters' gradients in place
             for parameter, leaf in leaves:
                 leaf.grad = parameter.grad
         hooks = _add_hooks(leaves, weight, on_gradient) if on_gradient else []
@@ -152,7 +152,7 @@ class WeightVersions:
         self._release(version)
 
     def prepare_update(self) -> None:
-        """Make the Parameters' memory free to be overwritten by a step: afterwards no minibatch needs what is in it."""
+        """Free the Parameters' memory for a step: afterwards no minibatch needs its content."""
         number = self._current.number + 1
         if not self._stashing or not self._is_needed(self._current):
             del self._alive[self._current.number]
@@ -175,12 +175,12 @@ class WeightVersions:
         self.peak_versions = max(self.peak_versions, len(self._alive))
 
     def adopt_changes(self) -> bool:
-        """After user code, let the newest version be what the Parameters are now; return whether that changed it.
+        """After user code, update the newest version from the Parameters; return whether that changed it.
 
         Minibatches in flight keep the version that they read.
 
         Raises:
-            FieldError: a parameter was changed in a way that training cannot follow; its text ends with what to do.
+            FieldError: a parameter was changed in a way that training cannot follow; its text ends with the remedy.
         """
         newest = self._exact or self._current
         for p, leaf in zip(self.parameters.values(), newest.leaves, strict=True):
@@ -199,7 +199,7 @@ class WeightVersions:
         if self._exact:
             self._exact = self._new_version(memory, self._exact.number)
             memory = [*(leaf.detach() for leaf in self._current.leaves), *self._current.views]
-        self._spare_memory.clear()  # what shares memory there may not do so any more
+        self._spare_memory.clear()  # shared memory there may no longer be shared
         users = self._current.users
         self._make_current(self._current.number, memory)
         self._current.users = users
@@ -207,9 +207,9 @@ class WeightVersions:
 
     @contextmanager
     def noticing_kept_memory(self) -> Iterator[None]:
-        """Notice whether user code, while this lasts, takes hold of the memory of a parameter.
+        """Detect whether user code in this context keeps a reference to a parameter's memory.
 
-        A step may move the Parameter to other memory, and what is written to the old one is lost.
+        A step may move the Parameter to other memory, and writes to the old memory would be lost.
         """
         before = self._others_in_memory()
         yield
@@ -218,7 +218,7 @@ class WeightVersions:
                 self.kept_memory = name
 
     def _others_in_memory(self) -> dict[str, int]:
-        """How many tensors hold the memory of each parameter besides the parameters and the leaves of the newest."""
+        """How many tensors hold each parameter's memory, besides the parameters and the newest leaves."""
         known = (*self.parameters.values(), *(self._exact or self._current).leaves)
         own = Counter(tensor.untyped_storage().data_ptr() for tensor in known)
         storages = {name: p.untyped_storage() for name, p in self.parameters.items()}
@@ -228,10 +228,10 @@ class WeightVersions:
         }
 
     def set_extrapolated(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """After a step, set what forwards read.
+        """After a step, set the weights that forwards read.
 
         Args:
-            values: a parameter -> a tensor of its shape; of parameters left out forwards read the exact value.
+            values: a parameter -> a tensor of its shape; for missing parameters forwards read the exact value.
         """
         if self._exact:
             with torch.no_grad():
@@ -239,7 +239,7 @@ class WeightVersions:
                 _copy_all(self._current.leaves, [values.get(p, p.detach()) for p in self.parameters.values()])
 
     def bind_newest(self) -> None:
-        """Let the module compute with what the Parameters hold."""
+        """Let the module compute with the Parameters' values."""
         self.bind(self._exact or self._current)
 
     def bind(self, version: WeightVersion) -> None:
@@ -263,7 +263,7 @@ class WeightVersions:
             self._spare_memory.append([*(leaf.detach() for leaf in version.leaves), *version.views])
 
     def _is_needed(self, version: WeightVersion) -> bool:
-        """Whether a minibatch in flight, or a forward still to come, reads the version, if it is the newest no more."""
+        """Whether a minibatch in flight, or a future forward, reads the version, if it is no longer the newest."""
         while self._reads and (not self._next_reads or self._next_reads[-1] <= version.number):
             number = next(self._reads, None)
             if number is None:
@@ -287,7 +287,7 @@ class WeightVersions:
         leaves = [m.detach().requires_grad_(p.requires_grad) for m, p in zip(memory, parameters, strict=False)]
         for leaf, p in zip(leaves, parameters, strict=True):
             if p._backward_hooks is not None:
-                leaf._backward_hooks = p._backward_hooks  # the dict itself: it tells of hooks that are removed
+                leaf._backward_hooks = p._backward_hooks  # the dict itself, because it shows when hooks are removed
         return WeightVersion(leaves, list(memory[len(leaves) :]), number, users=0)
 
     def _make_current(self, number: int, memory: Sequence[Tensor]) -> None:
@@ -296,10 +296,10 @@ class WeightVersions:
 
 
 def _check_change(name: str, parameter: nn.Parameter, leaf: Tensor) -> None:
-    """Check what user code did to a parameter; raises FieldError, as `adopt_changes` does."""
+    """Check user code's changes to a parameter; raises FieldError, as `adopt_changes` does."""
     was, now = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} on {t.device}" for t in (leaf, parameter))
     if was != now:
-        raise FieldError(name, f"was made {now}, and is {was} in its stage; keep its shape, dtype and device")
+        raise FieldError(name, f"became {now}, but is {was} in its stage; keep its shape, dtype and device")
     if parameter._post_accumulate_grad_hooks:
         raise FieldError(
             name,
@@ -309,7 +309,7 @@ def _check_change(name: str, parameter: nn.Parameter, leaf: Tensor) -> None:
 
 
 def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target, of the same shape; a few kernels do it for all."""
+    """Copy each source into its target, of the same shape, in a few kernels."""
     if targets:
         torch._foreach_copy_(targets, sources)
 
@@ -331,7 +331,7 @@ def _add_hooks(
 
 
 def _collect_gradients(leaves: Iterable[tuple[nn.Parameter, Tensor]], weight: float) -> None:
-    """Add the gradients of leaves, times `weight`, to those of their Parameters; a few kernels do it for all."""
+    """Add the gradients of leaves, times `weight`, to those of their Parameters, in a few kernels."""
     collected: list[tuple[nn.Parameter, Tensor]] = []
     for parameter, leaf in leaves:
         gradient, leaf.grad = leaf.grad, None

@@ -1,4 +1,4 @@
 """One worker: its start, its loop over the actions, its checkpoints and its measurements.
 
-`launch` uses `start_worker`, which returns a `worker`; whoever reads a checkpoint uses `checkpoint`.
+`launch` uses `start_worker`, which returns a `worker`. Code that reads a checkpoint uses `checkpoint`.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints by original names, so that a run goes on under another plan; a folder that exists is complete.
+"""Checkpoints by original names, so that a run can go on under another plan. A folder that exists is complete.
 
     checkpoints/epoch-3/   stage-0.safetensors, ...   the components of one stage, with keys COMPONENT.NAME.ENTRY:
                                                       see stage/component.py;
@@ -6,7 +6,7 @@
                            checkpoint.json            epoch, seed, metrics, and the digest of each file
 
 Workers write together into `.epoch-3.partial`, which is renamed when all are done. A file is data: nothing in it is
-executed, and one that is not as it was written is refused.
+executed, and a changed file is refused.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from pdtool.files import check_replaceable, replacing
 from pdtool.runtime.groups import all_gather
 from pdtool.runtime.stage.component import MODEL_KEY, Component
 
-_ZIP = b"PK"  # how what torch.save writes begins
-_Written = dict[str, StoredFile] | None  # by a worker: the files that it describes
+_ZIP = b"PK"  # how files of torch.save begin
+_Written = dict[str, StoredFile] | None  # from a worker: the files that it has written
 _STORED_AS_REAL = (torch.complex128, torch.complex32)  # with real and imaginary parts: safetensors has neither
 _COMPLEX = "complex"  # the mark of such a tensor in the metadata of its file
 
@@ -43,11 +43,11 @@ def save(out: Path, manifest: CheckpointManifest, components: Mapping[int, Seque
     """Write a checkpoint together with all workers of `group`; older ones stay as they are.
 
     Args:
-        manifest: of the checkpoint, without files.
-        components: of the stages that this worker saves, by their number.
+        manifest: manifest of the checkpoint, without files.
+        components: components of the stages that this worker saves, by stage number.
 
     Raises:
-        PdtoolError: on every worker, when one could not write, or when the first one does not see all the files.
+        PdtoolError: on every worker, if one could not write, or if the first one does not see all the files.
     """
     checkpoint = RunDir(out).checkpoint(manifest.epoch)
     partial = checkpoint.partial
@@ -67,10 +67,10 @@ def save(out: Path, manifest: CheckpointManifest, components: Mapping[int, Seque
 
 
 def load(checkpoint: Path, components: Sequence[Component]) -> None:
-    """Let the components take over what a checkpoint of any plan of the same model holds of them, one after the other.
+    """Load the components, one after the other, from a checkpoint of any plan of the same model.
 
     Raises:
-        UsageError: the checkpoint is of another model.
+        UsageError: the checkpoint belongs to another model.
         ArtifactError: see `read`.
     """
     entries: dict[str, dict[str, Tensor]] = {f"{part.key}.{name}": {} for part in components for name in part.names}
@@ -87,13 +87,13 @@ def load(checkpoint: Path, components: Sequence[Component]) -> None:
 
 
 def _state(components: Iterable[Component]) -> dict[str, Tensor]:
-    """What some components write, by its keys."""
+    """The tensors that some components write, by key."""
     written = ((part.key, *what) for part in components for what in part.state_dict())
     return {f"{key}.{name}.{entry}" if entry else f"{key}.{name}": tensor for key, name, entry, tensor in written}
 
 
 def _owner(key: str, owners: Container[str]) -> str | None:
-    """Return the COMPONENT.NAME that a key is, or begins with; there is at most one, as no name begins another."""
+    """Return the COMPONENT.NAME that a key equals or begins with; at most one, as no name is a prefix of another."""
     parts = key.split(".")
     return next((owner for n in range(len(parts)) if (owner := ".".join(parts[: n + 1])) in owners), None)
 
@@ -102,8 +102,8 @@ def read(checkpoint: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     """Return the tensors whose key is wanted, on the CPU, without any other worker.
 
     Raises:
-        ArtifactError: a file that holds one of them, or whose keys cannot be read, is not as it was written; the
-            checkpoint before it is named.
+        ArtifactError: a file with one of them has changed, or its keys cannot be read; the error names the checkpoint
+            before it.
     """
     state: dict[str, Tensor] = {}
     folder = Checkpoint(checkpoint)
@@ -127,9 +127,9 @@ def export(run_dir: Path, out: Path) -> Path:
         out: the file; `-` is stdout.
 
     Raises:
-        UsageError: the run has no checkpoint; or another file than one of torch would be overwritten.
-        ArtifactError: its last one is damaged.
-        PdtoolError: the file could not be written; an older one stays.
+        UsageError: the run has no checkpoint, or a file that is not torch's would be overwritten.
+        ArtifactError: its last checkpoint is damaged.
+        PdtoolError: the file could not be written; an older file stays.
     """
     if str(out) != "-":
         check_replaceable(out, "one of torch.save", lambda head: head.startswith(_ZIP))
@@ -143,13 +143,13 @@ def export(run_dir: Path, out: Path) -> Path:
     try:
         with replacing(out) as file:
             torch.save(state, file)
-    except RuntimeError as error:  # of torch, when the disk is full
+    except RuntimeError as error:  # torch's error if the disk is full
         raise PdtoolError(f"{out} could not be written ({error})", "free some space or use another folder") from error
     return checkpoint.path
 
 
 def _save_to_stdout(state: Mapping[str, Tensor]) -> None:
-    """Write what torch.save does, by way of memory: of a pipe that nobody reads torch says that the disk is full."""
+    """Do torch.save through memory: if nobody reads a pipe, torch itself would say that the disk is full."""
     written = io.BytesIO()
     torch.save(state, written)
     sys.stdout.buffer.write(written.getbuffer())
@@ -157,10 +157,10 @@ def _save_to_stdout(state: Mapping[str, Tensor]) -> None:
 
 
 def _tied(state: Mapping[str, Tensor], tied: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the same state, in which names of one tensor share it, so that torch.save stores it once.
+    """Return the same state with tied names sharing one tensor, so that torch.save stores it once.
 
     Args:
-        tied: name -> another name of the same tensor. One whose values differ keeps its own.
+        tied: name -> another name of the same tensor. If the values differ, both keep their own.
     """
     shared = dict(state)
     for name, first in tied.items():
@@ -171,7 +171,7 @@ def _tied(state: Mapping[str, Tensor], tied: Mapping[str, str]) -> dict[str, Ten
 
 
 def _on_all_workers(group: Any, step: Callable[[], _Written]) -> list[_Written]:
-    """Run a step on every worker and return what each returned, in order; when it fails on one it fails on all."""
+    """Run a step on every worker and return all results, in order; if it fails on one it fails on all."""
     failure, result = "", None
     try:
         result = step()
@@ -195,11 +195,11 @@ def _make_empty(partial: Path, out: Path) -> None:
 
 
 def _write(path: Path, state: Mapping[str, Tensor]) -> tuple[str, StoredFile]:
-    """Write the state of a stage and return what must be found again, by the name of the file."""
+    """Write the state of a stage and return its file's description, by name."""
     separate = _separate(state)
     complex_keys = [key for key, value in separate.items() if value.dtype in _STORED_AS_REAL]
     stored = separate | {key: torch.view_as_real(separate[key]) for key in complex_keys}
-    marks = dict.fromkeys(complex_keys, _COMPLEX) or None  # of {} comes a file that cannot be read
+    marks = dict.fromkeys(complex_keys, _COMPLEX) or None  # {} would make a file that cannot be read
     save_file(stored, path, metadata=marks)
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -207,7 +207,7 @@ def _write(path: Path, state: Mapping[str, Tensor]) -> tuple[str, StoredFile]:
 
 
 def _separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors on the CPU, each with memory of its own: safetensors stores none that share it."""
+    """The same tensors on the CPU, each with memory of its own, because safetensors stores no shared memory."""
     seen: set[int] = set()
     separate = {}
     for key, value in state.items():
@@ -235,7 +235,7 @@ def _publish(partial: Checkpoint, checkpoint: Checkpoint, manifest: CheckpointMa
             )
     manifest.save(partial.manifest_file)
     if folder.exists():
-        shutil.rmtree(folder)  # of an earlier run in this folder that went this far
+        shutil.rmtree(folder)  # from an earlier run in this folder that got this far
     os.replace(partial.path, folder)
     RunDir(folder.parent.parent).update_state(epochs_done=manifest.epoch)
 
@@ -243,7 +243,7 @@ def _publish(partial: Checkpoint, checkpoint: Checkpoint, manifest: CheckpointMa
 def _read(path: Path, stored: StoredFile, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     """The wanted tensors of one file; raises OSError, ValueError, RuntimeError or SafetensorError."""
     status = path.stat()
-    if not stat.S_ISREG(status.st_mode):  # a FIFO would be waited for
+    if not stat.S_ISREG(status.st_mode):  # opening a FIFO would block
         raise ValueError("it is not a regular file")
     if status.st_size != stored.bytes:
         raise ValueError(f"it has {status.st_size} bytes but was written with {stored.bytes}")

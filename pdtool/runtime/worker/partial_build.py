@@ -1,4 +1,4 @@
-"""Build of a model with the values of some tensors only: exactly those that they have in the whole model.
+"""Build of a model with the values of only some tensors: exactly their values in the whole model.
 
 A worker needs the parameters of its own stages. All others are on the meta device, where tensors have no values:
 
@@ -6,7 +6,7 @@ A worker needs the parameters of its own stages. All others are on the meta devi
     self.embed = nn.Embedding(9, 4)          0          meta           real
     self.block = nn.Linear(4, 4)             1, 2       meta           1 real; 2 meta, its values drawn and dropped
     self.head.weight = self.embed.weight     0 again
-    self.scale = self.block.weight.std()     made of 1  meta           real
+    self.scale = self.block.weight.std()     from 1     meta           real
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pdtool.frontend.operators import storage_address
 
 META = torch.device("meta")
 _DRAWN_IN_PIECES = {"aten::normal_", "aten::uniform_"}
-# These draw as much for a tensor as its shape says, whatever its values are.
+# For these, how many numbers are drawn depends only on the tensor's shape.
 DRAWN_BY_SHAPE = _DRAWN_IN_PIECES | {
     *("aten::random_", "aten::bernoulli_", "aten::exponential_", "aten::log_normal_", "aten::cauchy_"),
     *("aten::geometric_", "aten::rand_like", "aten::randn_like"),
@@ -54,7 +54,7 @@ _NEEDING_MEMORY = {
 
 
 class MissingValuesError(RuntimeError):
-    """Values are needed that a partial build leaves out."""
+    """Code needs values that a partial build leaves out."""
 
 
 def build_partially(
@@ -63,24 +63,24 @@ def build_partially(
     """Build a model twice: with all parameters on the meta device, and with the values of the tensors that are wanted.
 
     model() makes all parameters from one sequence of random numbers. A parameter that is not needed moves to the meta
-    device as soon as a module registers it. What its initialization would draw is drawn and dropped, so that the
-    sequence goes on as in the whole model. The first build draws nothing, and finds out which parameters the wanted
-    tensors are made of; the second one keeps them.
+    device as soon as a module registers it. Its initialization's numbers are drawn and dropped, so that the sequence
+    goes on as in the whole model. The first build draws nothing, and finds out which parameters the wanted tensors
+    depend on. The second build keeps these.
 
-    A tensor has the values of the whole model or none. An operator raises if it would write into a real tensor what it
-    reads on the meta device, or if it needs values there. After an error the model must be built as a whole.
+    A tensor has the values of the whole model or none. An operator raises if it needs values of a meta tensor, or would
+    write from one into a real tensor. After an error the model must be built as a whole.
 
     Args:
-        build: seeds the generators and makes the model, with the same structure each time; shown is what the second
-            one prints.
+        build: seeds the generators and makes the model, with the same structure each time; only the second call's
+            prints are shown.
         wanted: finds the tensors in either model.
 
     Returns:
-        The model of the first build and that of the second, where further tensors may have values, too.
+        The models of the first and the second build; in the second, other tensors may have values too.
 
     Raises:
-        MissingValuesError: the construction needs values that are left out, or is not the same each time.
-        Exception: what `build` raises, perhaps for lack of values.
+        MissingValuesError: the construction needs values that are left out, or differs between calls.
+        Exception: any error of `build`, perhaps because values are missing.
     """
     first = _PartialBuild(keeps=(), draws=False)
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
@@ -96,12 +96,12 @@ def build_partially(
 
 
 class _PartialBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Moves parameters to the meta device when modules register them, and follows what is made of them.
+    """Moves parameters to the meta device when modules register them, and follows all tensors computed from them.
 
-    A storage is known by its address, and kept alive, so that no other one has it.
+    Storages are identified by their address, and kept alive so that addresses stay unique.
 
     Args:
-        keeps: numbers of the parameters that stay as they are; they are numbered as modules register them.
+        keeps: numbers of the parameters to leave alone; numbers are in order of registration.
         draws: whether to draw the random numbers of tensors on the meta device, and drop them.
 
     Attributes:
@@ -113,16 +113,16 @@ class _PartialBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._keeps, self._draws = keeps, draws
         self.registered: list[tuple[torch.Size, torch.dtype]] = []
         self._numbers: dict[int, int] = {}  # storage of a registered parameter -> its number
-        self._sources: dict[int, set[int]] = {}  # storage -> those of the registered parameters that it is made of
+        self._sources: dict[int, set[int]] = {}  # storage -> the registered parameters that it is computed from
         self._storages: list[torch.UntypedStorage] = []
-        self._made_on_meta: dict[int, torch.UntypedStorage] = {}  # by model(), which has them there by itself, too
+        self._made_on_meta: dict[int, torch.UntypedStorage] = {}  # by model() itself
         self._failure: Exception | None = None
 
     def run(self, build: Callable[[], nn.Module]) -> nn.Module:
         """Build a model in this mode.
 
         Raises:
-            Exception: what an operator or `build` raised, also if the model's code caught it.
+            Exception: an error of an operator or `build`, even if the model's code caught it.
         """
         register, draw_truncated = nn.Module.register_parameter, init._no_grad_trunc_normal_
 
@@ -134,7 +134,7 @@ class _PartialBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def draw_truncated_on_meta(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if not self.follows(tensor):
                 return draw_truncated(tensor, *args, **kwargs)
-            if self._draws:  # how much depends on what is drawn
+            if self._draws:  # how many numbers it takes depends on their values
                 with DisableTorchFunction():
                     draw_truncated(with_memory(tensor), *args, **kwargs)
             return tensor
@@ -158,7 +158,7 @@ class _PartialBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return model
 
     def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Return the numbers of all parameters that the values of `tensors` are made of."""
+        """Return the numbers of all parameters that the values of `tensors` depend on."""
         found: set[int] = set()
         left = {source for tensor in tensors for source in self._sources.get(storage_address(tensor), ())}
         while left:
@@ -167,14 +167,16 @@ class _PartialBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {self._numbers[source] for source in found}
 
     def follows(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on the meta device in place of one that has values in the whole model."""
+        """Whether a meta tensor stands for one that has values in the whole model."""
         with DisableTorchFunction():
             return tensor.is_meta and storage_address(tensor) in self._sources
 
     def set_data(self, param: Tensor, values: Tensor) -> None:
-        """Do `param.data = values` where one of them is followed; the parameter is then made of both."""
+        """Do `param.data = values` if one of them is followed; the parameter then depends on both."""
         if not self.follows(param):
-            self.refuse(MissingValuesError("model() sets the data of a tensor to what it makes of a parameter"))
+            self.refuse(
+                MissingValuesError("model() assigns a value computed from a parameter to the .data of another tensor")
+            )
         with DisableTorchFunction(), _disable_current_modes():
             sources = self._sources[storage_address(param)] | self._sources.get(storage_address(values), set())
             param.data = values.detach().to(META)
@@ -210,7 +212,7 @@ class _PartialBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if any(self.follows(tensor) for tensor in on_meta):
                     return self._run_followed(func, args, kwargs)
                 if is_random(func) and any(storage_address(tensor) not in self._made_on_meta for tensor in on_meta):
-                    raise MissingValuesError(f"model() draws with {func} for a copy of a parameter")
+                    raise MissingValuesError(f"model() draws random numbers with {func} for a copy of a parameter")
                 result = func(*args, **kwargs)
             except Exception as error:
                 if on_meta:
@@ -223,15 +225,17 @@ class _PartialBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _run_followed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator that reads or writes followed tensors; its outputs are followed, too."""
+        """Run an operator that reads or writes followed tensors; follow its outputs too."""
         written = written_by(func, args, kwargs)
         if not all(tensor.is_meta for tensor in written):
-            raise MissingValuesError(f"model() writes with {func} what it makes of a parameter into another tensor")
+            raise MissingValuesError(
+                f"model() writes a value computed from a parameter into another tensor, with {func}"
+            )
         result = self._result(func, args, kwargs, written)
         sources = {s for tensor in tensors_in((args, kwargs)) for s in self._sources.get(storage_address(tensor), ())}
         for tensor in (*tensors_in(result), *written):
             self._add(tensor, sources)
-        for source in sources:  # what meets in an operator must be on one device
+        for source in sources:  # all inputs of an operator must be on one device
             self._sources[source].update(sources)
         return result
 
@@ -240,7 +244,7 @@ class _PartialBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args, kwargs = pytree.tree_map(to_meta, (args, kwargs))
             return func(*args, **kwargs)
         if func._schema.name not in DRAWN_BY_SHAPE:
-            raise MissingValuesError(f"model() draws with {func} how much depends on the values of a parameter")
+            raise MissingValuesError(f"the numbers that model() draws with {func} depend on a parameter's values")
         if not written:
             return to_meta(func(with_memory(args[0]), *args[1:], **kwargs))
         if self._draws:
@@ -255,7 +259,7 @@ def _run_watched(build: _PartialBuild, run: Callable[[], None]) -> None:
 
 
 class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses draws for tensors on the meta device, where nothing is drawn: the sequence would go on wrongly."""
+    """Refuses draws for meta tensors, which draw nothing: the sequence would go on wrongly."""
 
     def __init__(self, build: _PartialBuild) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -263,12 +267,12 @@ class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_random(func) and any(tensor.is_meta for tensor in tensors_in((args, kwargs or {}))):
-            self._build.refuse(MissingValuesError(f"model() draws with {func} in another thread"))
+            self._build.refuse(MissingValuesError(f"model() draws random numbers with {func} in another thread"))
         return func(*args, **(kwargs or {}))
 
 
 class _SeenOnCpu(TorchFunctionMode):
-    """Lets code that asks where a followed tensor is see the CPU: on the meta device it may initialize otherwise."""
+    """Shows the CPU as the device of followed tensors, because code may initialize meta tensors differently."""
 
     def __init__(self, build: _PartialBuild) -> None:
         super().__init__()
@@ -285,7 +289,7 @@ class _SeenOnCpu(TorchFunctionMode):
 
 
 def move_to_meta(param: nn.Parameter) -> None:
-    """Move a parameter itself, not a copy, so that whoever holds it sees it there."""
+    """Move a parameter itself, not a copy, so that all its holders see it there."""
     moved = nn.Parameter(torch.empty_like(param, device=META), param.requires_grad)
     moved.__dict__.update(param.__dict__)
     with suppress(RuntimeError):  # there are views of it, or weak references: it stays
@@ -324,14 +328,14 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def to_meta(value: Any) -> Any:
-    """Return a tensor without values, and the meta device in place of the CPU; anything else as it is."""
+    """Turn a tensor into one without values, and the CPU into the meta device; return anything else unchanged."""
     if isinstance(value, torch.device):
         return META if value.type == "cpu" else value
     return value.to(META) if isinstance(value, Tensor) else value
 
 
 def with_memory(value: Any) -> Any:
-    """Return memory of the shape and strides of a tensor on the meta device; anything else as it is."""
+    """Return memory with the shape and strides of a meta tensor; anything else unchanged."""
     if not (isinstance(value, Tensor) and value.is_meta):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)

@@ -1,4 +1,4 @@
-"""Report of a run, assembled from what each worker measured."""
+"""Report of a run, assembled from each worker's measurements."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pdtool.schedule import steady_minibatches
 
 @dataclass
 class Progress:
-    """How far a run is, that which it resumes included.
+    """How far a run is, including the run that it resumes.
 
     Attributes:
-        minibatches, samples, validation_losses: of each epoch that was trained; 0 minibatches where an older pdtool
-            trained it, which did not say.
-        metrics: of the last validation.
+        minibatches, samples, validation_losses: for each trained epoch; 0 minibatches if an older pdtool, which did not
+            record them, trained it.
+        metrics: metrics of the last validation.
         undefined: metrics without a figure in it.
     """
 
@@ -33,15 +33,15 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerMeasurements:
-    """What one worker measured, over the epochs after the first (over the first when it is the only one).
+    """One worker's measurements over the epochs after the first (over the first if it is the only one).
 
     Attributes:
-        name: the worker's, in the trace.
+        name: the worker's name in the trace.
         stage: the worker's first stage.
         totals: where the time went.
         epochs: the time of these epochs, without validation and checkpoints, and what was trained in them.
         peak_memory_bytes: see PeakMemory.
-        cores: that the worker may use; none where a GPU computes.
+        cores: cores that the worker may use; none if a GPU computes.
     """
 
     name: str
@@ -67,14 +67,14 @@ def assemble_report(
     """Return the report of a run.
 
     Args:
-        samples: of an epoch.
-        local_workers: on this machine, the first of `workers`.
-        includes_compilation: whether the only epoch is the one that compiles.
+        samples: samples of an epoch.
+        local_workers: number of workers on this machine, the first of `workers`.
+        includes_compilation: whether the only epoch includes compilation.
     """
     plan = config.plan
     timed = workers[0].epochs
     train_s = max(worker.epochs.train_s for worker in workers)
-    time_per_minibatch_s = max(worker.epochs.time_per_minibatch_s for worker in workers)  # those of the last stage know
+    time_per_minibatch_s = max(worker.epochs.time_per_minibatch_s for worker in workers)  # the last stage knows it
     time_per_minibatch_s = time_per_minibatch_s or train_s / max(1, timed.minibatches)
     minibatches = -(-samples // plan.batch_size)
     return Report(

@@ -1,8 +1,8 @@
 """Start of a worker, in phases that each return what the next ones need: place, model, data, stages.
 
 All workers start together, after torch.distributed is initialized, and wait for each other in each phase.
-`StageBuilder` builds the worker's stage replicas. `check_last_minibatch` finds at the start what would fail at the end
-of the first epoch.
+`StageBuilder` builds the worker's stage replicas. `check_last_minibatch` detects at the start a failure that would come
+at the end of the first epoch.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def start_worker(config: RunConfig, rank: int, device: torch.device, local_worke
 
     Raises:
         PeerError: a worker does not come.
-        StaleError: the model's operators are not those that the stage files were made for.
-        PdtoolError: the model, its dataset, a stage file or the checkpoint to resume from is not as it should be.
+        StaleError: the model's operators have changed since the stage files were made.
+        PdtoolError: the model, its dataset, a stage file or the checkpoint to resume from is faulty.
     """
     place = Place(
         assignment=assign_ranks(config.plan)[rank],
@@ -88,7 +88,7 @@ def build_model(config: RunConfig, place: Place) -> tuple[WorkerModel, dict[int,
     """Build the model, check that the stage files were made for it, and load those of this worker.
 
     Returns:
-        The model, and the modules of this worker's stages by their number, on its device: they have its tensors.
+        The model, and the modules of this worker's stages by number, on its device; they share the model's tensors.
     """
     bundle, groups = config.bundle, place.groups
     Status.of_this_process.set("the loading of the model")
@@ -96,7 +96,7 @@ def build_model(config: RunConfig, place: Place) -> tuple[WorkerModel, dict[int,
     stages = config.shape.stages_on_same_workers(place.assignment.stage)
     built = WorkerModel.build(file, config.seed, bundle, stages, as_a_whole=is_small(config.plan))
     different = equalize_weights(built.model, bundle, stages, groups) if config.resume is None else []
-    if place.assignment.rank % place.local_workers == 0:  # one worker of each machine: its workers read the same files
+    if place.assignment.rank % place.local_workers == 0:  # one per machine, because its workers read the same files
         built.check(lambda model: check_bundle(file, model, bundle, config.check_stage_files))
     reasons = all_gather(printable(built.why_whole), str, groups.world, "the check of the stage files")
     folder, named = config.stage_files or config.bundle_dir, config.bundle_dir
@@ -107,11 +107,11 @@ def build_model(config: RunConfig, place: Place) -> tuple[WorkerModel, dict[int,
 
 
 def _warn_of_model(built: WorkerModel, config: RunConfig, reasons: Sequence[str], different: Sequence[str]) -> None:
-    """Say what model.py had better do otherwise.
+    """Warn about what model.py should do differently.
 
     Args:
-        reasons: why a worker had to build more of the model than it trains, of each; "" where it had not.
-        different: parameters and buffers that did not begin alike at all replicas and tied copies.
+        reasons: for each worker, why it had to build more of the model than it trains; "" if it had not.
+        different: parameters and buffers whose initial values differed between replicas or tied copies.
     """
     whole = [reason for reason in reasons if reason]
     if whole:
@@ -135,10 +135,10 @@ def _warn_of_model(built: WorkerModel, config: RunConfig, reasons: Sequence[str]
 
 
 def open_data(config: RunConfig, place: Place, file: ModelFile) -> tuple[TrainingData, MinibatchSource | None]:
-    """Open the datasets at the first stage, and let all workers know what they need of them.
+    """Open the datasets at the first stage, and tell all workers what they need to know about them.
 
     Returns:
-        What they know, and at the first stage what loads the minibatches.
+        The run's data, and at the first stage the source of minibatches.
     """
     Status.of_this_process.set("the loading of the data")
     bundle, first_rank = config.bundle, place.groups.replicas[0].ranks[0]
@@ -164,7 +164,7 @@ def open_data(config: RunConfig, place: Place, file: ModelFile) -> tuple[Trainin
     splits = broadcast(described, dict[str, DatasetSplit], first_rank, "the description of the data")
 
     def sampled(epoch: int) -> Sequence[int]:
-        """Ask each sampler(), which may tell its dataset the epoch; the first worker's chooses for all."""
+        """Call each worker's sampler(), which may tell its dataset the epoch; the first worker's chooses for all."""
         own = loaders["train"].sample_order(config.seed, epoch) if loaders else []
         return broadcast(own, list[int], first_rank, "the order of the samples")
 
@@ -305,7 +305,7 @@ class StageBuilder:
 
 
 def read_progress(manifest: CheckpointManifest, data: TrainingData) -> Progress:
-    """Return how far the run of a checkpoint was; an older checkpoint does not say all of each epoch."""
+    """Return how far the run of a checkpoint was; older checkpoints lack some figures of each epoch."""
     epochs, metrics = manifest.epoch, manifest.metrics
     losses = manifest.validation_losses or [metrics.get("loss", 0.0)] * epochs
     samples = manifest.samples or [data.epoch_samples] * epochs
@@ -315,7 +315,7 @@ def read_progress(manifest: CheckpointManifest, data: TrainingData) -> Progress:
 def resume(
     config: RunConfig, place: Place, data: TrainingData, stages: Mapping[int, StageReplica], resumed: Checkpoint
 ) -> None:
-    """Let the stages take over the checkpoint that the run resumes, which any plan of the same model may have made."""
+    """Load the checkpoint that the run resumes into the stages; any plan of the same model may have made it."""
     checkpoint.load(resumed.path, [component for replica in stages.values() for component in replica.components])
     for replica in stages.values():
         replica.adopt_changes()
@@ -324,7 +324,7 @@ def resume(
 
 
 def warn_of_length(config: RunConfig, data: TrainingData, manifest: CheckpointManifest) -> None:
-    """Say that epochs, or a learning-rate schedule that knows its length, go on as ones of another length."""
+    """Warn if epochs, or a learning-rate schedule that knows its length, continue with another length."""
     now = math.ceil(data.epoch_samples / config.plan.batch_size)
     before = next(reversed(manifest.minibatches), 0) or now
     if before != now:
@@ -344,18 +344,17 @@ def warn_of_length(config: RunConfig, data: TrainingData, manifest: CheckpointMa
 
 
 def check_last_minibatch(modules: Mapping[int, nn.Module], bundle: Bundle, samples: int, device: torch.device) -> None:
-    """Check that the last minibatch of an epoch is one that can be trained with.
+    """Check that the stages can train with the last minibatch of an epoch.
 
-    If it has one sample, batch norm finds a single value per channel, and squeeze() takes the dimension of the samples
-    away.
+    If it has one sample, batch norm finds a single value per channel, and squeeze() removes the batch dimension.
 
     Args:
-        modules: of stages, by their number.
-        samples: of an epoch.
+        modules: modules of stages, by number.
+        samples: samples of an epoch.
 
     Raises:
-        ModelError: it has one sample, of which a batch norm would see a single value per channel, or a stage makes
-            a tensor of another shape than the bundle says.
+        ModelError: it has one sample, and a batch norm would see a single value per channel, or a stage's tensor has a
+            different shape than the bundle says.
     """
     size = bundle.batch_size
     if (samples - 1) % size:
@@ -384,10 +383,10 @@ def check_last_minibatch(modules: Mapping[int, nn.Module], bundle: Bundle, sampl
 def _shapes_of_single_sample(
     module: nn.Module, inputs: Sequence[TensorSpec], device: torch.device
 ) -> list[tuple[int, ...]]:
-    """Run a copy of a stage's module on one sample, with tensors without content; return the shapes of its outputs."""
+    """Run a copy of a stage's module on one sample, with empty tensors; return the shapes of its outputs."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     tensors = {id(t): fake.from_tensor(t) for t in (*module.parameters(), *module.buffers())}
     with fake, torch.no_grad():
-        copied = copy.deepcopy(module, tensors)  # what deepcopy finds there it does not copy
+        copied = copy.deepcopy(module, tensors)  # deepcopy does not copy entries that it finds there
         returned = copied(*(torch.zeros(spec.sizes(1), dtype=dtype_of(spec), device=device) for spec in inputs))
     return [tuple(tensor.shape) for tensor in as_tuple(returned) if isinstance(tensor, Tensor)]

@@ -79,8 +79,8 @@ class Worker:
     """Trains its stages, validates, and saves checkpoints, together with the other workers.
 
     Args:
-        stages: its replicas of stages, by the stage's number.
-        progress: of the run that it resumes, whose checkpoint the stages have loaded.
+        stages: its replicas of stages, by stage number.
+        progress: progress of the run that it resumes, whose checkpoint the stages have loaded.
         tied: name of a parameter or buffer -> the first name of the same tensor in the model, if that is another.
     """
 
@@ -169,7 +169,7 @@ class Worker:
     def _run(self) -> Report:
         config, meter, progress = self._config, self._place.meter, self.progress
         resumed = done = len(progress.samples)
-        if config.target and not done:  # fail now, not after an epoch, if the model does not report the metric
+        if config.target and not done:  # if the model does not report the metric, fail now, not after an epoch
             figures = self.validate(0, config.plan.batch_size)
             config.target.is_reached(figures, progress.undefined)
             if self._log and (doubt := config.target.doubt(figures)):
@@ -207,14 +207,14 @@ class Worker:
             sys.stderr.write(f"note: {self._place.assignment} {news}\n")
 
     def _record_updates(self) -> None:
-        """Let run.json tell how many updates and samples an epoch has, for whoever shows how far the run is."""
+        """Write the updates and samples of an epoch to run.json, to show how far the run is."""
         samples, last = self._data.epoch_samples, max(self.stages)
         minibatches = -(-samples // self._config.plan.batch_size)
         updates = -(-minibatches // self._shape.update_every[last])
         RunDir(self._config.out).update_state(updates=updates, samples=samples)
 
     def _actions(self, minibatches: int) -> list[WorkerActions]:
-        """The actions of all workers for a number of minibatches, made as they are asked for."""
+        """The actions of all workers for a number of minibatches, made lazily."""
         return self._config.plan.kind.worker_actions(self._shape, minibatches)
 
     def _begin_phase(self, data: DataPass, actions: Sequence[WorkerActions]) -> None:
@@ -230,7 +230,7 @@ class Worker:
 
     @property
     def _number(self) -> int:
-        """Of this worker, among the lists of the schedule."""
+        """This worker's position among the lists of the schedule."""
         assignment = self._place.assignment
         return list(self._shape.stage_replicas()).index((assignment.stage, assignment.replica))
 
@@ -255,7 +255,7 @@ class Worker:
 
     def _save(self, epoch: int) -> None:
         progress = self.progress
-        if self._log:  # first: should the run end in between, the epoch is trained again and its lines are dropped
+        if self._log:  # first: if the run ends in between, the epoch is trained again and its lines are dropped
             step = self._last_stage.optimizer.updates if self._last_stage else 0
             metrics = {name: value for name, value in progress.metrics.items() if name != "loss"}
             loss = progress.metrics["loss"]

@@ -1,8 +1,8 @@
 """Model of a worker, with the values of its own stages, and the stage modules that take their tensors from it.
 
-`WorkerModel` builds the model without the values of other stages if it can. `load_stage_module` loads a stage that
-codegen wrote, with the parameters and buffers of the model. `equalize_weights` lets all copies of a parameter begin
-with equal values: the replicas of a stage, and stages that share a parameter.
+`WorkerModel` builds the model without the values of other stages if it can. `load_stage_module` loads a stage file with
+the parameters and buffers of the model. `equalize_weights` gives all copies of a parameter equal initial values: in the
+replicas of a stage, and in stages that share it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pdtool.frontend.user_modules import user_modules_importable
 from pdtool.runtime.groups import PeerErrorContext, ProcessGroups, all_gather
 from pdtool.runtime.worker.partial_build import build_partially
 
-_SMALL_BYTES = 4e9  # of the memory of all stages together
+_SMALL_BYTES = 4e9  # fraction of the memory of all stages together
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class WorkerModel:
     """A model with the values of some stages.
 
     Attributes:
-        file, seed: what it was built of.
+        file, seed: the file and seed that it was built from.
         model: its tensors have the values of the whole model, or are on the meta device if no stage of this worker
             uses them.
-        outline: the same model with all parameters on the meta device; None where the model was built as a whole.
-        why_whole: why it was, although this worker has not all stages; "" otherwise.
+        outline: the same model with all parameters on the meta device; None if the model was built as a whole.
+        why_whole: why it was, although this worker does not have all stages; "" otherwise.
     """
 
     file: ModelFile
@@ -61,10 +61,10 @@ class WorkerModel:
     def build(
         cls, file: ModelFile, seed: int, bundle: Bundle, stages: Collection[int], *, as_a_whole: bool = False
     ) -> WorkerModel:
-        """Build the model for a worker that has `stages`; as a whole where that is asked for, or it needs all values.
+        """Build the model for a worker that has `stages`; as a whole if that is asked for, or if it needs all values.
 
         Raises:
-            ModelError: the user's function fails, or returns what it made before.
+            ModelError: the user's function fails, or returns parameters of an earlier call.
         """
         why_whole = ""
         if len(stages) < len(bundle.stages) and not as_a_whole:
@@ -73,26 +73,26 @@ class WorkerModel:
                     lambda: file.build(seed), lambda built: _stage_tensors(built, bundle, stages)
                 )
                 return cls(file, seed, model, outline)
-            except Exception as error:  # of the user's code as well, which may fail for lack of values
+            except Exception as error:  # the user's code may also fail because values are missing
                 why_whole = str(error) if isinstance(error, PdtoolError) else describe_error(error)
         model = file.build(seed)
         if why_whole and any(parameter.is_meta for parameter in model.parameters()):
-            what = f"{file.ref.function}() returns parameters that it made when it was called before"
+            what = f"{file.ref.function}() returns parameters that it made in an earlier call"
             raise file.error(what, "make a new model in each call")
         return cls(file, seed, model, why_whole=why_whole)
 
     def check(self, check: Callable[[nn.Module], None]) -> None:
-        """Let `check` trace the model; without the values of parameters, as long as it finds nothing wrong.
+        """Let `check` trace the model, first without the values of parameters; if that fails, with them.
 
         Raises:
-            StaleError, TraceError: what `check` raises of the whole model.
+            StaleError, TraceError: from `check` of the whole model.
         """
         if self.outline is None:
             check(self.model)
             return
         try:
             check(_allocated(self.outline))
-        except (StaleError, TraceError):  # perhaps for lack of values: to trace an opaque module it is called
+        except (StaleError, TraceError):  # perhaps because values are missing: tracing calls opaque modules
             check(self.file.build(self.seed))
 
     def optimizer_parameters(self) -> dict[str, nn.Parameter]:
@@ -111,7 +111,7 @@ class WorkerModel:
 
 
 def is_small(plan: Plan) -> bool:
-    """Return whether each worker can as well build the whole model: sooner, and model() is called only once."""
+    """Return whether each worker may simply build the whole model, which is faster and calls model() only once."""
     return plan.predicted is not None and sum(plan.predicted.memory_bytes) < _SMALL_BYTES
 
 
@@ -119,7 +119,7 @@ def _stage_tensors(model: nn.Module, bundle: Bundle, stages: Collection[int]) ->
     """The tensors of a model that some stages use; for the first stage also the saved ones that no stage uses."""
     state = named_state(model)
     names = [name for s in stages for name in (*bundle.stages[s].parameters, *bundle.stages[s].buffers)]
-    tensors = [state[name] for name in names if name in state]  # one that is missing is found by load_stage_module
+    tensors = [state[name] for name in names if name in state]  # load_stage_module reports a missing one
     if 0 in stages:
         used = {id(state.get(name)) for stage in bundle.stages for name in (*stage.parameters, *stage.buffers)}
         tensors += [tensor for tensor in model.state_dict(keep_vars=True).values() if id(tensor) not in used]
@@ -130,7 +130,7 @@ def _stage_tensors(model: nn.Module, bundle: Bundle, stages: Collection[int]) ->
 
 
 def _allocated(model: nn.Module) -> nn.Module:
-    """Give the tensors on the meta device memory, which the system provides only once something is written there."""
+    """Give meta tensors memory, which the system provides only when it is written."""
     allocated: dict[int, Tensor] = {}
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -155,10 +155,10 @@ def load_stage_module(
     """Import the stage's class and give it the parameters and buffers of `model`, by name, without copying them.
 
     Args:
-        named: the folder in which users know the files of `folder`, for errors.
+        named: the user's name for `folder`, for errors.
 
     Raises:
-        StaleError: a file is not as codegen wrote it.
+        StaleError: a file differs from what codegen wrote.
         ArtifactError: it cannot be imported, or the parameters of the stage are not the model's.
     """
     bundle.check_files(folder)
@@ -196,7 +196,7 @@ def _take_over(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> No
             if _description(value) != _description(original):
                 raise ArtifactError(
                     path,
-                    f"its {name} is {_description(value)}, the model's is {_description(original)}",
+                    f"its {name} is {_description(value)}, but the model's is {_description(original)}",
                     "run `pdtool codegen` again",
                 )
             setattr(owner, key, original)  # nn.LSTM makes its list of weights here
@@ -210,16 +210,16 @@ def _description(value: Tensor | None) -> str:
 def equalize_weights(model: nn.Module, bundle: Bundle, stages: Iterable[int], groups: ProcessGroups) -> list[str]:
     """Give parameters and buffers that differ between copies the values of the first worker that holds them.
 
-    The seeds of torch, numpy and Python make copies equal, unless model() draws from somewhere else. Digests are
-    compared, so that only what differs travels. All workers call it together, before anything runs a forward, which may
-    change weights.
+    The seeds of torch, numpy and Python make copies equal, unless model() draws from another source. Workers compare
+    digests, so that only different values travel. All workers call it together, before any forward, which may change
+    weights.
 
     Args:
-        model: as it was built, in the memory of the CPU.
-        stages: those of this worker.
+        model: as it was built, in CPU memory.
+        stages: this worker's stages.
 
     Returns:
-        The names of those that differed anywhere, on every worker.
+        On every worker, the names of all tensors that differed anywhere.
 
     Raises:
         PeerError: a worker is lost.
@@ -233,14 +233,14 @@ def equalize_weights(model: nn.Module, bundle: Bundle, stages: Iterable[int], gr
     gathered = all_gather(listed, list[tuple[int, str, str]], groups.world, "the digests of the initial weights")
     digests = [{(s, name): digest for s, name, digest in held} for held in gathered]
     keys_of = {r.stage: [key for key in digests[r.ranks[0]] if key[0] == r.stage] for r in groups.replicas}
-    copies = [([key], r.host_group) for r in groups.replicas for key in keys_of[r.stage]]  # what is equal, and for whom
+    copies = [([key], r.host_group) for r in groups.replicas for key in keys_of[r.stage]]  # digests, and who has them
     copies += [(list(zip(t.stages, t.names, strict=True)), g) for t, g in zip(bundle.tied, groups.tied, strict=True)]
     different: dict[str, None] = {}
     for keys, group in copies:
         if len({held[key] for held in digests for key in keys if key in held}) > 1:
             first_stage, first_name = keys[0]
             different[first_name] = None
-            for key in own.keys() & keys:  # one at most: no worker has two stages with one parameter
+            for key in own.keys() & keys:  # at most one: no worker has two stages with the same parameter
                 _broadcast(own[key], groups.replicas[first_stage].ranks[0], group)
     return list(different)
 
@@ -251,7 +251,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _broadcast(tensor: Tensor, source: int, group: Any) -> None:
-    """Give a tensor the values that it has at rank `source`, by a group of gloo."""
+    """Give a tensor its values at rank `source`, by a gloo group."""
     values = tensor.detach().cpu().contiguous()
     with PeerErrorContext(f"the initial weights did not come from rank {source}", source):
         dist.broadcast(values, source, group=group)

@@ -119,7 +119,7 @@ class Counter(nn.Module):
 
 
 class Opaque(nn.Module):
-    """A module that is called whole, between two that are seen through."""
+    """An opaque module between two that are seen through."""
 
     def __init__(self):
         super().__init__()
