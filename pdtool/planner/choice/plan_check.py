@@ -7,6 +7,7 @@ independent implementation, and the search with brute force.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,18 +25,7 @@ from pdtool.schedule import STRATEGIES
 from pdtool.units import format_bytes, format_seconds
 
 _RELATIVE_TOLERANCE = 1e-9  # sums taken in another order differ in the last digits
-_FIGURES = (
-    "bottleneck_s",
-    "simulated_s",
-    "data_parallel_s",
-    "throughput_samples_per_s",
-    "compute_s",
-    "allreduce_s",
-    "transfer_s",
-    "memory_bytes",
-    "traffic_bytes",
-    "gain_over_data_parallel",
-)
+_NO_FIGURES = ("cost", "plan_sha256")  # fields of Predicted that say what the others are of
 _LATER_FIGURES = ("samples_per_update", "data_parallel_samples_per_update")  # which earlier plans lack
 
 
@@ -86,9 +76,9 @@ def check_plan(plan: Plan, profile: Profile) -> Iterator[Finding]:
     if plan.edited or not plan.predicted:  # the second for the type checker: without figures it is edited
         yield from _of_edited_plan(plan, profile, recomputed)
         return
-    unsaid = {name for name in _LATER_FIGURES if getattr(plan.predicted, name) is None}
-    for name in (name for name in (*_FIGURES, *_LATER_FIGURES) if name not in unsaid):
-        yield _compared(name, getattr(plan.predicted, name), getattr(recomputed, name))
+    for name, stored in plan.predicted:
+        if name not in _NO_FIGURES and not (name in _LATER_FIGURES and stored is None):
+            yield _compared(name, stored, getattr(recomputed, name))
     yield from _certificate(plan, profile, recomputed.bottleneck_s)
 
 
@@ -97,16 +87,15 @@ def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iter
     stored = "the plan was edited by hand, those in the file are of the plan before"
     if plan.predicted is None:
         stored = "there are none in the file"
-    workers, gain = plan.cluster.workers, f"{recomputed.gain_over_data_parallel:.3g}"
-    time_s = recomputed.simulated_s if recomputed.simulated_s is not None else recomputed.bottleneck_s
+    gain = f"{recomputed.gain_over_data_parallel:.3g}"
     yield Finding(
         claim="figures",
         holds=None,
         field="predicted",
         recomputed=recomputed.model_dump(mode="json"),
-        words=f"{stored}; as it is now it takes "
-        f"{format_seconds(time_s)} per minibatch ({recomputed.throughput_samples_per_s:.4g} samples/s), {gain} times "
-        f"as fast as data parallelism on {workers} worker(s)",
+        words=f"{stored}; as it is now it takes {format_seconds(recomputed.time_s)} per minibatch "
+        f"({recomputed.throughput_samples_per_s:.4g} samples/s), {gain} times as fast as data parallelism on "
+        f"{plan.cluster.workers} worker(s)",
     )
     with suppress(UsageError, NoPlanError):  # what is not searched, or only with what the plan does not say
         if not (found := _found_again(plan, profile)):
@@ -153,7 +142,7 @@ def _compared(name: str, stored: Any, recomputed: Any) -> Finding:
     old, new = (value if isinstance(value, tuple) else (value,) for value in (stored, recomputed))
     tolerance = 1.0 if name.endswith("_bytes") else 0.0
     holds = len(old) == len(new) and all(
-        a == b or (None not in (a, b) and abs(a - b) <= max(tolerance, _RELATIVE_TOLERANCE * max(abs(a), abs(b))))
+        a == b or (None not in (a, b) and math.isclose(a, b, rel_tol=_RELATIVE_TOLERANCE, abs_tol=tolerance))
         for a, b in zip(old, new, strict=False)
     )
     words = "as recomputed" if holds else f"the plan says {_listed(stored)}, recomputed it is {_listed(recomputed)}"
