@@ -11,9 +11,8 @@ import fcntl
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from pdtool.artifacts.artifact import Artifact, ModelRef
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.errors import ArtifactError, PdtoolError
+from pdtool.errors import ArtifactError
 from pdtool.frontend import compute_mode
 from pdtool.frontend.user_code import find_source, model_name, parse_ref
 from pdtool.options.declaration import declared
@@ -34,8 +33,6 @@ from pdtool.options.plan_options import PartitionOptions, ProfileOptions
 from pdtool.units import format_bits_rate, format_seconds
 
 _DIGEST_LENGTH = 8
-_POLL_S = 0.2
-_MAX_WAIT_S = 3600.0  # for another pdtool that profiles: a large model takes minutes
 
 
 def own_path(path: str, kind: type[Artifact], is_other: Callable[[Any], str], *made_from: Any) -> tuple[str, str]:
@@ -154,32 +151,17 @@ def _text(value: Any) -> str:
 def one_at_a_time(folder: Path) -> Iterator[None]:
     """Hold a folder while artifacts are made in it: two that were measured at once would both be too slow.
 
-    Raises:
-        PdtoolError: another pdtool has held it for an hour.
+    Where the file system has no locks, nobody waits.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor, since = os.open(folder, os.O_RDONLY), 0.0
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        while not _is_locked(descriptor):
-            if not since:
+        with suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 note(f"waiting for another pdtool that is writing files in {folder}/")
-                since = time.monotonic()
-            if time.monotonic() - since > _MAX_WAIT_S:
-                raise PdtoolError(
-                    f"another pdtool has held {folder}/ for an hour", "end it, or train in another folder"
-                )
-            time.sleep(_POLL_S)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
-
-
-def _is_locked(descriptor: int) -> bool:
-    """Take the lock of a folder; True, too, where the file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True

@@ -292,7 +292,7 @@ class Plan(YamlArtifact):
     chunks: Annotated[int, Field(ge=1, le=100)] = 1
     copies: Count = 1
     strategy: StrategyName = "auto"
-    wire_dtype: str = "fp32"
+    wire_dtype: Annotated[str, _one_of(*WIRE_BYTES)] = "fp32"
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     asked: PlanOptions | None = None
     predicted: Predicted | None = None
@@ -318,8 +318,6 @@ class Plan(YamlArtifact):
         return content
 
     def check(self) -> None:
-        if self.wire_dtype not in WIRE_BYTES:
-            raise FieldError("wire_dtype", f"{self.wire_dtype!r} is not one of {', '.join(WIRE_BYTES)}")
         check_levels("cluster.levels", self.cluster.levels)
         policies = self.kind.policy_names
         if self.weights not in policies:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer
 
@@ -107,7 +107,7 @@ class Profile(Artifact):
     coverage: Seconds
     loading_s: Seconds | None = None
     optimizer_state_bytes: Seconds = 0.0
-    nodes: tuple[Node, ...]
+    nodes: Annotated[tuple[Node, ...], Field(min_length=1)]
     shared: tuple[SharedParameter, ...] = ()
     together: tuple[tuple[Name, ...], ...] = ()
     pin: dict[Name, StageIndex] = Field(default_factory=dict)
@@ -116,8 +116,6 @@ class Profile(Artifact):
     _wire_dtype: str = PrivateAttr("fp32")
 
     def check(self) -> None:
-        if not self.nodes:
-            raise FieldError("nodes", "a profile needs at least one node")
         known: set[str] = set()
         for index, node in enumerate(self.nodes):
             if node.name in known:

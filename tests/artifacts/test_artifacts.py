@@ -332,7 +332,7 @@ def test_numbers_that_nobody_means_are_refused(artifact, changes, match):
         ({"nodes": node(1, inputs=["a"])}, r"nodes\[1\]\.inputs: node 'a' takes 'a', which comes after it"),
         ({"nodes": node(1, inputs=["nowhere"])}, r"nodes\[1\]\.inputs: .*which is no node"),
         ({"nodes": node(2, name="a")}, r"nodes\[2\]\.name: 'a' stands twice"),
-        ({"nodes": []}, "at least one node"),
+        ({"nodes": []}, "nodes: at least 1 is needed"),
         ({"together": [["a", "gone"]]}, r"together\[0\]: 'gone' is no node"),
         ({"pin": {"gone": 0}}, "pin: 'gone' is no node"),
         ({"shared": [{"name": "w", "bytes": 1, "nodes": ["gone"]}]}, r"shared\[0\]\.nodes: 'gone' is no node"),
