@@ -189,7 +189,6 @@ def _certificate(search: PlanSearch, optimum: Candidate, selected: Selected) -> 
         gap=gap_to_bound(selected.candidate.time_per_minibatch_s, bound_s),
         kind="straight" if is_straight else options.strategy,
         replicas=options.replicas,
-        max_stages=options.max_stages,
         workers=workers,
         cuts=space.cut_count,
         max_workers_per_copy=None if is_one_copy else MAX_WORKERS_PER_COPY,

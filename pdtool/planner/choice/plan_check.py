@@ -206,6 +206,5 @@ def _found_again(plan: Plan, profile: Profile) -> list[Candidate]:
     if plan.edited or plan.asked is None:
         asked = replace(asked, schedule=plan.schedule, microbatches=plan.microbatches, strategy=plan.strategy)
         asked = replace(asked, update_every=plan.update_every)
-    max_stages = plan.why.certificate.max_stages if plan.why and plan.why.certificate else None
-    options = SearchOptions(**{**vars(asked), "simplest": 0.0}, max_stages=max_stages)
+    options = SearchOptions(**{**vars(asked), "simplest": 0.0})
     return PLANNERS[options.strategy].candidates(PlanSearch(profile.sent_as(plan.wire_dtype), plan.cluster, options))
