@@ -324,10 +324,7 @@ def predicted_s(plan: Plan, schedule: str) -> float | None:
 
 def comparison_view(comparison: Comparison) -> Lines:
     """Compare the plan with its rivals in steady state, whatever number of minibatches was asked for."""
-    from pdtool.planner.choice.comparison import THIS_PLAN
-
-    plan_row = next(row for row in comparison.plans if row.label == THIS_PLAN)
-    rows = []
+    plan_row, rows = comparison.plans[0], []
     for row in comparison.plans:
         speed, gain = f"{row.throughput_samples_per_s:.4g}", ""
         if row is not plan_row and plan_row.time_per_minibatch_s:

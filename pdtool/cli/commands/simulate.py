@@ -14,7 +14,6 @@ from pdtool.cli.terminal import print_data, show, status
 from pdtool.errors import UsageError, suggestion
 from pdtool.options.simulate_options import SimulateOptions
 
-_SWEEP_POINTS = 13
 _TIMELINE_WIDTH, _GAIN_WIDTH = 1200, 640  # pixels
 _file = partial(options.option, in_file=False, type=click.Path(path_type=Path), metavar="FILE")
 
@@ -103,4 +102,4 @@ def _rates(text: str) -> list[float]:
     if low >= high:
         falls = f"goes from {format_bits_rate(low)} down to {format_bits_rate(high)}"
         raise UsageError(f"--sweep {text!r} {falls}", "give the lower one first")
-    return bandwidth_grid(low, high, _SWEEP_POINTS)
+    return bandwidth_grid(low, high)
