@@ -125,7 +125,8 @@ def with_values(text: str, values: Mapping[str, Any]) -> str:
         raise FormatError("it is no mapping over several lines")
     changed = {name: value for name, value in values.items() if name not in content or content[name] != value}
     indent = " " * root.start_mark.column
-    blocks = {name: textwrap.indent(_dumped({name: value}), indent) for name, value in changed.items()}
+    styles = {name: None if isinstance(value, dict | list) else False for name, value in changed.items()}
+    blocks = {name: textwrap.indent(_dumped({name: changed[name]}, styles[name]), indent) for name in changed}
     end = text.find("\n", _end(text, root)) + 1
     text = text[:end] + "".join(blocks[name] for name in blocks if name not in content) + text[end:]
     for key, old in reversed(root.value):
@@ -155,11 +156,10 @@ def _end(text: str, node: yaml.Node) -> int:
     return node.start_mark.index + len(text[node.start_mark.index : node.end_mark.index].rstrip(" \t\r\n"))
 
 
-def _dumped(content: Any, **layout: Any) -> str:
-    dumped = yaml.dump(
-        content, None, _Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None, **layout
-    )
-    return str(dumped)
+def _dumped(content: Any, flow_style: bool | None = None, **layout: Any) -> str:
+    """Write YAML, in which `flow_style` None puts a mapping or a list of scalars, and nothing else, on one line."""
+    style = {"default_flow_style": flow_style, "width": 120, "sort_keys": False, "allow_unicode": True}
+    return str(yaml.dump(content, None, _Dumper, **style, **layout))
 
 
 def check_plain(content: Any, field: str = "", depth: int = 0) -> None:
