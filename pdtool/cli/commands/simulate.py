@@ -71,7 +71,7 @@ def simulate(
             picture = timeline_drawing([simulated_group(result, simulation.shape, name, times)], _TIMELINE_WIDTH)
         write_text(picture.standalone(), svg)
     if as_json:
-        print_data(simulation_data(chosen, name, result, simulation.comparison, points))
+        print_data(simulation_data(chosen, simulation))
     else:
         compared = comparison_view(simulation.comparison)
         show(*simulation_view(chosen, name, result), "", *compared, err=piped)
