@@ -158,7 +158,7 @@ def _end(text: str, node: yaml.Node) -> int:
 
 def _dumped(content: Any, flow_style: bool | None = None, **layout: Any) -> str:
     """Write YAML, in which `flow_style` None puts a mapping or a list of scalars, and nothing else, on one line."""
-    style = {"default_flow_style": flow_style, "width": 120, "sort_keys": False, "allow_unicode": True}
+    style: dict[str, Any] = {"default_flow_style": flow_style, "width": 120, "sort_keys": False, "allow_unicode": True}
     return str(yaml.dump(content, None, _Dumper, **style, **layout))
 
 
