@@ -230,7 +230,7 @@ class PlanOptions:
         workers: use at most so many, the first ones; None: all. Fewer are used where that is faster.
         replicas: of each stage, on the first workers of the cluster; None: any number of stages and replicas.
         in_flight: minibatches in flight at each replica of the first stage; None: what the schedule wants, or more.
-        chunks: stages on each worker, of `interleaved`, which is not searched (choice.make_plan.interleaved_placement).
+        chunks: stages on each worker, of chunked schedules, which are not searched (planner.choice.make_plan).
         recompute: whether stages may run their forward twice to save memory.
         cost_model: whose formulas; see Predicted.
         simplest: prefer fewer stages (data parallelism first) within this fraction of the best time.

@@ -29,7 +29,7 @@ _NO_FIGURES = ("cost", "plan_sha256")  # fields of Predicted that say what the o
 _LATER_FIGURES = ("samples_per_update", "data_parallel_samples_per_update")  # which earlier plans lack
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One claim of a plan.
 
@@ -58,14 +58,10 @@ def check_plan(plan: Plan, profile: Profile) -> Iterator[Finding]:
     try:
         placement = Placement.of(plan, profile)
     except ArtifactError as error:
-        yield Finding(claim="stages", holds=False, words=error.fault, field=error.field)
+        yield Finding("stages", False, error.fault, error.field)
         return
-    yield Finding(
-        claim="stages",
-        holds=True,
-        words=f"each of {len(profile.nodes)} operators in one of {len(placement.stages)}, nothing is sent backwards, "
-        "groups and pins are kept",
-    )
+    words = f"each of {len(profile.nodes)} operators in one of {len(placement.stages)}"
+    yield Finding("stages", True, f"{words}, nothing is sent backwards, groups and pins are kept")
     schedule = _schedule(plan)
     yield schedule
     if not schedule.holds:
@@ -87,29 +83,23 @@ def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iter
     stored = "the plan was edited by hand, those in the file are of the plan before"
     if plan.predicted is None:
         stored = "there are none in the file"
-    gain = f"{recomputed.gain_over_data_parallel:.3g}"
-    yield Finding(
-        claim="figures",
-        holds=None,
-        field="predicted",
-        recomputed=recomputed.model_dump(mode="json"),
-        words=f"{stored}; as it is now it takes {format_seconds(recomputed.time_s)} per minibatch "
-        f"({recomputed.throughput_samples_per_s:.4g} samples/s), {gain} times as fast as data parallelism on "
-        f"{plan.cluster.workers} worker(s)",
+    words = (
+        f"{stored}; as it is now it takes {format_seconds(recomputed.time_s)} per minibatch "
+        f"({recomputed.throughput_samples_per_s:.4g} samples/s), {recomputed.gain_over_data_parallel:.3g} times as "
+        f"fast as data parallelism on {plan.cluster.workers} worker(s)"
     )
+    yield Finding("figures", None, words, "predicted", recomputed=recomputed.model_dump(mode="json"))
     with suppress(UsageError, NoPlanError):  # what is not searched, or only with what the plan does not say
         if not (found := _found_again(plan, profile)):
             return
         fastest = found[0]
         best_s = fastest.time_per_minibatch_s
         more = gap_to_bound(recomputed.bottleneck_s, best_s)
-        yield Finding(
-            claim="lower bound",
-            holds=None,
-            recomputed=best_s,
-            words=f"by the formulas it takes {format_seconds(recomputed.bottleneck_s)}, {more:.1%} more than the "
-            f"fastest plan that was found ({fastest.placement.config}, {format_seconds(best_s)})",
+        words = (
+            f"by the formulas it takes {format_seconds(recomputed.bottleneck_s)}, {more:.1%} more than the fastest "
+            f"plan that was found ({fastest.placement.config}, {format_seconds(best_s)})"
         )
+        yield Finding("lower bound", None, words, recomputed=best_s)
 
 
 def _schedule(plan: Plan) -> Finding:
@@ -117,9 +107,8 @@ def _schedule(plan: Plan) -> Finding:
     try:
         plan.check_schedule()
     except ScheduleError as error:
-        return Finding(claim="schedule", holds=False, words=str(error), field="stages", stored=in_flight)
-    words = f"{plan.schedule} runs to its end with {in_flight} minibatches in flight"
-    return Finding(claim="schedule", holds=True, words=words)
+        return Finding("schedule", False, str(error), "stages", stored=in_flight)
+    return Finding("schedule", True, f"{plan.schedule} runs to its end with {in_flight} minibatches in flight")
 
 
 def _memory(plan: Plan, recomputed: Predicted) -> Finding:
@@ -127,14 +116,8 @@ def _memory(plan: Plan, recomputed: Predicted) -> Finding:
     worst, limit = max(range(len(needed)), key=needed.__getitem__), plan.cluster.memory_bytes
     words = f"stage {worst} needs most, {format_bytes(needed[worst])} on a worker that has "
     words += "no limit" if limit is None else format_bytes(limit)
-    return Finding(
-        claim="memory",
-        holds=limit is None or needed[worst] <= limit,
-        words=words,
-        field=f"stages[{worst}]",
-        stored=limit,
-        recomputed=needed[worst],
-    )
+    fits = limit is None or needed[worst] <= limit
+    return Finding("memory", fits, words, f"stages[{worst}]", limit, needed[worst])
 
 
 def _compared(name: str, stored: Any, recomputed: Any) -> Finding:
@@ -146,9 +129,7 @@ def _compared(name: str, stored: Any, recomputed: Any) -> Finding:
         for a, b in zip(old, new, strict=False)
     )
     words = "as recomputed" if holds else f"the plan says {_listed(stored)}, recomputed it is {_listed(recomputed)}"
-    return Finding(
-        claim=name, holds=holds, words=words, field=f"predicted.{name}", stored=stored, recomputed=recomputed
-    )
+    return Finding(name, holds, words, f"predicted.{name}", stored, recomputed)
 
 
 def _listed(value: Any) -> Any:
@@ -157,14 +138,14 @@ def _listed(value: Any) -> Any:
 
 def _certificate(plan: Plan, profile: Profile, time_s: float) -> Iterator[Finding]:
     if not plan.why or not plan.why.certificate:
-        yield Finding(claim="lower bound", holds=None, words="none is claimed")
+        yield Finding("lower bound", None, "none is claimed")
         return
     certificate = plan.why.certificate
     yield _lower_bound(plan, profile, certificate, time_s)
     stored, gap = certificate.gap, gap_to_bound(time_s, certificate.bound_s)
     is_same = stored is not None and abs(stored - gap) <= _RELATIVE_TOLERANCE * (1 + gap)
     words = f"this plan is {gap:.2%} slower than the lower bound" + f", it says {stored}" * (not is_same)
-    yield Finding(claim="gap", holds=is_same, words=words, field="why.certificate.gap", stored=stored, recomputed=gap)
+    yield Finding("gap", is_same, words, "why.certificate.gap", stored, gap)
 
 
 def _lower_bound(plan: Plan, profile: Profile, certificate: Certificate, time_s: float) -> Finding:
@@ -184,14 +165,8 @@ def _lower_bound(plan: Plan, profile: Profile, certificate: Certificate, time_s:
     floor_s = sum(node.forward_s + node.backward_s for node in profile.nodes) / plan.cluster.workers
     if bound_s < floor_s * (1 - _RELATIVE_TOLERANCE):
         words += f"; a weak claim, all workers computing all the time take {format_seconds(floor_s)}"
-    return Finding(
-        claim="lower bound",
-        holds=best_s >= least_s or (None if plan.asked is None and time_s >= least_s else False),
-        words=words,
-        field="why.certificate.bound_s",
-        stored=bound_s,
-        recomputed=best_s,
-    )
+    holds = best_s >= least_s or (None if plan.asked is None and time_s >= least_s else False)
+    return Finding("lower bound", holds, words, "why.certificate.bound_s", bound_s, best_s)
 
 
 def _found_again(plan: Plan, profile: Profile) -> list[Candidate]:
