@@ -256,9 +256,7 @@ def _compared(report: Report) -> str:
     if not predicted:
         return f"measured {format_seconds(measured_s)}"
     is_comparable = report.measured.is_steady and not (report.is_crowded or report.includes_compilation)
-    source, predicted_s = "simulated", predicted.simulated_s
-    if predicted_s is None:
-        source, predicted_s = "predicted", predicted.bottleneck_s
+    source, predicted_s = "predicted" if predicted.simulated_s is None else "simulated", predicted.time_s
     ratio = f" ({measured_s / predicted_s - 1:+.0%})" if predicted_s and is_comparable else ""
     return f"{source} {format_seconds(predicted_s)}, measured {format_seconds(measured_s)}{ratio}"
 

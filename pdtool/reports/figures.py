@@ -75,8 +75,8 @@ def _time_bar(name: str, seconds_of: Mapping[str, float], time_s: float, longest
 def rival_bars(simulated: SimulatedPlan) -> list[Bar]:
     """Samples per second of the plan and its rivals, the fastest first."""
     own, *rivals = simulated.comparison.plans
-    figures = own.config, own.time_per_minibatch_s  # of a rival, too, that is the plan itself
-    others = [plan for plan in rivals if (plan.config, plan.time_per_minibatch_s) != figures]
+    same = own.config, own.time_per_minibatch_s  # as of a rival that is the plan itself
+    others = [plan for plan in rivals if (plan.config, plan.time_per_minibatch_s) != same]
     plans = sorted([own, *others], key=lambda plan: -plan.throughput_samples_per_s)
     fastest = plans[0].throughput_samples_per_s or 1.0
     bars = []

@@ -65,10 +65,8 @@ def _finished_sentence(report: Report) -> str:
     reached = ", ".join(f"{name} {value:.3g}" for name, value in list(metrics.items())[:2])
     head = f"{report.config}: {reached} after {report.epochs} epoch{'s' * (report.epochs != 1)}"
     times = f"{format_seconds(report.measured.bottleneck_s)} per minibatch"
-    predicted = report.predicted
-    if predicted and (predicted_s := predicted.simulated_s or predicted.bottleneck_s):
-        source = "simulated" if predicted.simulated_s else "predicted"
-        times += f", {format_seconds(predicted_s)} {source}"
+    if (predicted := report.predicted) and predicted.time_s:
+        times += f", {format_seconds(predicted.time_s)} {'simulated' if predicted.simulated_s else 'predicted'}"
     why = f"{report.local_workers} workers shared {report.cores} cores" if report.is_crowded else ""
     why = why or (f"stage {busiest_stage(report)} is busiest" if report.stages else "")
     return "; ".join(filter(None, [f"{head}, {times}", why]))
