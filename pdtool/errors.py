@@ -171,17 +171,11 @@ def with_article(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that an unknown one probably means, h100 for `H100`; None if none is similar."""
+def suggestion(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Return `did you mean v100?`, also for `V100`, or something else where no known name is near."""
     in_lower_case = {each.lower(): each for each in known}
     near = difflib.get_close_matches(name.lower(), in_lower_case, n=1)
-    return in_lower_case[near[0]] if near else None
-
-
-def suggestion(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return `did you mean v100?`, or `otherwise` if no known name is similar."""
-    near = nearest(name, known)
-    return otherwise if near is None else f"did you mean {near}?"
+    return f"did you mean {in_lower_case[near[0]]}?" if near else otherwise
 
 
 def printable(text: str) -> str:

@@ -10,7 +10,7 @@ from pdtool.errors import UsageError
 _LETTERS = "kmgtp"
 _FACTORS = {"": 1.0, **{letter: 1e3**power for power, letter in enumerate(_LETTERS, 1)}}
 _FACTORS |= {f"{letter}i": 1024.0**power for power, letter in enumerate(_LETTERS, 1)}
-_NUMBER, _PREFIX = r"([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*", "[kKmMgGtTpP]i?"
+_NUMBER, _PREFIX = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*", "[kKmMgGtTpP]i?"
 _RATE = re.compile(rf"{_NUMBER}({_PREFIX})?(bit|b|B)(?:/s|ps)")
 _SIZE = re.compile(rf"{_NUMBER}(?:({_PREFIX})[bB]?|B)")
 _TIME = re.compile(rf"{_NUMBER}(s|ms|us|ns)")
@@ -30,20 +30,20 @@ def parse_bandwidth(text: str) -> float:
     """
     remedy = "write 10Gbit/s or 10Gbps for bits, 1.25GB/s for bytes"
     match = _matched(_RATE, "bandwidth", text, "a positive rate in bits or bytes", remedy)
-    rate = _scaled_number(match, text) / (1 if match[3] == "B" else 8)
+    rate = _scaled_number(match) / (1 if match[3] == "B" else 8)
     return _within("bandwidth", text, rate, _RATES)
 
 
 def parse_bytes(text: str) -> int:
     """Read `16GB`, `16G`, `16GiB` or `1.5TB` as a number of bytes; raises UsageError."""
     match = _matched(_SIZE, "size", text, "a positive number with a unit", "write 16GB, 16G or 16GiB")
-    return round(_within("size", text, _scaled_number(match, text), _SIZES))
+    return round(_within("size", text, _scaled_number(match), _SIZES))
 
 
 def parse_seconds(text: str) -> float:
     """Read `50us` or `1.5s` as seconds; raises UsageError."""
     match = _matched(_TIME, "time", text, "a number with a unit", "write 50us, 1ms or 1.5s")
-    value = _number(match, text) * _SECONDS[match[2]]
+    value = float(match[1]) * _SECONDS[match[2]]
     return _within("time", text, value, _TIMES) if value else 0.0
 
 
@@ -54,17 +54,9 @@ def _matched(pattern: re.Pattern[str], name: str, text: str, expected: str, reme
     return match
 
 
-def _number(match: re.Match[str], text: str) -> float:
-    try:
-        return float(match[1])
-    except ValueError:
-        what = f"{match[1]!r:.40} in {_short(text)} is not a number"
-        raise UsageError(what, "write digits with at most one point") from None
-
-
-def _scaled_number(match: re.Match[str], text: str) -> float:
-    """The number times its prefix, in lower or upper case."""
-    return _number(match, text) * _FACTORS[(match[2] or "").lower()]
+def _scaled_number(match: re.Match[str]) -> float:
+    """The number times its prefix, which may be written small or large."""
+    return float(match[1]) * _FACTORS[(match[2] or "").lower()]
 
 
 def _within(what: str, text: str, value: float, limits: tuple[float, float, str]) -> float:

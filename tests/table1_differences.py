@@ -42,7 +42,7 @@ def servers(count: int, gpus: int, scale: float = 1.0, inside_scale: float = 1.0
 def published(name: str) -> Profile:
     """The profile as it was published."""
     text = (PUBLISHED / f"{name}.graph.txt").read_text()
-    return read_pipedream_profile(text, name, name=name).profile
+    return read_pipedream_profile(text, name, name=name)[0]
 
 
 def at_twice_the_minibatch(profile: Profile) -> Profile:

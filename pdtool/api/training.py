@@ -10,6 +10,7 @@ import os
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -290,11 +291,8 @@ def _with_loader_workers(config: RunConfig, loading_s: float | None, asked: int 
 
 def new_folder(path: Path) -> Path:
     """Return `runs/mnist-2`, or the first of `runs/mnist-2.2`, `.3`, ... that does not exist."""
-    number, free = 1, path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.name}.{number}")
-    return free
+    others = (path.with_name(f"{path.name}.{number}") for number in count(2))
+    return next(folder for folder in chain([path], others) if not folder.exists())
 
 
 def _launched(config: RunConfig, profile: Profile, log_every: int | None) -> Report:

@@ -131,17 +131,15 @@ class Artifact(FrozenModel):
 
     @classmethod
     def parse(cls, text: str, path: Path | str = "<text>") -> Self:
-        """Check a text that has been read already; errors name `path`."""
+        """Check a text that was read already; `path` is named in errors."""
+        if other := cls._of_another_kind(text, path):
+            raise other
         try:
             content = cls._decode(text, path)
-        except ArtifactError as error:
-            raise cls._of_another_kind(text, path) or error from error.__cause__
         except FieldError as fault:
-            raise cls._of_another_kind(text, path) or ArtifactError(path, str(fault), field=fault.field) from fault
+            raise ArtifactError(path, str(fault), field=fault.field) from fault
         tag = content.get("format") if isinstance(content, dict) else None
         version = next((n for n in range(1, cls.VERSION + 1) if cls._tag(n) == tag), None)
-        if version is None and (other := cls._of_another_kind(text, path)):
-            raise other
         if not tag:
             raise ArtifactError(
                 path, f"is not {with_article(cls.KIND)} (no format field)", f"write it with `{cls.MAKER}`"

@@ -35,15 +35,6 @@ class Level:
     bandwidth_bytes_per_s: Rate
     latency_s: Seconds = 0.0
 
-    @property
-    def rate(self) -> float:
-        """Bytes/s of a stream: the rate to shape a link of this level to."""
-        return self.bandwidth_bytes_per_s
-
-    def slower(self, factor: float) -> Level:
-        """Return a level whose links take `factor` times as long per byte."""
-        return replace(self, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s / factor)
-
     def time_s(self, size_bytes: Any, messages: Any = 1) -> Any:
         """Return the seconds that a link takes; numbers or arrays.
 
@@ -80,23 +71,20 @@ class Cluster:
         sizes = [level.size for level in self.levels]
         return tuple(math.prod(sizes[depth + 1 :]) for depth in range(len(sizes)))
 
+    def slower(self, factor: float) -> Cluster:
+        """Return the cluster with links that take `factor` times as long for each byte."""
+        levels = (replace(each, bandwidth_bytes_per_s=each.bandwidth_bytes_per_s / factor) for each in self.levels)
+        return replace(self, levels=tuple(levels))
+
     @property
     def topology(self) -> str:
         """The sizes of the levels, as `4x4`."""
         return "x".join(str(level.size) for level in self.levels)
 
     def link(self, a: int, b: int) -> Level | None:
-        """Return the slowest link on the way from worker `a` to worker `b`; None if they are the same."""
-        return self.span(min(a, b), max(a, b) + 1)
-
-    def span(self, first: int, end: int) -> Level | None:
-        """Return the slowest link crossed inside the contiguous workers [first, end); None for a single worker."""
-        slowest = None
-        for level, below in zip(self.levels, self.below, strict=True):
-            slower = slowest is None or level.rate < slowest.rate
-            if slower and first // below != (end - 1) // below:
-                slowest = level
-        return slowest
+        """Return the slowest link on the way from worker `a` to worker `b`; None when they are the same."""
+        crossed = (level for level, below in zip(self.levels, self.below, strict=True) if a // below != b // below)
+        return min(crossed, key=lambda level: level.bandwidth_bytes_per_s, default=None)
 
 
 def parse_topology(text: str) -> tuple[int, ...]:

@@ -67,11 +67,11 @@ class Devices(YamlArtifact):
     MAKER: ClassVar[str] = "pdtool schema device"
     SEALED: ClassVar[bool] = False
 
-    devices: dict[Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]+$")], DeviceSpec]
+    devices: Annotated[
+        dict[Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]+$")], DeviceSpec], Field(min_length=1)
+    ]
 
     def check(self) -> None:
-        if not self.devices:
-            raise FieldError("devices", "holds no device")
         for name, device in self.devices.items():
             if "fp32" not in device.peak_flops_per_s:
                 raise FieldError(f"devices.{name}.peak_flops_per_s", "needs at least fp32")

@@ -129,7 +129,7 @@ class MetricsLog:
             raise PdtoolError(f"{self._path} was removed while the run wrote to it", "do not change the run's folder")
         lines, self._unwritten = self._unwritten, []
         try:
-            self._file.write("".join(map(_as_text, lines)))
+            self._file.writelines(json.dumps(vars(line)) + "\n" for line in lines)
             self._file.flush()
         except OSError as error:
             raise PdtoolError(f"{self._path} cannot be written ({error.strerror})", "free some space") from error
@@ -225,10 +225,6 @@ def following_metrics(
     finally:
         is_over.set()
         thread.join()
-
-
-def _as_text(line: MetricsLine) -> str:
-    return json.dumps(vars(line)) + "\n"
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, MetricsLine]]:

@@ -15,7 +15,7 @@ from pdtool.artifacts.artifact import STRICT, FrozenModel, ModelRef, YamlArtifac
 from pdtool.artifacts.cluster import Cluster, check_levels
 from pdtool.artifacts.fields import Count, Digest, Figure, FigureBytes, FigureCount, Label, Number, Title
 from pdtool.artifacts.profile import Profile
-from pdtool.artifacts.text_formats import read_yaml, with_values
+from pdtool.artifacts.text_formats import with_values
 from pdtool.errors import ArtifactError, FieldError, ScheduleError
 from pdtool.options.plan_options import WIRE_BYTES
 from pdtool.schedule import (
@@ -230,7 +230,7 @@ class PlanOptions:
         workers: use at most so many, the first ones; None: all. A plan uses fewer if that is faster.
         replicas: replicas of each stage, on the first workers of the cluster; None: any number of stages and replicas.
         in_flight: minibatches in flight at each replica of the first stage; None: the schedule's number, or more.
-        chunks: stages on each worker for `interleaved`, which is not searched (choice.make_plan.interleaved_placement).
+        chunks: stages on each worker for `interleaved`, which is not searched (planner.choice.make_plan).
         recompute: whether stages may run their forward twice to save memory.
         cost_model: whose formulas to use; see Predicted.
         simplest: prefer fewer stages (data parallelism first) within this fraction of the best time.
@@ -292,7 +292,7 @@ class Plan(YamlArtifact):
     chunks: Annotated[int, Field(ge=1, le=100)] = 1
     copies: Count = 1
     strategy: StrategyName = "auto"
-    wire_dtype: str = "fp32"
+    wire_dtype: Annotated[str, _one_of(*WIRE_BYTES)] = "fp32"
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     asked: PlanOptions | None = None
     predicted: Predicted | None = None
@@ -318,8 +318,6 @@ class Plan(YamlArtifact):
         return content
 
     def check(self) -> None:
-        if self.wire_dtype not in WIRE_BYTES:
-            raise FieldError("wire_dtype", f"{self.wire_dtype!r} is not one of {', '.join(WIRE_BYTES)}")
         check_levels("cluster.levels", self.cluster.levels)
         policies = self.kind.policy_names
         if self.weights not in policies:
@@ -442,11 +440,7 @@ class Plan(YamlArtifact):
         """
         is_of_same_profile = Plan.parse(text).digests == self.digests
         changed = {"predicted", "why"} if is_of_same_profile else {"digests", "predicted", "why"}
-        content = self.model_dump(mode="json", include=changed)
-        earlier = _EARLIER_CERTIFICATE.keys() & (read_yaml(text).get("why") or {})
-        if earlier:
-            content["why"] |= dict.fromkeys(sorted(earlier))  # a key cannot be removed from the text
-        new = with_values(text, content)
+        new = with_values(text, self.model_dump(mode="json", include=changed))
         assert Plan.parse(new) == self
         return new
 

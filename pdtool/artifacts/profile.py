@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer
 
@@ -108,7 +108,7 @@ class Profile(Artifact):
     coverage: Seconds
     loading_s: Seconds | None = None
     optimizer_state_bytes: Seconds = 0.0
-    nodes: tuple[Node, ...]
+    nodes: Annotated[tuple[Node, ...], Field(min_length=1)]
     shared: tuple[SharedParameter, ...] = ()
     together: tuple[tuple[Name, ...], ...] = ()
     pin: dict[Name, StageIndex] = Field(default_factory=dict)
@@ -117,8 +117,6 @@ class Profile(Artifact):
     _wire_dtype: str = PrivateAttr("fp32")
 
     def check(self) -> None:
-        if not self.nodes:
-            raise FieldError("nodes", "a profile needs at least one node")
         known: set[str] = set()
         for index, node in enumerate(self.nodes):
             if node.name in known:
@@ -217,14 +215,12 @@ class Profile(Artifact):
         temporary tensors of an optimizer step on its parameters. These are as large as the optimizer's state, as in
         PyTorch's own optimizers that step one parameter after the other, which is usual on a CPU.
         """
-        return {node.name: max(self._compute_bytes(node), self._step_bytes(node)) for node in self.nodes}
-
-    def _compute_bytes(self, node: Node) -> int:
-        gradients = sum(self.by_name[source].gradient_bytes for source in node.inputs)
-        return node.output_bytes + gradients + node.scratch_bytes
-
-    def _step_bytes(self, node: Node) -> int:
-        return math.ceil(node.parameter_bytes * self.optimizer_state_bytes)
+        sizes = {}
+        for node in self.nodes:
+            gradients = sum(self.by_name[source].gradient_bytes for source in node.inputs)
+            step_bytes = math.ceil(node.parameter_bytes * self.optimizer_state_bytes)
+            sizes[node.name] = max(node.output_bytes + gradients + node.scratch_bytes, step_bytes)
+        return sizes
 
     def parameter_bytes(self, nodes: Collection[str]) -> int:
         """Sum the bytes of the distinct parameters that `nodes` use."""

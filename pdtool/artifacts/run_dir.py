@@ -302,10 +302,6 @@ class RunDir:
         """Return the command that continues the run, or starts it again if it has no checkpoint yet."""
         return f"pdtool run -o {shlex.quote(str(self.path))} --resume"
 
-    def report(self) -> Report | None:
-        """Return the report, or None if there is none yet; raises ArtifactError if it is damaged."""
-        return Report.load(self.report_file) if self.report_file.is_file() else None
-
     def put_report_aside(self, epochs_done: int) -> None:
         """Rename the report of the resumed run in this folder, because it does not belong to this run."""
         with suppress(OSError):
@@ -317,7 +313,8 @@ class RunDir:
         Raises:
             ArtifactError: a file is damaged.
         """
-        metrics, report, is_running = read_metrics(self.metrics_file), self.report(), self.is_running()
+        metrics, is_running = read_metrics(self.metrics_file), self.is_running()
+        report = Report.load(self.report_file) if self.report_file.is_file() else None
         if report and (is_running or max((line.epoch for line in metrics), default=0) > report.epochs):
             report = None
         return RunRecord(is_running, report, metrics, read_trace(self.trace_file) if report else [])

@@ -104,7 +104,7 @@ def write_json(content: Any) -> str:
 
 def write_yaml(content: Any) -> str:
     """Write YAML that ends with `...`."""
-    return _dumped(content, width=120, default_flow_style=None, explicit_end=True)
+    return _dumped(content, explicit_end=True)
 
 
 def has_comments(text: str) -> bool:
@@ -115,57 +115,27 @@ def has_comments(text: str) -> bool:
 def with_values(text: str, values: Mapping[str, Any]) -> str:
     """Return YAML in which some keys of its mapping have other values.
 
-    Everything else stays the same: comments, order, blank lines, and keys inside a changed value that `values` does not
-    name. Comments inside a changed value move below it. New keys are added at the end of their mapping, with the text's
-    line endings.
+    Everything else stays the same: comments, order and blank lines. Comments inside a changed value move below it. New
+    keys are added at the end, with the text's line endings.
 
     Raises:
-        FormatError: the text is not a YAML mapping.
+        FormatError: the text is not a YAML mapping over several lines.
     """
-    root = yaml.compose(text, Loader=_StrictLoader)
-    if not isinstance(root, yaml.MappingNode):
-        raise FormatError("it is not a mapping")
-    for begin, end, new in sorted(_replacements(text, root, values), reverse=True):
-        text = text[:begin] + new + text[end:]
+    root, content = yaml.compose(text, Loader=_StrictLoader), read_yaml(text)
+    if not isinstance(root, yaml.MappingNode) or root.flow_style:
+        raise FormatError("it is not a mapping over several lines")
+    changed = {name: value for name, value in values.items() if name not in content or content[name] != value}
+    indent = " " * root.start_mark.column
+    styles = {name: None if isinstance(value, dict | list) else False for name, value in changed.items()}
+    blocks = {name: textwrap.indent(_dumped({name: changed[name]}, styles[name]), indent) for name in changed}
+    end = text.find("\n", _end(text, root)) + 1
+    text = text[:end] + "".join(blocks[name] for name in blocks if name not in content) + text[end:]
+    for key, old in reversed(root.value):
+        if key.value in blocks:
+            begin, end = key.start_mark.index, _end(text, old)
+            inside = [line[line.find("#") :].rstrip() for line in _between_tokens(text, begin, end) if "#" in line]
+            text = text[:begin] + f"\n{indent}".join([blocks[key.value].strip(), *inside]) + text[end:]
     return text.replace("\r\n", "\n").replace("\n", "\r\n") if "\r\n" in text else text
-
-
-def _replacements(text: str, mapping: yaml.MappingNode, values: Mapping[str, Any]) -> Iterator[tuple[int, int, str]]:
-    """Yield (begin, end, new text) of each part of the text that changes."""
-    for key, old in mapping.value:
-        new = values.get(key.value)
-        if isinstance(old, yaml.MappingNode) and isinstance(new, Mapping):
-            yield from _replacements(text, old, new)
-        elif key.value in values and _written_alone(new) != text[old.start_mark.index : _end(text, old)]:
-            colon = text.index(":", key.end_mark.index) + 1
-            end, indent = _end(text, old), "\n" + " " * key.start_mark.column
-            kept = _comments(text, colon, end, indent)
-            yield colon, end, f" {_written_alone(new)}{kept}{indent if kept and mapping.flow_style else ''}"
-    added = {key: value for key, value in values.items() if key not in {key.value for key, _ in mapping.value}}
-    if added and mapping.flow_style:
-        new = "".join(f", {key}: {_written_alone(value)}" for key, value in added.items())
-        end = _end(text, mapping) - 1
-        yield end, end, new.removeprefix("" if mapping.value else ", ")
-    elif added:
-        block = "".join(_written_below(key, value) for key, value in added.items())
-        line_end = text.find("\n", _end(text, mapping)) + 1
-        yield line_end, line_end, textwrap.indent(block, " " * mapping.start_mark.column)
-
-
-def _written_below(key: str, value: Any) -> str:
-    """Write a key and its value as lines of a mapping over several lines."""
-    if not isinstance(value, Mapping):
-        return f"{key}: {_written_alone(value)}\n"
-    return f"{key}:\n" + textwrap.indent("".join(_written_below(*entry) for entry in value.items()), "  ")
-
-
-def _comments(text: str, begin: int, end: int, indent: str) -> str:
-    """Return the comments in a part of YAML after a key, in a form to put after its value."""
-    kept = ""
-    for line in _between_tokens(text, begin, end):
-        comment = line[line.find("#") :].rstrip() if "#" in line else ""
-        kept += comment and f"{indent if kept else '  '}{comment}"
-    return kept
 
 
 def _between_tokens(text: str, begin: int, end: int) -> Iterator[str]:
@@ -188,13 +158,10 @@ def _end(text: str, node: yaml.Node) -> int:
     return node.start_mark.index + len(text[node.start_mark.index : node.end_mark.index].rstrip(" \t\r\n"))
 
 
-def _written_alone(value: Any) -> str:
-    """Write a value on one line, in a form for any mapping."""
-    return _dumped([value], width=math.inf, default_flow_style=True).strip()[1:-1]
-
-
-def _dumped(content: Any, **layout: Any) -> str:
-    return str(yaml.dump(content, None, _Dumper, sort_keys=False, allow_unicode=True, **layout))
+def _dumped(content: Any, flow_style: bool | None = None, **layout: Any) -> str:
+    """Write YAML, in which `flow_style` None puts a mapping or a list of scalars, and nothing else, on one line."""
+    style: dict[str, Any] = {"default_flow_style": flow_style, "width": 120, "sort_keys": False, "allow_unicode": True}
+    return str(yaml.dump(content, None, _Dumper, **style, **layout))
 
 
 def check_plain(content: Any, field: str = "", depth: int = 0) -> None:

@@ -19,7 +19,7 @@ from pdtool.schedule import SCHEDULES
 from pdtool.units import format_bits_rate, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from pdtool.planner.choice.comparison import Comparison, SweepPoint
+    from pdtool.planner.choice.comparison import Comparison, SimulatedPlan, SweepPoint
     from pdtool.planner.simulator.result import SimulationResult
 
 _RIVALS = (
@@ -323,11 +323,8 @@ def predicted_s(plan: Plan, schedule: str) -> float | None:
 
 
 def comparison_view(comparison: Comparison) -> Lines:
-    """Compare the plan with its rivals in steady state, whatever the requested number of minibatches."""
-    from pdtool.planner.choice.comparison import THIS_PLAN
-
-    plan_row = next(row for row in comparison.plans if row.label == THIS_PLAN)
-    rows = []
+    """Compare the plan with its rivals in steady state, whatever number of minibatches was asked for."""
+    plan_row, rows = comparison.plans[0], []
     for row in comparison.plans:
         speed, gain = f"{row.throughput_samples_per_s:.4g}", ""
         if row is not plan_row and plan_row.time_per_minibatch_s:
@@ -369,12 +366,11 @@ def _bar(share: float, mark: float) -> str:
     return cells[:position] + "|" + cells[position + 1 :]
 
 
-def simulation_data(
-    plan: Plan, schedule: str, result: SimulationResult, comparison: Comparison, points: Sequence[SweepPoint]
-) -> dict[str, Any]:
+def simulation_data(plan: Plan, simulation: SimulatedPlan) -> dict[str, Any]:
     """Return all figures, without the events, as `--json` prints them."""
     from pdtool.planner.choice.comparison import crossings
 
+    schedule, result, points = simulation.schedule, simulation.result, simulation.sweep
     data: dict[str, Any] = {
         "plan": plan.name,
         "config": plan.config,
@@ -390,7 +386,7 @@ def simulation_data(
         "drain_s": result.drain_s,
         "sent_bytes": result.sent_bytes,
         "workers": [asdict(usage) for usage in result.workers],
-        "compared": [_with_pace(asdict(compared)) for compared in comparison.plans],
+        "compared": [_with_pace(asdict(compared)) for compared in simulation.comparison.plans],
     }
     if points:
         data["sweep"] = [{**_with_pace(asdict(point)), "gain": point.gain} for point in points]

@@ -20,16 +20,14 @@ from pdtool.artifacts.run_dir import Checkpoint, CheckpointManifest, RunDir, Run
 from pdtool.cli.table import Lines, Table
 from pdtool.cli.terminal import above, console, doing, is_progress_shown, note
 from pdtool.errors import ArtifactError
-from pdtool.reports.sentences import scaling_phrase
+from pdtool.reports.sentences import caveats, crowded, not_steady, scaling_phrase
 from pdtool.reports.slowness import slowness_lines
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
 _NOTE_S = 10.0  # between two lines, without --log-every
 _BAR_S = 0.1  # between two changes of the bar
 _RATE_S = 10.0  # over which a rate is taken
-_DIGITS = 12  # characters of a digest to show
-_COMPILED = "one epoch: these figures include the time of torch.compile. Train two epochs or more to leave it out"
-_NOT_STEADY = "epochs of {minibatches} minibatches have no steady state, so the measurement includes fill and drain"
+_DIGITS = 12  # of a digest that are shown
 
 
 @contextmanager
@@ -41,10 +39,9 @@ def training_progress(out: Path, epochs: int, log_every: int | None = None) -> I
         epochs: total epochs of the run.
         log_every: without a terminal, updates between two lines; None: a line every ten seconds.
     """
-    training = _Training(out, epochs)
     if not is_progress_shown():
         with doing("training"):
-            yield _Notes(training, log_every)
+            yield _Notes(out, epochs, log_every)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -53,7 +50,7 @@ def training_progress(out: Path, epochs: int, log_every: int | None = None) -> I
     bar = Progress(*columns, figures, console=console(err=True), transient=True, expand=True, refresh_per_second=5)
     try:
         with above(bar.console):
-            yield _TrainingBar(training, bar)
+            yield _TrainingBar(out, epochs, bar)
     finally:
         bar.stop()
 
@@ -63,17 +60,38 @@ class _Training:
     """How far a training is, from its lines of metrics.
 
     Attributes:
-        updates: updates of an epoch; None until the run's state has it.
-        samples: average samples of an update.
+        shown_s: time of the last line that was shown; None before the first.
+        updates: of an epoch; None until the run's state says.
+        samples: of an update, on average.
     """
 
     out: Path
     epochs: int
-    updates: int | None = None
-    samples: float = 0.0
-    _recent: deque[tuple[float, int]] = field(default_factory=deque)  # time and step of updates of this epoch
-    _first: tuple[float, int] | None = None
-    _losses: list[tuple[float, int]] = field(default_factory=list)  # this epoch's updates that have samples
+    shown_s: float | None = field(default=None, init=False)
+    updates: int | None = field(default=None, init=False)
+    samples: float = field(default=0.0, init=False)
+    _recent: deque[tuple[float, int]] = field(default_factory=deque, init=False)  # time and step of updates
+    _first: tuple[float, int] | None = field(default=None, init=False)
+    _losses: list[tuple[float, int]] = field(default_factory=list, init=False)  # of updates, with their samples
+
+    def __call__(self, line: MetricsLine) -> None:
+        """Write a line after each validation, and show updates as often as they are due."""
+        if isinstance(line, ValidationLine):
+            note(self.validation_line(line))
+            self.shown_s = line.time
+        else:
+            self.add(line)
+            if self.is_due(line):
+                self.shown_s = line.time
+                self.show(line)
+
+    def is_due(self, update: UpdateLine) -> bool:
+        """Return whether an update is to be shown."""
+        raise NotImplementedError
+
+    def show(self, update: UpdateLine) -> None:
+        """Show an update."""
+        raise NotImplementedError
 
     def add(self, update: UpdateLine) -> None:
         """Record an update."""
@@ -134,63 +152,47 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-class _Notes:
-    """Writes lines: after validations, and now and then between them."""
+@dataclass
+class _Notes(_Training):
+    """Writes lines: after validations, and between them every so often."""
 
-    def __init__(self, training: _Training, log_every: int | None) -> None:
-        self._training, self._log_every = training, log_every
-        self._noted_s: float | None = None
+    log_every: int | None
 
-    def __call__(self, line: MetricsLine) -> None:
-        if isinstance(line, ValidationLine):
-            note(self._training.validation_line(line))
-            self._noted_s = line.time
-            return
-        self._training.add(line)
-        if self._is_due(line):
-            self._noted_s = line.time
-            note(self._text(line))
+    def is_due(self, update: UpdateLine) -> bool:
+        if self.log_every:
+            return update.step % self.log_every == 0
+        self.shown_s = self.shown_s or update.time
+        return update.time - self.shown_s >= _NOTE_S
 
-    def _is_due(self, update: UpdateLine) -> bool:
-        if self._log_every:
-            return update.step % self._log_every == 0
-        self._noted_s = self._noted_s or update.time
-        return update.time - self._noted_s >= _NOTE_S
-
-    def _text(self, update: UpdateLine) -> str:
-        training = self._training
-        total = f"/{training.total}" if training.total else ""
+    def show(self, update: UpdateLine) -> None:
+        total = f"/{self.total}" if self.total else ""
         figures = [f"training loss {update.loss:.4f}"]
         figures += [f"lr {update.lr:.3g}"] if update.lr is not None else []
-        figures += [f"{training.rate(update):.4g} samples/s", training.left(update)]
-        place = f"epoch {update.epoch}/{training.epochs}, update {update.step}{total}"
-        return f"{place}: {', '.join(filter(None, figures))}"
+        figures += [f"{self.rate(update):.4g} samples/s", self.left(update)]
+        place = f"epoch {update.epoch}/{self.epochs}, update {update.step}{total}"
+        note(f"{place}: {', '.join(filter(None, figures))}")
 
 
-class _TrainingBar:
+@dataclass
+class _TrainingBar(_Training):
     """Moves a bar, and writes a line above it after each validation."""
 
-    def __init__(self, training: _Training, bar: Any) -> None:
-        self._training, self._bar = training, bar
-        self._task = bar.add_task("starting", total=None, figures="")
-        self._moved_s = 0.0
+    bar: Any
 
-    def __call__(self, line: MetricsLine) -> None:
-        training = self._training
-        if isinstance(line, ValidationLine):
-            note(training.validation_line(line))
-            return
-        self._bar.start()  # with the first update, because starting workers print warnings where the bar would be
-        training.add(line)
-        over = line.step == line.epoch * (training.updates or 0)
-        if not over and line.time - self._moved_s < _BAR_S:
-            return
-        self._moved_s = line.time
-        doing = "validating" if over else f"epoch {line.epoch}/{training.epochs}"
-        figures = f"training loss {line.loss:.4f} {training.rate(line):.4g} samples/s {training.left(line)}"
-        self._bar.update(
-            self._task, description=doing, total=training.total, completed=line.step, figures=figures.rstrip()
-        )
+    def __post_init__(self) -> None:
+        self._task = self.bar.add_task("starting", total=None, figures="")
+
+    def is_due(self, update: UpdateLine) -> bool:
+        self.bar.start()  # with the first update: workers that start print their warnings where a bar would be
+        return self._ends_epoch(update) or update.time - (self.shown_s or 0.0) >= _BAR_S
+
+    def show(self, update: UpdateLine) -> None:
+        doing = "validating" if self._ends_epoch(update) else f"epoch {update.epoch}/{self.epochs}"
+        figures = f"training loss {update.loss:.4f} {self.rate(update):.4g} samples/s {self.left(update)}".rstrip()
+        self.bar.update(self._task, description=doing, total=self.total, completed=update.step, figures=figures)
+
+    def _ends_epoch(self, update: UpdateLine) -> bool:
+        return update.step == update.epoch * (self.updates or 0)
 
 
 def report_view(report: Report) -> Lines:
@@ -203,12 +205,7 @@ def report_view(report: Report) -> Lines:
     yield _prediction_table(report)
     yield f"per minibatch: {_compared(report)}"
     yield from slowness_lines(report)
-    if not report.measured.is_steady:
-        yield _NOT_STEADY.format(minibatches=report.minibatches)
-    if report.includes_compilation:
-        yield _COMPILED
-    if report.is_crowded:
-        yield _crowded(report.local_workers, report.cores)
+    yield from caveats(report)
     yield f"throughput: {report.throughput_samples_per_s:.4g} samples/s, including pipeline fill and drain"
     yield validated(report.metrics)
     if report.target:
@@ -259,9 +256,7 @@ def _compared(report: Report) -> str:
     if not predicted:
         return f"measured {format_seconds(measured_s)}"
     is_comparable = report.measured.is_steady and not (report.is_crowded or report.includes_compilation)
-    source, predicted_s = "simulated", predicted.simulated_s
-    if predicted_s is None:
-        source, predicted_s = "predicted", predicted.bottleneck_s
+    source, predicted_s = "predicted" if predicted.simulated_s is None else "simulated", predicted.time_s
     ratio = f" ({measured_s / predicted_s - 1:+.0%})" if predicted_s and is_comparable else ""
     return f"{source} {format_seconds(predicted_s)}, measured {format_seconds(measured_s)}{ratio}"
 
@@ -295,12 +290,11 @@ def emulation_view(emulation: Emulation) -> Lines:
         yield "workers trained the model on this machine"
     if any(level.latency_s for level in cluster.levels):
         yield "the links had no latency, and the simulated times have none either"
-    for minibatches in {plan.minibatches for plan in emulation.plans if not plan.is_steady}:
-        yield _NOT_STEADY.format(minibatches=minibatches)
+    yield from map(not_steady, {plan.minibatches for plan in emulation.plans if not plan.is_steady})
     if emulation.target:
         yield from _target_lines(emulation)
     if any(_is_crowded(emulation, plan) for plan in emulation.plans):
-        yield _crowded(max(plan.workers for plan in emulation.plans), emulation.cores)
+        yield crowded(max(plan.workers for plan in emulation.plans), emulation.cores)
 
 
 def _scalings(emulation: Emulation) -> Lines:
@@ -324,10 +318,6 @@ def _target_lines(emulation: Emulation) -> Lines:
         else:
             ratio = plan.training_s / own.training_s
             yield f"{plan.name}: {emulation.target} after {took}: {own.name} was {ratio:.3g} times as fast"
-
-
-def _crowded(workers: int | None, cores: int | None) -> str:
-    return f"{workers} workers shared {cores} core(s). With one device each they would be faster"
 
 
 def _is_crowded(emulation: Emulation, plan: EmulatedPlan) -> bool:

@@ -55,7 +55,7 @@ class Table:
             yield self._sentence(console, self._title, "italic")
         widths = self._widths(shown, options.max_width)
         for number, row in enumerate((self._columns, *self._cells)):
-            for line in self._lines(row, widths):
+            for line in self._lines(console, row, widths):
                 yield Text(line, style="" if number else "bold", no_wrap=True, overflow="ignore")
         if left_out := [name for index, name in enumerate(self._columns) if index not in shown]:
             note = f"(not shown in {options.max_width} columns: {', '.join(left_out)})"
@@ -107,10 +107,10 @@ class Table:
             widths[max(can_give, key=lambda index: widths[index])] -= 1
         return widths
 
-    def _lines(self, row: Sequence[str], widths: dict[int, int]) -> Iterator[str]:
+    def _lines(self, console: Console, row: Sequence[str], widths: dict[int, int]) -> Iterator[str]:
         """Write a row, on as many lines as its words need."""
-        columns = [wrapped(printable(row[index]), width) for index, width in widths.items()]
-        for parts in zip_longest(*columns, fillvalue=""):
+        columns = [Text(printable(row[index])).wrap(console, width) for index, width in widths.items()]
+        for parts in zip_longest(*([line.plain.rstrip() for line in lines] for lines in columns), fillvalue=""):
             padded = []
             for part, (index, width) in zip(parts, widths.items(), strict=True):
                 space = " " * (width - cell_len(part))
@@ -119,20 +119,6 @@ class Table:
 
 
 Lines = Iterable[Table | str]  # a view of an artifact: tables, and lines of text between them
-
-
-def wrapped(text: str, width: int) -> list[str]:
-    """Break a text between words into lines of at most `width` characters, except for longer words."""
-    if cell_len(text) <= width:
-        return [text]
-    lines = [""]
-    for word in text.split():
-        extended = f"{lines[-1]} {word}".lstrip()
-        if lines[-1] and cell_len(extended) > width:
-            lines.append(word)
-        else:
-            lines[-1] = extended
-    return lines
 
 
 def abbreviated(names: Sequence[str]) -> str:

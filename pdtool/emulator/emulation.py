@@ -143,7 +143,7 @@ def check_minibatches(plan: Plan, profile: Profile, minibatches: int | None) -> 
 def scaled_cluster(cluster: Cluster, scaling: Scaling) -> Cluster:
     """Return the cluster with the bandwidths that the pretend links get."""
     factor = scaling.scale * scaling.slowdown
-    return replace(cluster, levels=tuple(level.slower(factor) for level in cluster.levels))
+    return cluster.slower(factor)
 
 
 def minibatches_to_steady_state(plan: Plan, profile: Profile, slowdown: float = 1.0) -> int:

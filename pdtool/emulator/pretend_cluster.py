@@ -189,7 +189,7 @@ class PretendCluster:
         ]
 
     def _shape(self, device: str, level: int) -> str:
-        bandwidth = self.cluster.levels[level].rate
+        bandwidth = self.cluster.levels[level].bandwidth_bytes_per_s
         if not _SLOWEST_BYTES_PER_S <= bandwidth <= _FASTEST_BYTES_PER_S:
             speeds = " and ".join(map(format_rate, (_SLOWEST_BYTES_PER_S, _FASTEST_BYTES_PER_S)))
             what = f"a link of {format_rate(bandwidth)} cannot be emulated"

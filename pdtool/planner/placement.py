@@ -73,12 +73,14 @@ class Placement:
                 self.stages, self.workers, self.in_flight, self.recompute, strict=True
             )
         )
+        strategy = self.execution.strategy  # a plan that is made for comparison lies beside the planner's own
+        suffix = "" if STRATEGIES[strategy].is_own else f"-{strategy}"
         remedy = "give the profile a path of at most 500 ordinary characters"
         with fields_checked(lambda fault: UsageError(f"the plan cannot be written: {fault}", remedy)):
             return Plan.model_validate(
                 {
                     **vars(self.execution),
-                    "name": f"{profile.name[:_MAX_NAME]}-{cluster.topology}{self._name_suffix}",
+                    "name": f"{profile.name[:_MAX_NAME]}-{cluster.topology}{suffix}",
                     "model": profile.model,
                     "profile": profile_path,
                     "digests": {**profile.digests, profile_path: profile.content_sha256},
@@ -88,12 +90,6 @@ class Placement:
                     "stages": stages,
                 }
             )
-
-    @property
-    def _name_suffix(self) -> str:
-        """`-gpipe`: ends the name of a plan made for comparison, so that it does not replace the planner's own."""
-        strategy = self.execution.strategy
-        return "" if STRATEGIES[strategy].is_own else f"-{strategy}"
 
     @property
     def pipeline_depth(self) -> int:

@@ -28,10 +28,9 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.user_code import is_stream
 from pdtool.profiler.compiled import OnNote, apportion, compile_model
-from pdtool.profiler.execute import OnProgress, ProfiledModel, disable_inplace_modules, tensors_in
+from pdtool.profiler.execute import OnProgress, ProfiledModel, Work, disable_inplace_modules, tensors_in
 from pdtool.profiler.graph_costs import GraphCosts, count_stash_and_flops, make_profile, minibatch_errors
 
-Work = Callable[[], Any]
 Reading = Callable[[], float]  # to be called once the device has finished
 Timer = Callable[[str, Work], tuple[Any, Reading]]  # (name of the work, work) -> (its result, its seconds)
 Readings = dict[str, float]  # by node: seconds, or bytes
@@ -305,8 +304,8 @@ def _timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def measure_scratch_bytes(device: torch.device, work: Callable[[], Any]) -> tuple[Any, Reading]:
-    """Do `work`; return its result and its scratch: the bytes held at its peak, less a base.
+def measure_scratch_bytes(device: torch.device, work: Work) -> tuple[Any, Reading]:
+    """Do `work`; return its result and its scratch: the bytes held at its peak, less those that are held anyway.
 
     The base is the larger of two: the bytes held before plus the result, or the bytes held afterwards. A backward frees
     its forward's stash, which is counted separately, so after a backward the first is larger. The reading is 0 if the

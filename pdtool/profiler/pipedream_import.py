@@ -16,7 +16,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import networkx as nx
 
@@ -56,15 +55,8 @@ class _NodeLine:
     inputs: list[str] = field(default_factory=list)
 
 
-class ImportedProfile(NamedTuple):
-    """A profile, and where its batch size comes from, in words ("" if it was given)."""
-
-    profile: Profile
-    batch_source: str
-
-
-def read_pipedream_profile(text: str, path: str, *, name: str, batch_size: int | None = None) -> ImportedProfile:
-    """Read the text of a `graph.txt`.
+def read_pipedream_profile(text: str, path: str, *, name: str, batch_size: int | None = None) -> tuple[Profile, str]:
+    """Read the text of a `graph.txt`; say where its batch size comes from, in words ("" when it was given).
 
     The file lacks the times of the optimizer and of a whole step, which stay 0. It also lacks the stash: `stash_bytes`
     is the node's own output, as in PipeDream's planner, or 0 if that lies in another node's memory. Inputs cost
@@ -93,7 +85,7 @@ def read_pipedream_profile(text: str, path: str, *, name: str, batch_size: int |
         nodes=tuple(_node(lines[key]) for key in _ordered(lines, path)),
     )
     profile.check()
-    return ImportedProfile(profile, batch_source)
+    return profile, batch_source
 
 
 def _parse(text: str, path: str) -> dict[str, _NodeLine]:

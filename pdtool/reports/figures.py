@@ -14,7 +14,7 @@ from statistics import fmean
 from pdtool.artifacts.chrome_trace import WorkerTrace
 from pdtool.artifacts.metrics import MetricsLine, UpdateLine, ValidationLine
 from pdtool.artifacts.report import Emulation, StageReport
-from pdtool.planner.choice.comparison import THIS_PLAN, ComparedPlan, SimulatedPlan, StageShares
+from pdtool.planner.choice.comparison import SimulatedPlan, StageShares
 from pdtool.planner.simulator.result import SimulationResult
 from pdtool.reports.chart import Curve
 from pdtool.reports.timeline_drawing import TimelineGroup
@@ -74,25 +74,21 @@ def _time_bar(name: str, seconds_of: Mapping[str, float], time_s: float, longest
 
 def rival_bars(simulated: SimulatedPlan) -> list[Bar]:
     """Samples per second of the plan and its rivals, the fastest first."""
-    own = next(plan for plan in simulated.comparison.plans if plan.label == THIS_PLAN)
-    rivals = [plan for plan in simulated.comparison.plans if plan is own or not _is_same(plan, own)]
-    plans = sorted(rivals, key=lambda plan: -plan.throughput_samples_per_s)
+    own, *rivals = simulated.comparison.plans
+    same = own.config, own.time_per_minibatch_s  # as of a rival that is the plan itself
+    others = [plan for plan in rivals if (plan.config, plan.time_per_minibatch_s) != same]
+    plans = sorted([own, *others], key=lambda plan: -plan.throughput_samples_per_s)
     fastest = plans[0].throughput_samples_per_s or 1.0
     bars = []
     for plan in plans:
         ratio = own.throughput_samples_per_s / (plan.throughput_samples_per_s or 1.0)
         note = f"{plan.samples_per_update:,} samples per update, {format_bytes(plan.memory_bytes)} at most"
         note += "" if plan.fits else ", does not fit"
-        label = plan.label if plan.label != THIS_PLAN else f"{THIS_PLAN}, {plan.config}"
+        label = f"{own.label}, {own.config}" if plan is own else plan.label
         figure = f"{plan.throughput_samples_per_s:,.0f} samples/s" + ("" if plan is own else f", {ratio:.3g} ×")
         parts = [BarPart("speed", plan.throughput_samples_per_s / fastest, "")]
         bars.append(Bar(label, parts, figure, note, is_own=plan is own))
     return bars
-
-
-def _is_same(plan: ComparedPlan, own: ComparedPlan) -> bool:
-    """Whether a rival is the plan itself, as if the user asked for a straight pipeline."""
-    return (plan.config, plan.time_per_minibatch_s) == (own.config, own.time_per_minibatch_s)
 
 
 def memory_bars(limit: int | None, simulated: StageShares | None, measured: StageReport | None) -> Iterator[Bar]:

@@ -39,7 +39,14 @@ from pdtool.reports.figures import (
 )
 from pdtool.reports.graph_drawing import graph_drawing
 from pdtool.reports.picture import Picture, stage_class, stylesheet
-from pdtool.reports.sentences import device_name, emulation_sentence, plan_sentence, run_sentence, scaling_phrase
+from pdtool.reports.sentences import (
+    caveats,
+    device_name,
+    emulation_sentence,
+    plan_sentence,
+    run_sentence,
+    scaling_phrase,
+)
 from pdtool.reports.slowness import differences
 from pdtool.reports.timeline_drawing import TimelineGroup, timeline_drawing
 from pdtool.units import format_bits_rate, format_seconds
@@ -199,8 +206,8 @@ class SubjectView:
 
     @property
     def notes(self) -> list[str]:
-        """Missing parts, and notes on the figures for the reader."""
-        return [*self.missing, *_report_notes(self.report)]
+        """What is missing, and what a reader has to know of the figures."""
+        return [*self.missing, *(caveats(self.report) if self.report else ())]
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -291,19 +298,6 @@ class SubjectView:
         for validation in validations[-1:]:
             for name, value in validation.figures.items():
                 yield f"{name}, validation", f"{value:.4g}"
-
-
-def _report_notes(report: Report | None) -> Iterator[str]:
-    if report and not report.measured.is_steady:
-        yield (
-            f"epochs of {report.minibatches} minibatches have no steady state, so the measurement includes fill and "
-            "drain"
-        )
-    if report and report.is_crowded:
-        yield (
-            f"{report.local_workers} workers shared {report.cores} cores. The prediction is for one device each, "
-            "which would be faster"
-        )
 
 
 def _emulation_facts(emulation: Emulation | None) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from pdtool.artifacts.plan import Plan, Predicted
 from pdtool.artifacts.profile import Profile
@@ -11,7 +12,8 @@ from pdtool.artifacts.run_dir import RunRecord
 from pdtool.reports.slowness import busiest_stage
 from pdtool.units import format_bits_rate, format_seconds
 
-_SAME = 0.02  # speeds that differ by less count as equal
+_COMPILED = "one epoch: these figures include the time of torch.compile. Train two epochs or more to leave it out"
+_SAME = 0.02  # speeds that differ by less are called the same
 
 
 def plan_sentence(plan: Plan, profile: Profile) -> str:
@@ -63,10 +65,8 @@ def _finished_sentence(report: Report) -> str:
     reached = ", ".join(f"{name} {value:.3g}" for name, value in list(metrics.items())[:2])
     head = f"{report.config}: {reached} after {report.epochs} epoch{'s' * (report.epochs != 1)}"
     times = f"{format_seconds(report.measured.bottleneck_s)} per minibatch"
-    predicted = report.predicted
-    if predicted and (predicted_s := predicted.simulated_s or predicted.bottleneck_s):
-        source = "simulated" if predicted.simulated_s else "predicted"
-        times += f", {format_seconds(predicted_s)} {source}"
+    if (predicted := report.predicted) and predicted.time_s:
+        times += f", {format_seconds(predicted.time_s)} {'simulated' if predicted.simulated_s else 'predicted'}"
     why = f"{report.local_workers} workers shared {report.cores} cores" if report.is_crowded else ""
     why = why or (f"stage {busiest_stage(report)} is busiest" if report.stages else "")
     return "; ".join(filter(None, [f"{head}, {times}", why]))
@@ -80,6 +80,26 @@ def emulation_sentence(emulation: Emulation) -> str:
         f"{o.bottleneck_s / own.bottleneck_s:.3g} times as fast as {o.name}" for o in others[:1] if own.bottleneck_s
     ]
     return "; ".join([f"{own.config}: {times}", *gains])
+
+
+def caveats(report: Report) -> Iterator[str]:
+    """Say what a reader has to know of a run's figures."""
+    if not report.measured.is_steady:
+        yield not_steady(report.minibatches)
+    if report.includes_compilation:
+        yield _COMPILED
+    if report.is_crowded:
+        yield crowded(report.local_workers, report.cores)
+
+
+def not_steady(minibatches: int) -> str:
+    """Say of epochs of so many minibatches what their measurement includes."""
+    return f"epochs of {minibatches} minibatches have no steady state, so the measurement includes fill and drain"
+
+
+def crowded(workers: int | None, cores: int | None) -> str:
+    """Say of workers that computed on fewer cores what they would be otherwise."""
+    return f"{workers} workers shared {cores} core(s). With one device each they would be faster"
 
 
 def scaling_phrase(emulation: Emulation, plan: EmulatedPlan) -> str:

@@ -42,11 +42,8 @@ class AlexNet(nn.Module):
             nn.ReLU(inplace=True),
             nn.Linear(hidden, classes),
         )
-        for module in self.modules():  # He et al., 2015: with PyTorch's default mini never leaves chance
-            if isinstance(module, nn.Conv2d | nn.Linear):
-                nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        for parameter in self.parameters():  # He et al., 2015: with PyTorch's default mini never leaves chance
+            (nn.init.kaiming_uniform_ if parameter.dim() > 1 else nn.init.zeros_)(parameter)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.avgpool(self.features(x))

@@ -6,7 +6,7 @@ Its data are Python's own help texts as bytes, so that the file runs anywhere; a
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 LENGTH = 2048
 
@@ -98,30 +98,15 @@ def example_inputs(batch_size: int) -> torch.Tensor:
     return torch.randint(256, (batch_size, LENGTH))
 
 
-class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Sequences of LENGTH tokens and, as the target, the same shifted by one; they start a stride apart."""
-
-    def __init__(self, tokens: torch.Tensor, stride: int) -> None:
-        self.tokens = tokens
-        self.stride = stride
-
-    def __len__(self) -> int:
-        return (len(self.tokens) - LENGTH - 1) // self.stride
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        window = self.tokens[index * self.stride : index * self.stride + LENGTH + 1]
-        return window[:-1], window[1:]
-
-
-def dataset(split: str) -> Dataset[tuple[torch.Tensor, torch.Tensor]]:
-    """Windows over the first nine tenths of the text for training, over the last for validation."""
+def dataset(split: str) -> Dataset[tuple[torch.Tensor, ...]]:
+    """Sequences of LENGTH tokens, 256 apart, and, as the target, the same shifted by one; the last tenth of the text is
+    for validation."""
     from pydoc_data.topics import topics
 
     tokens = torch.tensor(list(" ".join(topics[key] for key in sorted(topics)).encode()))
     cut = len(tokens) * 9 // 10
-    return Windows(tokens[:cut] if split == "train" else tokens[cut:], stride=256)
+    rows = (tokens[:cut] if split == "train" else tokens[cut:]).unfold(0, LENGTH + 1, 256)
+    return TensorDataset(rows[:, :-1], rows[:, 1:])
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

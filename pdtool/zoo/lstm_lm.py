@@ -52,11 +52,10 @@ def _tokens() -> torch.Tensor:
 
 def dataset(split: str) -> Dataset[tuple[torch.Tensor, ...]]:
     """Sequences of LENGTH words and, as the target, the same shifted by one; the last tenth is for validation."""
-    tokens = _tokens()
-    starts = torch.arange(0, len(tokens) - LENGTH - 1, LENGTH)
-    cut = len(starts) * 9 // 10
-    rows = (starts[:cut] if split == "train" else starts[cut:])[:, None] + torch.arange(LENGTH)
-    return TensorDataset(tokens[rows], tokens[rows + 1])
+    rows = _tokens().unfold(0, LENGTH + 1, LENGTH)
+    cut = len(rows) * 9 // 10
+    rows = rows[:cut] if split == "train" else rows[cut:]
+    return TensorDataset(rows[:, :-1], rows[:, 1:])
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,6 @@ def test_link_is_the_slowest_on_the_way(a, b, bandwidth):
 
 def test_a_worker_needs_no_link_to_itself():
     assert SERVERS.link(3, 3) is None
-    assert SERVERS.span(3, 4) is None
 
 
 def test_a_level_gives_the_time_of_bytes_and_messages():

@@ -54,7 +54,7 @@ class Comparison:
 
 def compare(name: str, folder: Path = DATA) -> Comparison:
     """The zoo's model of that name, at the published minibatch, beside the published profile."""
-    published = read_pipedream_profile((folder / f"{name}.graph.txt").read_text(), name, name=name).profile
+    published = read_pipedream_profile((folder / f"{name}.graph.txt").read_text(), name, name=name)[0]
     start = time.perf_counter()
     file = ModelFile.load(ModelRef(source=f"pdtool.zoo.{name}"), trusted=True)
     profile = estimate(file, batch_size=published.batch_size, device=find_device("v100"))

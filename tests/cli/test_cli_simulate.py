@@ -127,7 +127,7 @@ def test_crossings_are_interpolated_on_logarithmic_scales():
         for b, g in [(1, 10), (100, 0.1), (1e4, 1)]
     ]
     assert crossings(points) == [pytest.approx(10)]
-    assert bandwidth_grid(1, 100, 3) == [1, pytest.approx(10), 100]
+    assert bandwidth_grid(1, 100)[::6] == [1, pytest.approx(10), 100]
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_on_a_terminal_there_is_a_bar_with_all_of_it(
     for name, value in {"COLUMNS": "80", "LINES": "25", "TERM": "xterm", "NO_COLOR": "1"}.items():
         monkeypatch.setenv(name, value)
     with training_progress(tmp_path, EPOCHS) as on_event:
-        bar = on_event._bar  # type: ignore[attr-defined]
+        bar = on_event.bar  # type: ignore[attr-defined]
         terminal.note("warning: above the bar, which comes with the first update " + "x" * 30)
         assert "first update\nxxx" in capsys.readouterr().err, "lines are broken between words"
         for event in events(2):

@@ -40,16 +40,14 @@ def test_search_equals_brute_force(block):
         cost_model = rng.choice(["ours", "ours", *COST_MODELS]) if schedule == "1f1b" else "ours"
         evaluator = Evaluator(profile, cluster, cost_model, may_recompute=rng.random() < 0.6)
         straight = rng.random() < 0.2
-        max_stages = None if straight or rng.random() < 0.7 else rng.randint(1, 3)
         if schedule == "1f1b" and cost_model == "ours":
             execution = execution.averaging(rng.choice([None, 2, 5]))
-        optimum = fastest(evaluator, execution, straight=straight, max_stages=max_stages)
+        optimum = fastest(evaluator, execution, straight=straight)
         options = SearchOptions(
             schedule=schedule,
             microbatches=execution.microbatches,
             update_every=execution.update_every,
             straight=straight,
-            max_stages=max_stages,
             simplest=0,
             cost_model=cost_model,
             recompute=evaluator.may_recompute,
@@ -285,8 +283,6 @@ def test_pins_that_no_plan_keeps_are_refused():
         (SearchOptions(schedule="gpipe", microbatches=0), "--microbatches 0"),
         (SearchOptions(workers=5), "--workers 5, but the cluster has 4"),
         (SearchOptions(workers=0), "--workers 0"),
-        (SearchOptions(max_stages=0), "a plan cannot have at most 0 stages"),
-        (SearchOptions(straight=True, max_stages=2), "straight pipeline on 4 workers cannot have at most 2"),
         (SearchOptions(max_cuts=2), "--cuts 2"),
     ],
 )
@@ -312,7 +308,9 @@ def test_the_search_knows_what_each_border_of_a_plan_costs(cost_model):
             for after in range(1, cluster.workers - first + 1):
                 workers = [[*range(first - before, first)], [*range(first, first + after)]]
                 placed = evaluator.place(stages, workers, execution).cost
-                found = model.border_s(model.border_bytes(load), program._border[program._place(first), after, before])
+                found = model.border_s(
+                    model.border_bytes(load), program._border[first % program._period, after, before]
+                )
                 assert found == pytest.approx(placed.transfer_s[0]), workers
 
 

@@ -33,7 +33,7 @@ def name(row):
 @cache
 def profile(model):
     path = DATA / f"{model}.graph.txt"
-    return read_pipedream_profile(path.read_text(), str(path), name=model).profile
+    return read_pipedream_profile(path.read_text(), str(path), name=model)[0]
 
 
 def search(row, cost="ours"):
@@ -81,7 +81,7 @@ def best_with(search, replicas):
             members = [(first + r - 1) // below - first // below + 1 for below in search.cluster.below]
             pace = model.stage_s(load, r, model.compute_s(load, r), model.allreduce_s(load, r, members))
             if s:
-                place = program._place(np.array(first))
+                place = np.array(first) % program._period
                 border_s = model.border_s(model.border_bytes(load), program._border[place, r, replicas[s - 1]])
                 pace = np.maximum(pace, border_s)
             after = np.array([values.get(int(end), np.inf) for end in ends])

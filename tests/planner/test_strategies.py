@@ -440,8 +440,7 @@ def test_updates_that_are_rarer_cost_less_between_replicas_and_keep_fewer_versio
     """By the formulas and as simulated: an average for four minibatches of each of two replicas, in place of one."""
     net, cluster = chain([1.0] * 4, parameters=1000), make_cluster((2,), (4e3,))
     often, seldom = (
-        make_plan(net, "p", cluster, SearchOptions(strategy="data-parallel", update_every=every, max_stages=1))
-        for every in (None, 8)
+        make_plan(net, "p", cluster, SearchOptions(strategy="data-parallel", update_every=every)) for every in (None, 8)
     )
     assert often.predicted.allreduce_s[0] == pytest.approx(4 * seldom.predicted.allreduce_s[0])
     assert often.predicted.simulated_s > 1.1 * seldom.predicted.simulated_s

@@ -314,7 +314,7 @@ devices:
         ("fp32: 1.0e+12", "bf16: 1.0e+12", "devices.mine.peak_flops_per_s: needs at least fp32"),
         ("source: me", "sauce: me", "devices.mine.s"),
         ("device/1", "device/2", "format"),
-        (OWN[OWN.index("  mine") : OWN.index("...")], "  {}\n", "devices: holds no device"),
+        (OWN[OWN.index("  mine") : OWN.index("...")], "  {}\n", "devices: at least 1 is needed"),
     ],
 )
 def test_a_broken_device_file_is_refused_naming_the_field(tmp_path, old, new, field):

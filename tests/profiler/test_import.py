@@ -39,7 +39,7 @@ TEXT = "\n".join(NODES + EDGES)
 
 
 def read(text, **options):
-    return read_pipedream_profile(text, "net.graph.txt", name="net", **options).profile
+    return read_pipedream_profile(text, "net.graph.txt", name="net", **options)[0]
 
 
 def test_a_small_graph_comes_in_whole():

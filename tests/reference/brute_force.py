@@ -27,13 +27,10 @@ def divisions(profile: Profile, workers: int, straight: bool = False) -> Iterato
                     yield stages, replicas
 
 
-def fastest(
-    evaluator: Evaluator, execution: ExecutionConfig, *, straight: bool = False, max_stages: int | None = None
-) -> Candidate | None:
+def fastest(evaluator: Evaluator, execution: ExecutionConfig, *, straight: bool = False) -> Candidate | None:
     """Return the fastest plan that fits in memory."""
     plans = every_plan(evaluator, execution, straight=straight)
-    allowed = (plan for plan in plans if len(plan.placement.stages) <= (max_stages or len(plan.placement.stages)))
-    return min(allowed, key=lambda plan: plan.time_per_minibatch_s, default=None)
+    return min(plans, key=lambda plan: plan.time_per_minibatch_s, default=None)
 
 
 def every_plan(

@@ -29,7 +29,7 @@ from pdtool.cli.commands.steps import codegen, partition, profile, run
 from pdtool.cli.commands.train import train
 from pdtool.cli.project_defaults import ProjectDefaults
 from pdtool.cli.terminal import Verbosity, note, open_closed_streams, telling_what_takes_long
-from pdtool.errors import PdtoolError, UsageError, describe_error, printable, suggestion
+from pdtool.errors import PdtoolError, UsageError, describe_error, suggestion
 
 _SECTIONS: dict[str, tuple[click.Command, ...]] = {
     "Commands: the four steps, and all of them at once": (profile, partition, codegen, run, train),
@@ -145,9 +145,6 @@ def _usage_errors_as_ours(ctx: click.Context) -> Iterator[None]:
         note(f"error: {_usage_error(error)}")
         _note_defaults(ctx, (error.ctx and error.ctx.info_name) or "", error.format_message())
         ctx.exit(error.exit_code)
-    except click.ClickException as error:
-        vars(error)["message"] = printable(error.message)  # final to the type checker
-        raise
 
 
 def _usage_error(error: click.UsageError) -> str:

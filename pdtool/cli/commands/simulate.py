@@ -14,7 +14,6 @@ from pdtool.cli.terminal import print_data, show, status
 from pdtool.errors import UsageError, suggestion
 from pdtool.options.simulate_options import SimulateOptions
 
-_SWEEP_POINTS = 13
 _TIMELINE_WIDTH, _GAIN_WIDTH = 1200, 640  # pixels
 _file = partial(options.option, in_file=False, type=click.Path(path_type=Path), metavar="FILE")
 
@@ -72,7 +71,7 @@ def simulate(
             picture = timeline_drawing([simulated_group(result, simulation.shape, name, times)], _TIMELINE_WIDTH)
         write_text(picture.standalone(), svg)
     if as_json:
-        print_data(simulation_data(chosen, name, result, simulation.comparison, points))
+        print_data(simulation_data(chosen, simulation))
     else:
         compared = comparison_view(simulation.comparison)
         show(*simulation_view(chosen, name, result), "", *compared, err=piped)
@@ -103,4 +102,4 @@ def _rates(text: str) -> list[float]:
     if low >= high:
         falls = f"goes from {format_bits_rate(low)} down to {format_bits_rate(high)}"
         raise UsageError(f"--sweep {text!r} {falls}", "give the lower one first")
-    return bandwidth_grid(low, high, _SWEEP_POINTS)
+    return bandwidth_grid(low, high)

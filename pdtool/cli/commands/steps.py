@@ -37,8 +37,7 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
 
 @command(
     epilog="\b\nExamples:\n  pdtool partition --topology 3\n"
-    "  pdtool partition profiles/vgg16.json --topology 4x4 --bandwidth 10Gbit/s,12GB/s --memory 16GB\n"
-    "  pdtool partition profiles/mine-8.json profiles/mine-32.json --topology 2 --samples-per-update 128"
+    "  pdtool partition profiles/vgg16.json --topology 4x4 --bandwidth 10Gbit/s,12GB/s --memory 16GB"
 )
 @click.argument("profile", nargs=-1)
 @options.options_of(PartitionOptions)

@@ -25,7 +25,6 @@ from pdtool.planner.simulator.job import MAX_ACTIONS, SimulationJob, action_coun
 from pdtool.planner.simulator.result import SimulationResult
 from pdtool.schedule import BASELINES, RIVALS, PipelineShape
 
-THIS_PLAN = "this plan"
 _RANGE, _POINTS = 20.0, 13  # bandwidths from a 20th of the plan's own to 20 times it; a point is its own
 _MAX_SWEPT_ACTIONS = 20_000  # of one plan, over all bandwidths: about ten seconds
 
@@ -112,7 +111,7 @@ def compare(
         result: its simulation, long enough to reach the steady state.
     """
     cluster = plan.cluster
-    compared, left_out = [_compared(THIS_PLAN, placement, profile, cluster, result)], []
+    compared, left_out = [_compared("this plan", placement, profile, cluster, result)], []
     executed = plan.model_copy(
         update={"schedule": placement.execution.schedule, "microbatches": placement.execution.microbatches}
     )
@@ -175,9 +174,9 @@ def sweep(profile: Profile, plan: Plan, bandwidths: Sequence[float]) -> list[Swe
     return points
 
 
-def bandwidth_grid(low: float, high: float, points: int) -> list[float]:
-    """Return bandwidths from low to high, evenly on a logarithmic scale."""
-    grid: list[float] = np.geomspace(low, high, points).tolist()
+def bandwidth_grid(low: float, high: float) -> list[float]:
+    """Return the bandwidths of a sweep from low to high, evenly on a logarithmic scale."""
+    grid: list[float] = np.geomspace(low, high, _POINTS).tolist()
     return grid
 
 
@@ -272,7 +271,7 @@ def simulated_for_report(plan: Plan, profile: Profile) -> SimulatedPlan:
     if plan.cluster.workers == 1 or action_count(Placement.of(plan, profile)) > _MAX_SWEPT_ACTIONS:
         return simulation
     with suppress(NoPlanError, UsageError):  # data parallelism cannot be simulated
-        points = sweep(profile, plan, bandwidth_grid(own / _RANGE, own * _RANGE, _POINTS))
+        points = sweep(profile, plan, bandwidth_grid(own / _RANGE, own * _RANGE))
         if all(point.time_per_minibatch_s and point.data_parallel_s for point in points):
             return replace(simulation, sweep=points)
     return simulation

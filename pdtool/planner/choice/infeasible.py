@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from pdtool.artifacts.cluster import Cluster
@@ -49,13 +50,12 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
 
 def _smallest(search: PlanSearch) -> Candidate | None:
     """Return the plan whose most loaded worker needs the least memory."""
-    plans = [
-        _recomputing(search, plan)
-        for layout in search.layouts
-        if layout.copies == 1  # copies only hold the same once more
-        for execution in search.options.executions
-        if (plan := search.search_layout(layout, execution).least_memory())
-    ]
+    executions = search.options.executions
+    found: list[Candidate | None] = [search.data_parallel(execution) for execution in executions]
+    if STRATEGIES[search.options.strategy].is_searched:
+        layouts = [layout for layout in search.layouts if layout.copies == 1]  # copies only hold the same once more
+        found = [search.search_layout(*pair).least_memory() for pair in product(layouts, executions)]
+    plans = [_recomputing(search, plan) for plan in found if plan]
     return min(plans, key=lambda plan: max(plan.cost.searched_memory_bytes), default=None)
 
 
@@ -86,7 +86,7 @@ def _other_schedules(search: PlanSearch) -> str:
     """Return another schedule that fits; for a strategy with only one schedule, whether another strategy fits."""
     if STRATEGIES[search.options.strategy].schedule:
         anything = {"strategy": "auto", "schedule": ONE_F_ONE_B.name, "microbatches": 1}
-        is_help = _is_possible(search, straight=False, max_stages=None, **anything)
+        is_help = _is_possible(search, straight=False, **anything)
         return ", or use --strategy auto" if is_help else ""
     searched = [execution.kind for execution in search.options.executions]
     for kind in (kind for kind in SCHEDULES.values() if kind.has_formulas and kind not in searched):

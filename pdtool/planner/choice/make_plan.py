@@ -103,9 +103,14 @@ def with_fastest_size(plans: Sequence[Plan]) -> Plan:
 
 
 def _chunked_plan(profile: Profile, profile_path: str, cluster: Cluster, options: SearchOptions) -> Plan:
-    """Return a plan with several stages on each worker; all recompute if it does not fit otherwise."""
+    """Return a plan with several stages on each worker, all of about the same time, in the order of the model's
+    operators. All recompute if it does not fit otherwise."""
+    workers = options.workers or cluster.workers
+    if workers > cluster.workers:
+        raise UsageError(f"--workers {workers}, but the cluster has {cluster.workers}", "give no more than that")
     evaluator = Evaluator(profile, cluster, first_in_flight=options.in_flight)
-    even = chunked_placement(profile, cluster, options)
+    execution = ExecutionConfig.of_schedule(options.schedule, options.microbatches, options.chunks)
+    even = _even_chunks(profile, tuple((number,) for number in range(workers)), execution)
     for recomputes in (False, True)[: 1 + options.recompute]:
         placement = with_wanted_in_flight(evaluator, replace(even, recompute=(recomputes,) * len(even.stages)))
         plan = placement.to_plan(profile, profile_path, cluster).model_copy(update={"asked": options.asked})
@@ -217,7 +222,6 @@ def _certificate(search: PlanSearch, optimum: Candidate, selected: Selected) -> 
         gap=gap_to_bound(selected.candidate.time_per_minibatch_s, bound_s),
         kind="straight" if is_straight else options.strategy,
         replicas=options.replicas,
-        max_stages=options.max_stages,
         workers=workers,
         cuts=space.cut_count,
         max_workers_per_copy=None if is_one_copy else MAX_WORKERS_PER_COPY,
@@ -266,21 +270,6 @@ def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan
     changed = changed.model_copy(update={"stages": stages})
     changed.check_schedule()
     return predict(changed, evaluator, placement)
-
-
-def chunked_placement(profile: Profile, cluster: Cluster, options: SearchOptions) -> Placement:
-    """Place several stages on each worker, all of about the same time, in the order of the model's operators.
-
-    Raises:
-        NoPlanError: there are fewer operators than stages.
-        UsageError: an operator is pinned elsewhere, two stages of a worker share a parameter, or there are fewer
-            workers than asked for.
-    """
-    workers = options.workers or cluster.workers
-    if workers > cluster.workers:
-        raise UsageError(f"--workers {workers}, but the cluster has {cluster.workers}", "give no more than that")
-    execution = ExecutionConfig.of_schedule(options.schedule, options.microbatches, options.chunks)
-    return _even_chunks(profile, tuple((number,) for number in range(workers)), execution)
 
 
 def under_schedule(placement: Placement, profile: Profile, schedule: str, chunks: int) -> Placement:

@@ -7,6 +7,7 @@ against brute force.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,22 +25,11 @@ from pdtool.schedule import STRATEGIES
 from pdtool.units import format_bytes, format_seconds
 
 _RELATIVE_TOLERANCE = 1e-9  # sums taken in another order differ in the last digits
-_FIGURES = (
-    "bottleneck_s",
-    "simulated_s",
-    "data_parallel_s",
-    "throughput_samples_per_s",
-    "compute_s",
-    "allreduce_s",
-    "transfer_s",
-    "memory_bytes",
-    "traffic_bytes",
-    "gain_over_data_parallel",
-)
+_NO_FIGURES = ("cost", "plan_sha256")  # fields of Predicted that say what the others are of
 _LATER_FIGURES = ("samples_per_update", "data_parallel_samples_per_update")  # which earlier plans lack
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One claim of a plan.
 
@@ -68,14 +58,10 @@ def check_plan(plan: Plan, profile: Profile) -> Iterator[Finding]:
     try:
         placement = Placement.of(plan, profile)
     except ArtifactError as error:
-        yield Finding(claim="stages", holds=False, words=error.fault, field=error.field)
+        yield Finding("stages", False, error.fault, error.field)
         return
-    yield Finding(
-        claim="stages",
-        holds=True,
-        words=f"each of {len(profile.nodes)} operators in one of {len(placement.stages)}, none sends backwards, "
-        "groups and pins hold",
-    )
+    words = f"each of {len(profile.nodes)} operators in one of {len(placement.stages)}"
+    yield Finding("stages", True, f"{words}, none sends backwards, groups and pins hold")
     schedule = _schedule(plan)
     yield schedule
     if not schedule.holds:
@@ -86,9 +72,9 @@ def check_plan(plan: Plan, profile: Profile) -> Iterator[Finding]:
     if plan.edited or not plan.predicted:  # the second for the type checker: without figures it is edited
         yield from _of_edited_plan(plan, profile, recomputed)
         return
-    unsaid = {name for name in _LATER_FIGURES if getattr(plan.predicted, name) is None}
-    for name in (name for name in (*_FIGURES, *_LATER_FIGURES) if name not in unsaid):
-        yield _compared(name, getattr(plan.predicted, name), getattr(recomputed, name))
+    for name, stored in plan.predicted:
+        if name not in _NO_FIGURES and not (name in _LATER_FIGURES and stored is None):
+            yield _compared(name, stored, getattr(recomputed, name))
     yield from _certificate(plan, profile, recomputed.bottleneck_s)
 
 
@@ -97,30 +83,23 @@ def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iter
     stored = "the plan was edited by hand, its file still has the old ones"
     if plan.predicted is None:
         stored = "there are none in the file"
-    workers, gain = plan.cluster.workers, f"{recomputed.gain_over_data_parallel:.3g}"
-    time_s = recomputed.simulated_s if recomputed.simulated_s is not None else recomputed.bottleneck_s
-    yield Finding(
-        claim="figures",
-        holds=None,
-        field="predicted",
-        recomputed=recomputed.model_dump(mode="json"),
-        words=f"{stored}; it now takes "
-        f"{format_seconds(time_s)} per minibatch ({recomputed.throughput_samples_per_s:.4g} samples/s), {gain} times "
-        f"as fast as data parallelism on {workers} worker(s)",
+    words = (
+        f"{stored}; it now takes {format_seconds(recomputed.time_s)} per minibatch "
+        f"({recomputed.throughput_samples_per_s:.4g} samples/s), {recomputed.gain_over_data_parallel:.3g} times as "
+        f"fast as data parallelism on {plan.cluster.workers} worker(s)"
     )
+    yield Finding("figures", None, words, "predicted", recomputed=recomputed.model_dump(mode="json"))
     with suppress(UsageError, NoPlanError):  # not searched, or only with options that the plan does not record
         if not (found := _found_again(plan, profile)):
             return
         fastest = found[0]
         best_s = fastest.time_per_minibatch_s
         more = gap_to_bound(recomputed.bottleneck_s, best_s)
-        yield Finding(
-            claim="lower bound",
-            holds=None,
-            recomputed=best_s,
-            words=f"by the formulas it takes {format_seconds(recomputed.bottleneck_s)}, {more:.1%} more than the "
-            f"fastest plan found ({fastest.placement.config}, {format_seconds(best_s)})",
+        words = (
+            f"by the formulas it takes {format_seconds(recomputed.bottleneck_s)}, {more:.1%} more than the fastest "
+            f"plan found ({fastest.placement.config}, {format_seconds(best_s)})"
         )
+        yield Finding("lower bound", None, words, recomputed=best_s)
 
 
 def _schedule(plan: Plan) -> Finding:
@@ -128,9 +107,8 @@ def _schedule(plan: Plan) -> Finding:
     try:
         plan.check_schedule()
     except ScheduleError as error:
-        return Finding(claim="schedule", holds=False, words=str(error), field="stages", stored=in_flight)
-    words = f"{plan.schedule} runs to its end with {in_flight} minibatches in flight"
-    return Finding(claim="schedule", holds=True, words=words)
+        return Finding("schedule", False, str(error), "stages", stored=in_flight)
+    return Finding("schedule", True, f"{plan.schedule} runs to its end with {in_flight} minibatches in flight")
 
 
 def _memory(plan: Plan, recomputed: Predicted) -> Finding:
@@ -138,14 +116,8 @@ def _memory(plan: Plan, recomputed: Predicted) -> Finding:
     worst, limit = max(range(len(needed)), key=needed.__getitem__), plan.cluster.memory_bytes
     words = f"stage {worst} needs most, {format_bytes(needed[worst])} on a worker that has "
     words += "no limit" if limit is None else format_bytes(limit)
-    return Finding(
-        claim="memory",
-        holds=limit is None or needed[worst] <= limit,
-        words=words,
-        field=f"stages[{worst}]",
-        stored=limit,
-        recomputed=needed[worst],
-    )
+    fits = limit is None or needed[worst] <= limit
+    return Finding("memory", fits, words, f"stages[{worst}]", limit, needed[worst])
 
 
 def _compared(name: str, stored: Any, recomputed: Any) -> Finding:
@@ -153,13 +125,11 @@ def _compared(name: str, stored: Any, recomputed: Any) -> Finding:
     old, new = (value if isinstance(value, tuple) else (value,) for value in (stored, recomputed))
     tolerance = 1.0 if name.endswith("_bytes") else 0.0
     holds = len(old) == len(new) and all(
-        a == b or (None not in (a, b) and abs(a - b) <= max(tolerance, _RELATIVE_TOLERANCE * max(abs(a), abs(b))))
+        a == b or (None not in (a, b) and math.isclose(a, b, rel_tol=_RELATIVE_TOLERANCE, abs_tol=tolerance))
         for a, b in zip(old, new, strict=False)
     )
     words = "as recomputed" if holds else f"the plan says {_listed(stored)}, but it is {_listed(recomputed)}"
-    return Finding(
-        claim=name, holds=holds, words=words, field=f"predicted.{name}", stored=stored, recomputed=recomputed
-    )
+    return Finding(name, holds, words, f"predicted.{name}", stored, recomputed)
 
 
 def _listed(value: Any) -> Any:
@@ -168,14 +138,14 @@ def _listed(value: Any) -> Any:
 
 def _certificate(plan: Plan, profile: Profile, time_s: float) -> Iterator[Finding]:
     if not plan.why or not plan.why.certificate:
-        yield Finding(claim="lower bound", holds=None, words="none is claimed")
+        yield Finding("lower bound", None, "none is claimed")
         return
     certificate = plan.why.certificate
     yield _lower_bound(plan, profile, certificate, time_s)
     stored, gap = certificate.gap, gap_to_bound(time_s, certificate.bound_s)
     is_same = stored is not None and abs(stored - gap) <= _RELATIVE_TOLERANCE * (1 + gap)
     words = f"this plan is {gap:.2%} slower than the lower bound" + f", but the plan says {stored}" * (not is_same)
-    yield Finding(claim="gap", holds=is_same, words=words, field="why.certificate.gap", stored=stored, recomputed=gap)
+    yield Finding("gap", is_same, words, "why.certificate.gap", stored, gap)
 
 
 def _lower_bound(plan: Plan, profile: Profile, certificate: Certificate, time_s: float) -> Finding:
@@ -195,14 +165,8 @@ def _lower_bound(plan: Plan, profile: Profile, certificate: Certificate, time_s:
     floor_s = sum(node.forward_s + node.backward_s for node in profile.nodes) / plan.cluster.workers
     if bound_s < floor_s * (1 - _RELATIVE_TOLERANCE):
         words += f"; a weak claim: all workers without a pause take {format_seconds(floor_s)}"
-    return Finding(
-        claim="lower bound",
-        holds=best_s >= least_s or (None if plan.asked is None and time_s >= least_s else False),
-        words=words,
-        field="why.certificate.bound_s",
-        stored=bound_s,
-        recomputed=best_s,
-    )
+    holds = best_s >= least_s or (None if plan.asked is None and time_s >= least_s else False)
+    return Finding("lower bound", holds, words, "why.certificate.bound_s", bound_s, best_s)
 
 
 def _found_again(plan: Plan, profile: Profile) -> list[Candidate]:
@@ -217,6 +181,5 @@ def _found_again(plan: Plan, profile: Profile) -> list[Candidate]:
     if plan.edited or plan.asked is None:
         asked = replace(asked, schedule=plan.schedule, microbatches=plan.microbatches, strategy=plan.strategy)
         asked = replace(asked, update_every=plan.update_every)
-    max_stages = plan.why.certificate.max_stages if plan.why and plan.why.certificate else None
-    options = SearchOptions(**{**vars(asked), "simplest": 0.0}, max_stages=max_stages)
+    options = SearchOptions(**{**vars(asked), "simplest": 0.0})
     return PLANNERS[options.strategy].candidates(PlanSearch(profile.sent_as(plan.wire_dtype), plan.cluster, options))

@@ -369,9 +369,7 @@ class _Borders:
         assert numbers
         evaluator, placement = self._search.evaluator, candidate.placement
         for cut in self._nearby(numbers, border, len(placement.stages)):
-            borders = pairwise([*numbers[:border], cut, *numbers[border + 1 :]])
-            stages = [self._cuts.nodes(before, after) for before, after in borders]
-            changed = evaluator.place(stages, placement.workers, placement.execution, in_flight=placement.in_flight)
+            changed = self._with_border(placement, numbers, border, cut)
             if changed.time_per_minibatch_s <= self._limit_s and evaluator.fits(changed):
                 yield replace(selected, candidate=changed)
 
@@ -388,11 +386,15 @@ class _Borders:
             cuts = np.flatnonzero(is_allowed & (side * further_s >= 0))
             nearest = sorted(set(cuts.tolist()) - {cut}, key=lambda c: (abs(further_s[c]), c))
             for moved in nearest[:_NEAREST_CUTS]:
-                borders = pairwise([*numbers[:border], moved, *numbers[border + 1 :]])
-                stages = [self._cuts.nodes(*pair) for pair in borders]
-                changed = evaluator.place(stages, placement.workers, placement.execution, in_flight=placement.in_flight)
+                changed = self._with_border(placement, numbers, border, moved)
                 if evaluator.fits(changed):
                     yield changed
+
+    def _with_border(self, placement: Placement, numbers: Sequence[int], border: int, cut: int) -> Candidate:
+        """Return the plan, which has its borders at the cuts `numbers`, with one of them at another cut."""
+        stages = [self._cuts.nodes(*pair) for pair in pairwise([*numbers[:border], cut, *numbers[border + 1 :]])]
+        evaluator, execution = self._search.evaluator, placement.execution
+        return evaluator.place(stages, placement.workers, execution, in_flight=placement.in_flight)
 
     def simulated(self, selected: Selected) -> Selected | None:
         """Return the plan with its simulated time; None if that is above the limit."""

@@ -83,7 +83,7 @@ class Planner:
         }
         given |= {"strategy": strategy.name, "schedule": schedule, "straight": strategy.is_straight}
         given["microbatches"] = microbatches or self._default_microbatches(workers, schedule)
-        options = SearchOptions(**given, max_stages=None if strategy.is_searched else 1)
+        options = SearchOptions(**given)
         options = self.averaging(options, minibatches)
         if options.replicas:
             self._check_replicas(options, cluster_workers)
@@ -447,10 +447,11 @@ def baselines(search: PlanSearch, execution: ExecutionConfig) -> Iterator[Baseli
 
 
 def _straight_pipeline(search: PlanSearch, execution: ExecutionConfig) -> Candidate | None:
-    """Return the fastest pipeline with one worker per stage on as many workers as the model can be cut for; None: none
-    fits."""
-    max_stages = search.options.max_stages or search.workers
-    depth = min(search.workers, search.whole_space.max_stages, max_stages, MAX_WORKERS_PER_COPY)
+    """Return the fastest pipeline of one worker a stage on as many workers as the model can be cut for; None: none
+    fits, or the strategy has plans of one stage only."""
+    if not STRATEGIES[search.options.strategy].is_searched:
+        return None
+    depth = min(search.workers, search.whole_space.max_stages, MAX_WORKERS_PER_COPY)
     layout_search = search.search_layout(Layout.whole(search.cluster, depth), execution, straight=True)
     fastest = layout_search.fastest
     is_possible = depth > 1 and fastest.time_per_minibatch_s < float("inf")

@@ -166,7 +166,7 @@ class DynamicProgram:
             stages = self.candidates[cut]
             values = self._with_following(stages, tables[max(0, len(tables) - 2 - len(spans))])
             if replicas_before:
-                border = self._border[self._place(stages.first), stages.replicas, replicas_before]
+                border = self._border[stages.first % self._period, stages.replicas, replicas_before]
                 values = self.combine(values, self.model.border_s(stages.border_bytes, border))
             values = np.where(stages.first == first, values, np.inf)
             best = np.flatnonzero(values <= values.min())
@@ -206,7 +206,7 @@ class DynamicProgram:
         first, replicas, bytes_before = (x[within] for x in (stages.first, stages.replicas, stages.border_bytes))
         is_slow = bytes_before > 0
         if is_slow.any() and self._overlaps:
-            slowest = self._slowest_border[self._place(first), replicas]
+            slowest = self._slowest_border[first % self._period, replicas]
             is_slow = self.model.border_s(bytes_before, slowest) > values[within]
         unaffected = within[~is_slow]  # whatever stands before them, the border is not the slowest part
         np.minimum.at(target[i, :, 1], stages.first[unaffected], values[unaffected])
@@ -215,7 +215,7 @@ class DynamicProgram:
             slots = first * (self.workers + 1) + replicas
             kept = _pareto_front(slots, values[within], bytes_before, np.flatnonzero(is_slow))
             first, replicas, bytes_before = first[kept], replicas[kept], bytes_before[kept, None]
-            borders = self.model.border_s(bytes_before, self._border[self._place(first), replicas, 1:])
+            borders = self.model.border_s(bytes_before, self._border[first % self._period, replicas, 1:])
             with_border = self.combine(values[within[kept], None], borders)
             starts = np.flatnonzero(np.diff(first, prepend=-1))
             best = np.minimum.reduceat(with_border, starts, axis=0)
@@ -307,7 +307,8 @@ class DynamicProgram:
 
     @cached_property
     def _border(self) -> Array:
-        """(3) [place, r, q] seconds per byte over the border before a worker; see `_place`."""
+        """(3) [place, r, q] seconds per byte over the border before a worker, whose place is its number modulo
+        `_period`."""
         size, cluster = self.workers, self.model.cluster
         reach = self._period * (size // self._period + 1)  # workers on each side of the border, in whole members
         worker = np.arange(2 * reach)
@@ -337,10 +338,6 @@ class DynamicProgram:
         """[place, r] whatever stands before it."""
         slowest: Array = self._border.max(axis=2)
         return slowest
-
-    def _place(self, first: Array) -> Array:
-        """The number of a worker modulo `_period`: borders before equal ones are alike."""
-        return first % self._period
 
 
 def _busiest_members(before: Array, after: Array, shared: int) -> tuple[Array, Array]:

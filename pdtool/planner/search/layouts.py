@@ -140,7 +140,7 @@ class LayoutSearch:
         execution: how the plans are run; its copies are those of the layout.
         replicas: of each stage, on all workers of the layout; None: any.
         bound_s: plans that take longer per minibatch are not looked for.
-        max_stages, min_stages: that a plan may have.
+        min_stages: that a plan must have.
     """
 
     evaluator: Evaluator
@@ -149,7 +149,6 @@ class LayoutSearch:
     execution: ExecutionConfig
     replicas: tuple[int, ...] | None = None
     bound_s: float = np.inf
-    max_stages: int
     min_stages: int = 1
 
     @cached_property
@@ -174,14 +173,10 @@ class LayoutSearch:
         )
 
     @property
-    def _counts_stages(self) -> bool:
-        """Whether it matters how many stages a plan has."""
-        is_limited = self.max_stages < min(self.layout.workers, self.space.max_stages)
-        return is_limited or self.space.has_counted_pins
-
-    @property
     def _stage_counts(self) -> Sequence[int]:
-        return [len(self.replicas)] if self.replicas else range(1, min(self.max_stages, self.layout.workers) + 1)
+        if self.replicas:
+            return [len(self.replicas)]
+        return range(1, min(self.space.max_stages, self.layout.workers) + 1)
 
     @cached_property
     def fastest(self) -> Solution:
@@ -192,7 +187,7 @@ class LayoutSearch:
             return Solution(np.inf, [])
         program = self.program
         unlimited = program.any_number_of_stages
-        if not self.model.drains and not self._counts_stages:
+        if not self.model.drains and not self.space.has_counted_pins:
             return Solution(program.best(unlimited), [unlimited])
         best = Solution(np.inf, [])
         for stages, solution in zip(self._stage_counts, self.solutions(), strict=True):
@@ -254,7 +249,7 @@ class LayoutSearch:
     def least_memory(self) -> Candidate | None:
         """Return the plan whose largest stage needs the least memory, whatever time it takes; None: there is none."""
         program = replace(self.program, minimize_memory=True)
-        if self._counts_stages:
+        if self.space.has_counted_pins:
             tables_by_count = (self._tables(program, stages) for stages in self._stage_counts)
             tables = min(tables_by_count, key=lambda tables: program.best(tables[-1]))
         else:

@@ -40,9 +40,7 @@ _STAGE_COUNTS_LISTED = 5  # of each layout: the best plans of at most 1, 2, ... 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions(PlanOptions):
-    """What is searched: what the user asked for, with no more stages than `max_stages` (None: no limit)."""
-
-    max_stages: int | None = None
+    """What is searched: what the user asked for, with what goes with the strategy."""
 
     @property
     def asked(self) -> PlanOptions:
@@ -75,8 +73,7 @@ class SearchOptions(PlanOptions):
 
     def allows(self, placement: Placement) -> bool:
         """Whether a plan has the number of stages, and the replicas, that were asked for."""
-        stages = len(placement.stages)
-        return self.min_stages <= stages <= (self.max_stages or stages) and self.replicas in (None, placement.replicas)
+        return self.min_stages <= len(placement.stages) and self.replicas in (None, placement.replicas)
 
 
 @dataclass(frozen=True)
@@ -114,9 +111,6 @@ class PlanSearch:
             raise UsageError(
                 f"{self.workers} workers are too many for a straight pipeline", f"give at most {MAX_WORKERS_PER_COPY}"
             )
-        if options.max_stages is not None and options.max_stages < (self.workers if options.straight else 1):
-            kind = f"straight pipeline on {self.workers} workers" if options.straight else "plan"
-            raise UsageError(f"a {kind} cannot have at most {options.max_stages} stages", "raise the number of stages")
         if options.max_cuts < _MIN_CUTS:
             raise UsageError(f"--cuts {options.max_cuts} is too few", f"give {_MIN_CUTS} or more")
 
@@ -177,16 +171,14 @@ class PlanSearch:
         self, layout: Layout, execution: ExecutionConfig, bound_s: float = np.inf, *, straight: bool = False
     ) -> LayoutSearch:
         """Return the search of one layout under one schedule, for plans of at most `bound_s` per minibatch."""
-        space = self.space(layout.workers)
         is_straight = straight or self.options.straight
         return LayoutSearch(
             evaluator=self.evaluator,
-            space=space,
+            space=self.space(layout.workers),
             layout=layout,
             execution=replace(execution, copies=layout.copies),
             bound_s=bound_s * TOLERANCE,
             replicas=(1,) * layout.workers if is_straight else self.options.replicas,
-            max_stages=min(self.options.max_stages or layout.workers, space.max_stages),
             min_stages=self.options.min_stages,
         )
 
@@ -226,7 +218,7 @@ class PlanSearch:
         Args:
             slower: search as if links were slower by this factor, for plans that send less.
         """
-        slow_cluster = replace(self.cluster, levels=tuple(level.slower(slower) for level in self.cluster.levels))
+        slow_cluster = self.cluster.slower(slower)
         searched = self.layouts
         if self.workers > MAX_WORKERS_WITH_CONFIGURATIONS and not self.options.straight:
             # with a memory limit, blocks whose last workers are idle are layouts of their own, with similar plans

@@ -142,7 +142,7 @@ class Network:
         return self._paths[a, b]
 
     def _link(self, direction: str, level: int, member: int) -> Link:
-        bandwidth = self.cluster.levels[level].rate
+        bandwidth = self.cluster.levels[level].bandwidth_bytes_per_s
         return self._links.setdefault((direction, level, member), Link(direction, level, member, bandwidth))
 
     def send(self, flow: Flow) -> None:
