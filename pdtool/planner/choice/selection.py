@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise, product
 
 import numpy as np
@@ -43,8 +44,8 @@ _NEAREST_CUTS = 3  # on each side of a border of a plan that flushes
 _MAX_TRIED_CUTS = 40  # for such a plan
 _MAX_SMALL = 2_000  # actions times workers, of a plan whose numbers in flight are searched for each of these
 _EXCESS_OF_SKIPS = 1.6  # about, of messages over what is sent
-_MAX_ACTIONS_MOVED = 20_000  # actions times workers, of all plans whose borders are moved
-_NEAR = 1.1  # times the fastest plan's time: the borders of plans that are so fast are moved
+_STEPS_TO_FREER_LINKS = 4  # of a border each, from the plan that links allow to be fastest
+_MAX_ACTIONS_MOVED = 60_000  # times workers, simulated for moved borders
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class _Selection:
 
     def __init__(self, search: PlanSearch, candidates: Iterable[Candidate]) -> None:
         self.search, self.margin = search, search.options.simplest
-        self.fastest_s, self.simulated_plans = math.inf, 0
+        self.fastest_s, self.simulated_plans, self._simulated_actions = math.inf, 0, 0
         self._most = max(_MIN_PLANS_PER_SEARCH, _PLANS_TIMES_WORKERS // search.workers)
         self._plans: list[_Simulated] = []
         self._passed_over: list[tuple[float, Candidate]] = []
@@ -184,23 +185,22 @@ class _Selection:
             if len(plan.placement.stages) > 1 and plan.time_per_minibatch_s < self.fastest_s
         }
         for bound_s, plan in sorted(of_each_configuration.values(), key=_by_bound)[: self._most]:
-            moved, freest_s = [], math.inf
-            while bound_s < freest_s:
-                freest_s, moves = bound_s, with_moved_borders(self.search, plan)
-                moved += self._with_lower_bounds(m for m in moves if m.time_per_minibatch_s < self.fastest_s)
-                bound_s, plan = min([(bound_s, plan), *moved], key=_by_bound)
+            moved: list[tuple[float, Candidate]] = []
+            rest = [(bound_s, plan)]
+            for _ in range(_STEPS_TO_FREER_LINKS):
+                if rest:
+                    moves = with_moved_borders(self.search, rest.pop(0)[1])
+                    more = self._with_lower_bounds(m for m in moves if m.time_per_minibatch_s < self.fastest_s)
+                    moved, rest = [*moved, *more], sorted([*rest, *more], key=_by_bound)
             self._shortlist += sorted(moved, key=_by_bound)[:_MIN_PLANS_PER_SEARCH]
 
     def move_borders_of_fast_plans(self) -> None:
         """Move the borders of the fastest plans to cuts near by, and go on from those that are fast, too."""
-        actions, moved = 0, set[int]()
-        while rest := [plan for plan in self._plans if id(plan) not in moved and plan.time_s <= _NEAR * self.fastest_s]:
+        moved, limit = set[int](), self._simulated_actions + _MAX_ACTIONS_MOVED
+        while self._simulated_actions < limit and (rest := [plan for plan in self._plans if id(plan) not in moved]):
             plan = min(rest, key=lambda plan: plan.time_s)
             moved.add(id(plan))
             placement = plan.candidate.placement
-            actions += action_count(placement) * placement.used_workers
-            if actions > _MAX_ACTIONS_MOVED:
-                break
             usual = self.search.evaluator.place(placement.stages, placement.workers, placement.execution)
             self._shortlist = self._with_lower_bounds(with_moved_borders(self.search, usual))
             self.simulate()
@@ -246,6 +246,7 @@ class _Selection:
     def simulate_plan(self, candidate: Candidate, **limits: float) -> None:
         """Simulate a plan, and keep it if it may be chosen."""
         self.simulated_plans += 1
+        self._simulated_actions += action_count(candidate.placement) * candidate.placement.used_workers
         chosen, time_s = with_fewest_in_flight(self.search.evaluator, candidate, self.margin, **limits)
         if time_s < math.inf:
             self._plans.append(_Simulated(chosen, time_s))
@@ -357,10 +358,13 @@ class _Borders:
         self._search, self._limit_s, self._is_simulated = search, selected.limit_s, selected.simulated_s is not None
         self._cuts = search.space(placement.used_workers // placement.execution.copies)
         self._work_s = self._cuts.forward_backward_s
-        self._divided = modules_divided(self._cuts)
         self._replicas = placement.replicas
         is_found = self._numbers(selected.candidate) is not None and placement.execution.chunks == 1
         self.inner = range(1, len(placement.stages)) if is_found else range(0)
+
+    @cached_property
+    def _divided(self) -> NDArray[np.int64]:
+        return modules_divided(self._cuts)
 
     def moves(self, selected: Selected, border: int) -> Iterator[Selected]:
         """Yield the plan with one border moved, if it fits and is fast enough by the formulas."""
@@ -400,11 +404,17 @@ class _Borders:
         """Return the plan with its simulated time; None if that is above the limit."""
         if not self._is_simulated:
             return selected
-        placement = selected.candidate.placement
-        time_s = steady_state_s(placement, self._search.profile, self._search.cluster, self._limit_s)
-        if time_s is None or not time_s <= self._limit_s or not placement.is_executable:
+        candidate, evaluator = selected.candidate, self._search.evaluator
+        placement = candidate.placement
+        if placement.execution.kind.flushes:
+            time_s = steady_state_s(placement, self._search.profile, self._search.cluster, self._limit_s)
+        else:  # the numbers in flight are those that the plan needs now
+            usual = evaluator.place(placement.stages, placement.workers, placement.execution)
+            margin = self._search.options.simplest
+            candidate, time_s = with_fewest_in_flight(evaluator, usual, margin, limit_s=self._limit_s)
+        if time_s is None or not time_s <= self._limit_s or not candidate.placement.is_executable:
             return None
-        return replace(selected, simulated_s=time_s)
+        return replace(selected, candidate=candidate, simulated_s=time_s)
 
     def _nearby(self, numbers: Sequence[int], border: int, stages: int) -> Sequence[int]:
         """The cuts that divide fewer modules than a border and make neither neighbouring stage too slow."""
