@@ -15,7 +15,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
@@ -40,8 +40,11 @@ def read_text(path: Path | str, remedy: str = "", *, may_be_pipe: bool = False) 
         ArtifactError: it cannot be read; with a remedy.
     """
     try:
-        with nullcontext(sys.stdin.buffer) if str(path) == "-" else _opened(Path(path), may_be_pipe) as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+        if str(path) == "-":  # which a caller may have replaced by an object with text only
+            content = sys.stdin.read(MAX_FILE_BYTES + 1).encode()
+        else:
+            with _opened(Path(path), may_be_pipe) as file:
+                content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             raise _too_large(path)
         return content.decode("utf-8-sig")

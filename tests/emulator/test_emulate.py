@@ -250,7 +250,7 @@ class TestCommand:
         assert "nan is not in the range 1<=x<=1000000" in error("--slowdown", "nan").lower()
         assert "so --scale and --slowdown do not apply" in error("--compute", "real", "--scale", "2")
         assert "cannot reach --target loss<1; add --compute real" in error("--target", "loss<1")
-        assert "--against 'gpype' is no strategy" in error("--against", "gpype")
+        assert "--against 'gpype' is not a strategy" in error("--against", "gpype")
         assert "is too few for the steady state of" in error("--minibatches", "3")
         assert not Path("out/this-plan").exists(), "nothing was written"
         Path("out/emulation.json").touch()

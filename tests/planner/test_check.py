@@ -510,7 +510,7 @@ def test_update_adds_figures_where_there_are_none(planned):
     again = planned.pdtool("partition", "profiles/net.json", "--topology", "2", "-o", "plans/net.yaml", code=2)
     assert "was edited by hand" in again.stderr
     assert planned.pdtool("check", "--update", "-", stdin=text, code=2)
-    assert "give one of them" in planned.pdtool("check", "--update", "--fresh", code=2).stderr
+    assert "give only one" in planned.pdtool("check", "--update", "--fresh", code=2).stderr
 
 
 def test_a_stale_profile_is_refused(planned):

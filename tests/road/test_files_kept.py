@@ -125,4 +125,4 @@ def test_an_edited_plan_for_which_nothing_fits_is_checked(road):
     text = re.sub(r"memory_bytes: \d+", "memory_bytes: 100", plan.read_text(encoding="utf-8"))
     plan.write_text(text, encoding="utf-8")
     result = road.pdtool("check", str(plan), code=3)
-    assert "a worker has 100 B" in result.stderr
+    assert "a worker that has 100 B" in result.stderr

@@ -64,7 +64,7 @@ def test_what_init_says_can_be_typed(folder):
         (lambda: pdtool.codegen(PLAN, model=Path("nowhere.py")), "nowhere.py"),
         (lambda: pdtool.simulate(PLAN, bandwidths=["1Gbit/s"]), "bandwidth 1Gbit/s is not a rate"),
         (lambda: pdtool.emulate(PLAN, scale=10**400), "is not in the range 1<=x<="),
-        (lambda: pdtool.report(PLAN, output="-"), "on the command line only"),
+        (lambda: pdtool.report(PLAN, output="-"), "only on the command line"),
         (lambda: pdtool.report(), "no plan or run is named"),
     ],
 )

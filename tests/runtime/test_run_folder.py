@@ -173,7 +173,7 @@ def test_a_run_writes_through_no_link_of_its_folder(tmp_path: Path, name: str, k
     target = tmp_path / "mine"
     target.write_text("mine")
     links_to(target)[kind](spec.out / name)
-    with pytest.raises(ArtifactError, match=rf"run/{name}: is (a link|no ).*; remove it, or name another folder"):
+    with pytest.raises(ArtifactError, match=rf"run/{name}: is (a link|not ).*; remove it, or name another folder"):
         launch(spec)
     assert target.read_text() == "mine"
     assert not target.with_name("new").exists()
