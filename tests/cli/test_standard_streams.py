@@ -24,6 +24,7 @@ def shell(text: str) -> subprocess.CompletedProcess[str]:
         ("pdtool show nofile 2>&-", 3, ""),
         ("pdtool show nofile 2>/dev/full", 3, ""),
         ("pdtool init new <&- >&- 2>&-", 0, ""),
+        ("COLUMNS=³ LINES=² pdtool show plan.yaml", 0, ""),
     ],
 )
 def test_streams_that_are_closed_or_full_change_no_exit_code(command, code, says, folder):
@@ -44,7 +45,7 @@ def test_a_note_that_cannot_be_written_ends_nothing(monkeypatch):
     terminal.note("epoch 1")
 
 
-@pytest.mark.parametrize(("columns", "width"), [("wide", 80), ("0", 80), ("-5", 80), ("20", 20)])
+@pytest.mark.parametrize(("columns", "width"), [("³", 80), ("0", 80), ("-5", 80), ("20", 20), ("9" * 30, 80)])
 def test_only_a_number_is_a_width(columns, width, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)
     assert terminal.console(err=False).width == width

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 from graphs import chain, plan_of, random_cluster, random_profile, with_nodes
 from reference.local_search import LocalSearch
 from reference.reference_cost import Division, ReferenceCost
@@ -511,6 +512,11 @@ def test_update_adds_figures_where_there_are_none(planned):
     assert "was edited by hand" in again.stderr
     assert planned.pdtool("check", "--update", "-", stdin=text, code=2)
     assert "give only one" in planned.pdtool("check", "--update", "--fresh", code=2).stderr
+    content = {**yaml.safe_load(text), "predicted": None}
+    for written in (json.dumps(content), f"# a comment first\n{json.dumps(content)}\n...\n"):
+        Path("plans/braces.yaml").write_text(written)
+        error = planned.pdtool("check", "--update", "plans/braces.yaml", code=2).stderr
+        assert "plans/braces.yaml is written in braces; write its keys on lines of their own" in error
 
 
 def test_a_stale_profile_is_refused(planned):

@@ -199,5 +199,5 @@ def test_the_borders_of_a_schedule_without_formulas_are_its_own(schedule):
                 continue
             other = replace(chosen, stages=stages)
             time_s = steady_state_s(other, profile, cluster)
-            assert plan.predicted.simulated_s <= time_s * MARGIN, f"seed {seed}: {names[size]}, {time_s} s"
+            assert plan.predicted.simulated_s <= time_s * ROUNDING, f"seed {seed}: {names[size]}, {time_s} s"
     assert moved

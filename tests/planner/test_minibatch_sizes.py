@@ -73,7 +73,7 @@ def test_the_plan_is_for_the_fastest_batch_size(tmp_path, monkeypatch, seed):
     assert all(finding.holds is not False for finding in pdtool.check(options["output"]))
 
 
-def test_profiles_that_cannot_be_compared_are_refused(tmp_path, monkeypatch):
+def test_profiles_that_cannot_be_compared_are_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     paths = profiles_of_sizes(random.Random(0), tmp_path)
     options = {"topology": "2", "memory": "none", "output": str(tmp_path / "plan.yaml")}
@@ -82,8 +82,11 @@ def test_profiles_that_cannot_be_compared_are_refused(tmp_path, monkeypatch):
     options["samples_per_update"] = 6
     with pytest.raises(UsageError, match=r"none of the batch sizes \[4, 8, 16, 32\] divides"):
         pdtool.partition(paths, **options)
+    with pytest.raises(UsageError, match="no profile is given"):
+        pdtool.partition([], **options)
     options["samples_per_update"] = 8
     assert pdtool.partition(paths, **options).batch_size in (4, 8)
+    assert "leaving out batch sizes [16, 32], which do not divide 8 samples" in capsys.readouterr().err
     Profile.load(paths[0]).save(tmp_path / "again.json")
     with pytest.raises(UsageError, match=r"were both made with --batch-size 4"):
         pdtool.partition([*paths, tmp_path / "again.json"], **options)

@@ -88,20 +88,25 @@ def _update(path: str, plan: Plan, profile: Profile) -> None:
     """Write the figures of an edited plan into its file.
 
     Raises:
-        UsageError: the plan is not a YAML file.
+        UsageError: the plan is not a file, or is written in braces, as JSON.
     """
-    from pdtool.artifacts.text_formats import has_comments
+    from pdtool.artifacts.text_formats import FormatError, has_comments
     from pdtool.files import read_text, write_atomically
     from pdtool.planner.choice.make_plan import refresh
 
-    text = "" if path == "-" else read_text(path)
-    if not text or text.startswith("{"):
-        raise UsageError(f"--update writes into a YAML file, but {path} is not one", "name the plan's file")
+    if path == "-":
+        raise UsageError("--update writes into a file, but - is stdin", "name the plan's file")
+    text = read_text(path)
     if not plan.edited:
         note(f"{path} already has its own figures: nothing to update")
         return
     mark = "" if has_comments(text) else _EDITED
-    write_atomically(Path(path), refresh(plan, profile).updated_text(mark + text))
+    try:
+        updated = refresh(plan, profile).updated_text(mark + text)
+    except FormatError:
+        what = f"--update writes into YAML with a line for each key, but {path} is written in braces"
+        raise UsageError(what, "write its keys on lines of their own, without braces") from None
+    write_atomically(Path(path), updated)
     note(f"wrote the figures of {path}")
 
 

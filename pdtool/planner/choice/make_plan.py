@@ -153,8 +153,8 @@ def _with_own_cuts(plan: Plan, profile: Profile, search: PlanSearch, changes: Ma
     it faster in the simulation.
 
     Args:
-        search: for plans of the schedule whose stages it got.
-        changes: that make its plan of one of these.
+        search: the search under the schedule that its stages come from.
+        changes: see `reschedule`; they make such a plan one of its own schedule.
     """
     placement, is_faster = Placement.of(plan, profile), True
     tries = _MAX_ACTIONS // (action_count(placement) * placement.used_workers)

@@ -36,16 +36,16 @@ _LINK_SLOWDOWNS = (1.0, 2.0)
 _LINK_SLOWDOWNS_OF_FLUSH = (1.0, 2.0, 4.0, 8.0)
 # A simulation sees some 32 minibatches of the steady state. The first and the last may be early or late.
 _SIMULATION_ERROR = 1.01
-# Those with the smallest lower bounds, for each slowdown; many are simulated where that takes milliseconds. Of as many
-# configurations borders are moved to where shared links carry less.
+# Plans with the smallest lower bounds, for each slowdown: many are simulated where that takes milliseconds. The borders
+# of as many plans are moved to where shared links carry less.
 _MIN_PLANS_PER_SEARCH, _PLANS_TIMES_WORKERS = 8, 120
 _MAX_MOVES = 8  # places that are tried for a border
 _NEAREST_CUTS = 3  # on each side of a border of a plan that flushes
 _MAX_TRIED_CUTS = 40  # for such a plan
 _MAX_SMALL = 2_000  # actions times workers, of a plan whose numbers in flight are searched for each of these
-_EXCESS_OF_SKIPS = 1.6  # about, of messages over what is sent
-_STEPS_TO_FREER_LINKS = 4  # of a border each, from the plan that links allow to be fastest
-_MAX_ACTIONS_MOVED = 60_000  # times workers, simulated for moved borders
+_EXCESS_OF_SKIPS = 1.6  # formulas over simulation, about, if a tensor counts at each border that it crosses
+_STEPS_TO_FREER_LINKS = 4  # borders that are moved one after the other for that
+_MAX_ACTIONS_MOVED = 60_000  # times workers, in all simulations of plans with moved borders
 
 
 @dataclass(frozen=True)
