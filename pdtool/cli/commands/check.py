@@ -102,6 +102,8 @@ def _update(path: str, plan: Plan, profile: Profile) -> None:
         return
     mark = "" if has_comments(text) else _EDITED
     try:
+        if text.startswith("{"):
+            raise FormatError("JSON has no comments")
         updated = refresh(plan, profile).updated_text(mark + text)
     except FormatError:
         what = f"--update writes into YAML with a line for each key, but {path} is written in braces"
