@@ -305,10 +305,10 @@ def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) ->
     else:
         memory_bytes = cluster.memory_bytes or _profiled_bytes(cluster, profile)
     if memory_bytes is not None and profile.reserved_bytes:  # which no tensor gets
-        reserved_bytes = profile.reserved_for_worker(cluster.levels[-1].size)
-        whole, reserved = format_bytes(memory_bytes), format_bytes(reserved_bytes)
-        purpose = "CUDA's context, communicators and workspaces"
-        memory_bytes -= reserved_bytes
+        tensor_bytes = profile.tensor_bytes(memory_bytes, cluster.levels[-1].size)
+        whole, reserved = format_bytes(memory_bytes), format_bytes(memory_bytes - tensor_bytes)
+        purpose = "CUDA's context, communicators, workspaces and the gaps between tensors"
+        memory_bytes = tensor_bytes
         if profile.is_measured_on_cpu:
             purpose = "a worker's share of process overhead"
             memory_bytes = max(1, memory_bytes)  # no plan fits, and the error says what would help

@@ -17,6 +17,7 @@ from pdtool.graph import Graph
 from pdtool.options.plan_options import WIRE_BYTES, ProfileOptions
 
 _OWN_PAGES = 5  # seen: 30 to 45 MB of 190 MB
+_GAPS = 16  # seen with segments that grow: 5 to 7 % of the tensors of a stage
 
 
 class Node(FrozenModel):
@@ -82,7 +83,7 @@ class Profile(Artifact):
         segments: groups of nodes that were compiled and timed together. The sum of a group's times was measured; each
             node has a share in proportion to its uncompiled time. Nodes outside groups were timed uncompiled.
         reserved_bytes: device memory not available to tensors (see DeviceSpec); on a CPU, memory of a process with
-            PyTorch loaded besides tensors (see `reserved_for_worker`). 0: an earlier pdtool did not measure it.
+            PyTorch loaded besides tensors (see `tensor_bytes`). 0: an earlier pdtool did not measure it.
         step_s: seconds of one whole training step, measured end to end; 0 if not measured.
         launch_s: seconds that the host needs to launch the kernels of a step on a GPU; 0 if not measured.
         coverage: sum of all nodes' forward, backward and update over step_s.
@@ -159,15 +160,30 @@ class Profile(Artifact):
         """Whether its device is a CPU, whose memory is the machine's."""
         return self.threads is not None
 
-    def reserved_for_worker(self, sharing: int) -> int:
-        """Return the bytes of a worker's memory that are not available to tensors.
+    def tensor_bytes(self, memory_bytes: int, sharing: int) -> int:
+        """Return how many bytes of a worker's memory its tensors may have; none are left if that is below 1.
 
         On a CPU all workers of a machine share two processes with PyTorch loaded, the launcher and the fork server. A
-        worker shares the pages of the fork server, and rewrites about a fifth of them.
+        worker shares the pages of the fork server, and rewrites about a fifth of them. On a GPU, torch's allocator
+        leaves gaps between tensors.
 
         Args:
+            memory_bytes: the memory of a worker.
             sharing: workers of one machine.
         """
+        left_bytes = memory_bytes - self._other_bytes(sharing)
+        return left_bytes - max(0, left_bytes) // _GAPS if self._has_gaps else left_bytes
+
+    def memory_for(self, tensor_bytes: int, sharing: int) -> int:
+        """Return the memory that a worker needs to have so many bytes for its tensors: see `tensor_bytes`."""
+        with_gaps = math.ceil(tensor_bytes * _GAPS / (_GAPS - 1)) if self._has_gaps else tensor_bytes
+        return with_gaps + self._other_bytes(sharing)
+
+    @property
+    def _has_gaps(self) -> bool:
+        return not self.is_measured_on_cpu and self.reserved_bytes > 0
+
+    def _other_bytes(self, sharing: int) -> int:
         if not self.is_measured_on_cpu:
             return self.reserved_bytes
         return math.ceil(self.reserved_bytes * 2 / sharing) + self.reserved_bytes // _OWN_PAGES

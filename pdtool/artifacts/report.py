@@ -36,6 +36,8 @@ class StageReport(FrozenModel):
         peak_stashed: most minibatches with a live autograd graph at one replica.
         peak_memory_bytes: most bytes of one worker in training: its parameters and buffers, and all memory added since
             the first minibatch; tensors on a GPU, resident memory otherwise. None if unknown.
+        peak_reserved_bytes: most bytes that torch's allocator held on a GPU for these tensors, with the gaps between
+            them; None on a CPU.
     """
 
     replicas: Count
@@ -52,6 +54,7 @@ class StageReport(FrozenModel):
     peak_versions: Number
     peak_stashed: Number
     peak_memory_bytes: Bytes | None = None
+    peak_reserved_bytes: Bytes | None = None
 
     @property
     def time_s(self) -> float:

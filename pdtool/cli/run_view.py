@@ -240,6 +240,8 @@ def _prediction_table(report: Report) -> Table:
             compute = format_seconds(sum(predicted.compute_s[s::depth]))
             memory = format_bytes(sum(predicted.memory_bytes[s::depth]))
         peak = "?" if stage.peak_memory_bytes is None else format_bytes(stage.peak_memory_bytes)
+        if stage.peak_reserved_bytes is not None:
+            peak += f" ({format_bytes(stage.peak_reserved_bytes)} reserved)"
         busy, sent = format_seconds(stage.busy_s), format_bytes(stage.sent_bytes)
         rows.append([s, compute, busy, memory, peak, stage.peak_versions, stage.peak_stashed, sent])
     columns = ("stage", "busy predicted", "measured", "memory predicted", "measured", "versions", "stashed", "sent")

@@ -138,7 +138,10 @@ def _computing_cause(report: Report, number: int, profiled_s: float) -> str:
         sending = f". Handing over messages takes {format_seconds(stage.send_s)} of it" if stage.send_s else ""
         return f"operators are slower than in the profile: other threads, memory bandwidth, temperature{sending}"
     if report.cores is None:
-        why = "was the GPU busy with something else, or is it not the GPU that was profiled?"
+        why = (
+            "was the GPU busy with something else, or is it not the GPU that was profiled? Or do its kernels take less "
+            "time than the host needs to launch them? Then profile with a larger --batch-size"
+        )
     else:
         why = (
             "were the cores busy with something else, or had workers fewer threads than the profile "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -34,6 +35,7 @@ _NEAR_LIMIT = 0.8  # the rest is for the next action
 _LOOK_S = 0.01  # looking takes as long as a short action
 # Of the limit. Memory kept at first cannot all be returned: the process holds about a third more than it uses.
 _LITTLE_ROOM = 0.75
+_ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
 
 
 class PeakMemory:
@@ -113,6 +115,31 @@ class PeakMemory:
             else host.peak_resident_bytes(self._file_bytes)
         )
         return None if peak is None else max(0, peak - self._before_bytes)
+
+    @property
+    def peak_reserved_bytes(self) -> int | None:
+        """Most GPU memory that torch's allocator held for that, gaps between tensors included; None on a CPU."""
+        if self._before_bytes is None or not self._is_cuda:
+            return None
+        return max(0, torch.cuda.max_memory_reserved(self._device) - self._before_bytes)
+
+
+def expand_segments(device: torch.device) -> None:
+    """Let the allocator's segments of GPU memory grow from now on, which leaves fewer gaps between tensors.
+
+    Memory that another process maps is allocated before: for segments that grow torch needs pidfd_getfd, which
+    containers without privileges refuse. This does nothing on a CPU, if PYTORCH_CUDA_ALLOC_CONF says otherwise or names
+    another allocator, or if the driver does not support it, as for a part of a GPU.
+    """
+    given = ",".join(os.environ[name] for name in _ALLOCATOR_OPTIONS if name in os.environ)
+    if device.type != "cuda" or "expandable_segments" in given or "backend" in given:
+        return
+    set_options = torch._C._accelerator_setAllocatorSettings
+    set_options(f"{given},expandable_segments:True".lstrip(","))
+    try:
+        torch.empty(1 << 21, dtype=torch.uint8, device=device)
+    except RuntimeError:
+        set_options(f"{given},expandable_segments:False".lstrip(","))
 
 
 def choose_heap(config: RunConfig, rank: int) -> None:

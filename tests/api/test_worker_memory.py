@@ -28,14 +28,14 @@ def saved(device, path="profiles/net.json"):
 @pytest.mark.parametrize(
     ("device", "topology", "memory", "expected", "words"),
     [
-        (GPU, "2", [], 16 * GB - RESERVED, "no --memory given: planning for the 16 GB of V100 (--memory none: no"),
-        (GPU, "2x2", [], 16 * GB - RESERVED, "leaving 1.07 GB of 16 GB of memory for CUDA's context"),
+        (GPU, "2", [], 13_993_367_040, "no --memory given: planning for the 16 GB of V100 (--memory none: no"),
+        (GPU, "2x2", [], 13_993_367_040, "leaving 2.01 GB of 16 GB of memory for CUDA's context"),
         (CPU, "3", [], 4 * GB, "planning for 4 GB a worker, the machine's 12 GB shared by 3 (--memory none: no limit)"),
         (CPU, "2x3", [], 4 * GB, "planning for 4 GB a worker, the machine's 12 GB shared by 3 (--"),
         (CPU, "3x1", [], 12 * GB, "planning for 12 GB a worker (--memory none: no limit)"),
         (UNKNOWN, "3", [], None, "the profile does not record its device's memory: planning without a limit"),
         (GPU, "2", ["--memory", "none"], None, ""),
-        (GPU, "2", ["--memory", "8GB"], 8 * GB - RESERVED, "leaving 1.07 GB of 8 GB"),
+        (GPU, "2", ["--memory", "8GB"], 6_493_367_040, "leaving 1.51 GB of 8 GB"),
         (CPU, "3", ["--memory", "8GB"], 8 * GB, ""),
         (
             MEASURED_CPU,

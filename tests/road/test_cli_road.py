@@ -135,13 +135,12 @@ def test_a_plan_for_cpus_that_is_run_on_gpus_is_told(road, monkeypatch):
 def test_a_plan_for_gpus_leaves_room_for_what_no_tensor_gets(road):
     partition = ["partition", "--topology", "2", "--straight", "--bandwidth", "1GB/s", "--memory"]
     road.pdtool(*partition, "2GB")
-    assert Plan.load(PLAN).cluster.memory_bytes == 2 * 10**9 - Profile.load("profiles/model.json").reserved_for_worker(
-        2
-    )
+    memory_bytes = Plan.load(PLAN).cluster.memory_bytes
+    assert memory_bytes == Profile.load("profiles/model.json").tensor_bytes(2 * 10**9, 2)
     road.pdtool("profile", "model.py", "--device", "v100")
     result = road.pdtool(*partition, "2GB")
-    assert Plan.load(PLAN).cluster.memory_bytes == 2 * 10**9 - 2**30
-    assert "leaving 1.07 GB of 2 GB of memory for CUDA's context" in result.stderr
+    assert Plan.load(PLAN).cluster.memory_bytes == Profile.load("profiles/model.json").tensor_bytes(2 * 10**9, 2)
+    assert "leaving 1.13 GB of 2 GB of memory for CUDA's context" in result.stderr
     result = road.pdtool(*partition, "1GB", code=2)
     assert "1 GB of memory, but 1.07 GB are for CUDA's context" in result.stderr
 

@@ -371,6 +371,37 @@ def test_a_system_that_does_not_say_is_believed(tmp_path: Path, monkeypatch: pyt
     assert found.peak_bytes is None
 
 
+@pytest.mark.parametrize(
+    ("given", "is_supported", "expected"),
+    [
+        (None, True, ["expandable_segments:True"]),
+        (None, False, ["expandable_segments:True", "expandable_segments:False"]),
+        ("max_split_size_mb:512", True, ["max_split_size_mb:512,expandable_segments:True"]),
+        ("expandable_segments:False", True, []),
+        ("backend:cudaMallocAsync", True, []),
+    ],
+)
+def test_segments_of_gpu_memory_grow_unless_the_user_or_the_driver_decides_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, is_supported: bool, expected: list[str]
+) -> None:
+    found: list[str] = []
+
+    def allocated(*sizes: int, **kwargs: object) -> None:
+        if not is_supported:
+            raise RuntimeError("CUDA driver error: operation not supported")
+
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if given:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", given)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
+    monkeypatch.setattr(torch, "empty", allocated)
+    memory.expand_segments(CPU)
+    assert found == []
+    memory.expand_segments(torch.device("cuda", 0))
+    assert found == expected
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_an_action_is_as_long_as_its_kernels() -> None:
@@ -399,3 +430,4 @@ def test_on_a_gpu_an_action_is_as_long_as_its_kernels() -> None:
     assert all(end <= later + 1e-4 for (_, end), (later, _) in pairwise(spans))
     held = torch.ones(1_000_000, device=device)
     assert (found.memory.peak_bytes or 0) >= held.nbytes
+    assert (found.memory.peak_reserved_bytes or 0) >= held.nbytes

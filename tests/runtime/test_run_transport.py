@@ -500,7 +500,7 @@ def test_narrow_messages_leave_what_the_dataset_gives_as_it_is(tmp_path: Path, w
 @pytest.mark.parametrize("wire_dtype", ["fp32", "fp16"])
 def test_what_goes_through_pinned_memory_is_as_it_was_when_it_was_sent(wire_dtype: str) -> None:
     """Kernels of both sides are still running while the copies wait for them."""
-    device = torch.device("cuda")
+    device = torch.device("cuda", torch.cuda.current_device())
     [route] = list_routes([edge("a", torch.float32, 1 << 20)], [[0], [1]], wire_dtype=wire_dtype)
     local = LocalChannel()
     sender, receiver = PinnedSender(route, local, device), PinnedReceiver(local, device)

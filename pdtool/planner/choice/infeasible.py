@@ -36,7 +36,7 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
         what = f"no plan{options.with_replicas} was found that fits with {options.in_flight} minibatches in flight"
         return NoPlanError(what, "give fewer, or leave --in-flight out")
     stage = smallest.cost.searched_memory_bytes.index(needed)
-    least = needed + search.profile.reserved_for_worker(search.cluster.levels[-1].size)  # which is not in the limit
+    least = search.profile.memory_for(needed, search.cluster.levels[-1].size)
     recomputing = " with every stage recomputing" if options.recompute else ""
     recompute = "" if options.recompute else ", or leave out --no-recompute"
     return NoPlanError(

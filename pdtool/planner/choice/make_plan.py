@@ -183,7 +183,8 @@ def _lacking_bytes(plan: Plan) -> int:
 
 def _does_not_fit(plan: Plan, profile: Profile) -> NoPlanError:
     lacking_bytes = _lacking_bytes(plan)
-    needed = lacking_bytes + (plan.cluster.memory_bytes or 0) + profile.reserved_bytes  # these are not in the limit
+    tensor_bytes = lacking_bytes + (plan.cluster.memory_bytes or 0)
+    needed = profile.memory_for(tensor_bytes, plan.cluster.levels[-1].size)
     what = f"no plan with schedule {plan.schedule} fits: the best, {plan.config}, lacks {format_bytes(lacking_bytes)}"
     return NoPlanError(what, f"give each worker at least --memory {bytes_option(needed)}, or use another --schedule")
 

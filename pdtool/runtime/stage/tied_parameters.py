@@ -71,7 +71,8 @@ class TiedParameterSync:
         """
         is_there = self.parameter.grad is not None
         gradient, self.parameter.grad = flat_gradient(self.parameter), None
-        message = torch.cat([gradient, gradient.new_tensor([weight, is_there])])
+        # filled by kernels: the host would wait for the copy of a number
+        message = torch.cat([gradient, gradient.new_full((1,), weight), gradient.new_full((1,), is_there)])
         with self._peer_error():
             wait = self._all_reduce.start(message)
         self._due.append((wait, time.perf_counter()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -40,7 +40,7 @@ class WorkerMeasurements:
         stage: the worker's first stage.
         totals: where the time went.
         epochs: the time of these epochs, without validation and checkpoints, and what was trained in them.
-        peak_memory_bytes: see PeakMemory.
+        peak_memory_bytes, peak_reserved_bytes: see PeakMemory.
         cores: cores that the worker may use; none if a GPU computes.
     """
 
@@ -52,6 +52,7 @@ class WorkerMeasurements:
     peak_stashed: int
     events: list[TraceEvent]
     peak_memory_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
     cores: frozenset[int] = frozenset()
 
 
@@ -112,7 +113,6 @@ def _stage_report(replicas: Sequence[WorkerMeasurements]) -> StageReport:
     times = {name: value * per_minibatch for name, value in mean.items() if name.endswith("_s")}
     busy_s = times["forward_s"] + times["backward_s"] + times["update_s"]
     time_s = fmean(replica.epochs.train_s for replica in replicas) * per_minibatch
-    peaks_bytes = [replica.peak_memory_bytes for replica in replicas if replica.peak_memory_bytes is not None]
     return StageReport(
         replicas=len(replicas),
         busy_s=busy_s,
@@ -120,6 +120,11 @@ def _stage_report(replicas: Sequence[WorkerMeasurements]) -> StageReport:
         sent_bytes=round(mean["sent_bytes"] * per_minibatch),
         peak_versions=max(replica.peak_versions for replica in replicas),
         peak_stashed=max(replica.peak_stashed for replica in replicas),
-        peak_memory_bytes=max(peaks_bytes, default=None),
+        peak_memory_bytes=_most(replica.peak_memory_bytes for replica in replicas),
+        peak_reserved_bytes=_most(replica.peak_reserved_bytes for replica in replicas),
         **times,
     )
+
+
+def _most(sizes: Iterable[int | None]) -> int | None:
+    return max((size for size in sizes if size is not None), default=None)

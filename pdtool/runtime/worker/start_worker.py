@@ -29,6 +29,7 @@ from pdtool.runtime.groups import all_gather, broadcast, make_process_groups
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatch_source import MinibatchSource, usable_workers
 from pdtool.runtime.loading.minibatches import DatasetSplit, TrainingData
+from pdtool.runtime.memory import expand_segments
 from pdtool.runtime.messages.open_channels import Channels, open_channels
 from pdtool.runtime.messages.routes import describe_targets, list_edges, list_routes
 from pdtool.runtime.messages.stage_io import StageIO
@@ -201,6 +202,7 @@ class StageBuilder:
         """Build the replicas, by the stage's number; all workers call it together."""
         Status.of_this_process.set("the building of the stages")
         channels = self._open_channels()
+        expand_segments(self.place.device)
         self.place.meter.memory.received_bytes = channels.device_bytes
         self.place.meter.memory.limit_bytes = self.config.plan.cluster.memory_bytes
         stages = {s: self._replica(s, module, channels) for s, module in self.modules.items()}

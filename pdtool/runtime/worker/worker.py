@@ -289,6 +289,7 @@ class Worker:
             peak_stashed=max(stage.peak_stashed for stage in stages),
             events=meter.events,
             peak_memory_bytes=meter.memory.peak_bytes,
+            peak_reserved_bytes=meter.memory.peak_reserved_bytes,
             cores=frozenset() if is_on_gpu else usable_cores(),
         )
         workers = all_gather(measured, WorkerMeasurements, place.groups.world, "the measurements")
