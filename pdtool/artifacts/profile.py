@@ -16,8 +16,9 @@ from pdtool.errors import FieldError
 from pdtool.graph import Graph
 from pdtool.options.plan_options import WIRE_BYTES, ProfileOptions
 
-_OWN_PAGES = 5  # seen: 30 to 45 MB of 190 MB
-_GAPS = 16  # seen with segments that grow: 5 to 7 % of the tensors of a stage
+_OWN_PAGES = 3  # one part in so many, with threads and code: seen 30 to 70 MB, for 200 MB
+_GAPS_ON_GPU = 16  # seen with segments that grow: 5 to 7 % of a stage's tensors
+_GAPS_ON_CPU = 8  # seen with freed memory returned: up to 15 %, for convolutions
 
 
 class Node(FrozenModel):
@@ -163,30 +164,34 @@ class Profile(Artifact):
     def tensor_bytes(self, memory_bytes: int, sharing: int) -> int:
         """Return how many bytes of a worker's memory its tensors may have; none are left if that is below 1.
 
-        On a CPU all workers of a machine share two processes with PyTorch loaded, the launcher and the fork server. A
-        worker shares the pages of the fork server, and rewrites about a fifth of them. On a GPU, torch's allocator
-        leaves gaps between tensors.
+        On a CPU all workers of a machine share the launcher and the fork server, which both have PyTorch loaded, and a
+        process that ends workers. Every process that the fork server starts shares its pages, and rewrites some of
+        them. On any device, memory allocators leave gaps between tensors, and libraries take some memory to compute.
 
         Args:
             memory_bytes: the memory of a worker.
             sharing: workers of one machine.
         """
-        left_bytes = memory_bytes - self._other_bytes(sharing)
-        return left_bytes - max(0, left_bytes) // _GAPS if self._has_gaps else left_bytes
+        left_bytes = memory_bytes - self._process_bytes(sharing)
+        return left_bytes - max(0, left_bytes) // self._gaps if self._gaps else left_bytes
 
     def memory_for(self, tensor_bytes: int, sharing: int) -> int:
         """Return the memory that a worker needs to have so many bytes for its tensors: see `tensor_bytes`."""
-        with_gaps = math.ceil(tensor_bytes * _GAPS / (_GAPS - 1)) if self._has_gaps else tensor_bytes
-        return with_gaps + self._other_bytes(sharing)
+        with_gaps = math.ceil(tensor_bytes * self._gaps / (self._gaps - 1)) if self._gaps else tensor_bytes
+        return with_gaps + self._process_bytes(sharing)
 
     @property
-    def _has_gaps(self) -> bool:
-        return not self.is_measured_on_cpu and self.reserved_bytes > 0
+    def _gaps(self) -> int:
+        """One part in so many of the memory for tensors is left for gaps; 0: none, if nothing is reserved either."""
+        if not self.reserved_bytes:
+            return 0
+        return _GAPS_ON_CPU if self.is_measured_on_cpu else _GAPS_ON_GPU
 
-    def _other_bytes(self, sharing: int) -> int:
+    def _process_bytes(self, sharing: int) -> int:
         if not self.is_measured_on_cpu:
             return self.reserved_bytes
-        return math.ceil(self.reserved_bytes * 2 / sharing) + self.reserved_bytes // _OWN_PAGES
+        own_bytes = self.reserved_bytes // _OWN_PAGES
+        return math.ceil((2 * self.reserved_bytes + own_bytes) / sharing) + own_bytes
 
     @cached_property
     def graph(self) -> Graph:

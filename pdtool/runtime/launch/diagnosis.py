@@ -108,9 +108,10 @@ class WorkersLeft:
         """Return the error of a worker that others waited for in vain."""
         rank, first = self._hung_rank(), self._first_failure
         place, last_seen = self._assignments[rank], self._last_seen(rank)
-        if not self._hung_until_aborted() and (first is None or not first.is_timeout):
-            return WorkerDiedError(f"{place} closed its connections; {last_seen}")
         is_stopped = first is not None and rank in first.stopped
+        has_timed_out = first is not None and (first.is_timeout or is_stopped)  # others may see the end of one that did
+        if not self._hung_until_aborted() and not has_timed_out:
+            return WorkerDiedError(f"{place} closed its connections; {last_seen}")
         if not is_stopped and all(status.is_waiting for status in self._statuses.values()):
             what = f"{place} sent no message that arrived within {format_seconds(self._config.timeout_s)}, but all "
             return WorkerDiedError(

@@ -1,4 +1,4 @@
-"""Checkpoints by original names, so that a run can go on under another plan. A folder that exists is complete.
+"""Checkpoints by original names, so that a run can go on under another plan. One with a checkpoint.json is complete.
 
     checkpoints/epoch-3/   stage-0.safetensors, ...   the components of one stage, with keys COMPONENT.NAME.ENTRY:
                                                       see stage/component.py;
@@ -18,6 +18,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -234,10 +235,22 @@ def _publish(partial: Checkpoint, checkpoint: Checkpoint, manifest: CheckpointMa
                 f"{path}, which another worker wrote, is not there: do all machines share {folder}?"
             )
     manifest.save(partial.manifest_file)
+    _sync(partial.path)
     if folder.exists():
         shutil.rmtree(folder)  # from an earlier run in this folder that got this far
     os.replace(partial.path, folder)
+    _sync(folder.parent)
     RunDir(folder.parent.parent).update_state(epochs_done=manifest.epoch)
+
+
+def _sync(folder: Path) -> None:
+    """Write the names in a folder to the disk, so that they are there after a power failure."""
+    with suppress(OSError):  # some network file systems cannot
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _read(path: Path, stored: StoredFile, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
