@@ -164,9 +164,10 @@ class Profile(Artifact):
     def tensor_bytes(self, memory_bytes: int, sharing: int) -> int:
         """Return how many bytes of a worker's memory its tensors may have; none are left if that is below 1.
 
-        On a CPU all workers of a machine share the launcher and the fork server, which both have PyTorch loaded, and a
-        process that ends workers. Every process that the fork server starts shares its pages, and rewrites some of
-        them. On any device, memory allocators leave gaps between tensors, and libraries take some memory to compute.
+        On a CPU all workers of a machine share the launcher and the fork server, which both have PyTorch loaded, a
+        process that ends workers, and a loader worker. Every process that the fork server starts shares its pages, and
+        rewrites some of them. On any device, memory allocators leave gaps between tensors, and libraries take some
+        memory to compute.
 
         Args:
             memory_bytes: the memory of a worker.
@@ -191,7 +192,7 @@ class Profile(Artifact):
         if not self.is_measured_on_cpu:
             return self.reserved_bytes
         own_bytes = self.reserved_bytes // _OWN_PAGES
-        return math.ceil((2 * self.reserved_bytes + own_bytes) / sharing) + own_bytes
+        return math.ceil(2 * (self.reserved_bytes + own_bytes) / sharing) + own_bytes
 
     @cached_property
     def graph(self) -> Graph:

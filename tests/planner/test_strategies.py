@@ -357,6 +357,7 @@ def of_one_process(file: ModelFile, plan: Plan, epochs: int) -> dict[str, torch.
     return replay.synchronous(file.build(0), rounds, file.loss, file.optimizer, every)
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("strategy", ["data-parallel", "model-parallel", "gpipe", "hybrid", "async-data-parallel"])
 def test_it_goes_the_whole_road_and_trains_as_one_process_does(road, strategy):
     """Law 2; asynchronous data parallelism as its own replay. Six minibatches of 8 in each of two epochs."""

@@ -172,6 +172,8 @@ FILES = {
 
 def written(kind: str, data: bytes) -> str:
     """Write the file, and what goes with it, into the current folder."""
+    for forged in ("net.json", "plan.yaml"):  # which `save` would not replace
+        Path(forged).unlink(missing_ok=True)
     PROFILE.save("net.json")
     VALID["plan"][0].save("plan.yaml")
     name = FILES.get(kind, "file.yaml")

@@ -105,6 +105,7 @@ CUDA_IPC: dict[str, Callable[[Route], bool]] = {
 }
 
 
+@pytest.mark.rows_of_the_day(days=4)
 @pytest.mark.parametrize("by_ipc", CUDA_IPC)
 @pytest.mark.parametrize(("schedule", "replicas", "messages"), jobs())
 def test_no_schedule_waits_in_a_circle(schedule: str, replicas: Sequence[int], messages: str, by_ipc: str) -> None:
