@@ -284,6 +284,25 @@ class Hooked(nn.Module):
         return out + self.head(torch.cat([self.features["0"], self.features["2"]], dim=1))
 
 
+class HookedAtFirst(nn.Module):
+    """Hidden states collected by hooks that the first forward registers, as transformers' models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 12), nn.Linear(12, 6)
+        self.heads = nn.ModuleList([nn.Linear(12, 3), nn.Linear(6, 3)])
+        self.collected = []
+
+    def forward(self, x):
+        if not getattr(self, "is_hooked", False):
+            for layer in (self.first, self.second):
+                layer.register_forward_hook(lambda module, inputs, output: self.collected.append(output))
+            self.is_hooked = True
+        self.collected = []
+        self.second(torch.relu(self.first(x)))
+        return sum(head(states) for head, states in zip(self.heads, self.collected, strict=True))
+
+
 class CompiledPart(nn.Module):
     """A part of the model goes through torch.compile."""
 
@@ -728,10 +747,11 @@ MODELS = {
     "parametrized": Task(parametrized, INPUT, CLASS),
     "pruned": Task(pruned, INPUT, CLASS),
     "hooked": Task(Hooked, INPUT, CLASS),
+    "hooked_at_first": Task(HookedAtFirst, INPUT, CLASS),
     "compiled_part": Task(CompiledPart, INPUT, CLASS),
     "scripted": Task(Scripted, INPUT, CLASS),
     "lazy_table": Task(LazyTable, numbers(5, 4), CLASS),
-    "lazy_modules": Task(lazy, numbers(3, 8, 8), CLASS),
+    "lazy_modules": in_double(Task(lazy, numbers(3, 8, 8), CLASS)),
     "sparse_table": Task(lambda: nn.Sequential(SparseTable(), perceptron()), classes(20, 4), CLASS),
     "late_centering": Task(lambda: nn.Sequential(nn.Linear(8, 8), LateCentering(), perceptron()), INPUT, CLASS),
     "running_norm": Task(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from task import Task, adamw, both, classes, named, numbers
+from task import Task, adamw, both, classes, in_double, named, numbers
 from torch import nn
 
 
@@ -382,7 +382,9 @@ class LoRA(nn.Module):
 
 NODES = both(numbers(5, 4), lambda g: (torch.rand(5, 5, generator=g) > 0.5).float())
 MODELS = {
-    "deep_fm": Task(DeepFM, lambda g: torch.cat([classes(n, 1)(g) for n in (5, 7, 3)]), classes(2), click_loss),
+    "deep_fm": in_double(
+        Task(DeepFM, lambda g: torch.cat([classes(n, 1)(g) for n in (5, 7, 3)]), classes(2), click_loss)
+    ),
     "wide_and_deep": Task(
         WideAndDeep,
         both(named(user=classes(10), item=classes(12), tags=classes(8, 3), continuous=numbers(2))),

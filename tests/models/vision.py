@@ -732,7 +732,7 @@ def counting_norms():
 
 IMAGE, CLASS = numbers(3, 16, 16), classes(4)
 MODELS = {
-    "resnet": Task(ResNet, IMAGE, CLASS),
+    "resnet": in_double(Task(ResNet, IMAGE, CLASS)),
     "resnext": Task(ResNeXt, IMAGE, CLASS, smoothed),
     "densenet": Task(DenseNet, IMAGE, CLASS),
     "inception": in_double(Task(InceptionNet, IMAGE, CLASS)),
