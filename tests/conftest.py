@@ -59,6 +59,7 @@ def metrics(output, target):
 # They take twenty seconds or more, the longest first: xdist would leave some for the end, and a core without work.
 LONG_FILES = [
     "test_docs.py",
+    "test_laws_memory.py",
     "test_run_endings.py",
     "test_train.py",
     "test_chaos.py",

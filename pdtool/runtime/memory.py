@@ -131,7 +131,7 @@ def expand_segments(device: torch.device) -> None:
     containers without privileges refuse. This does nothing on a CPU, if PYTORCH_CUDA_ALLOC_CONF says otherwise or names
     another allocator, or if the driver does not support it, as for a part of a GPU.
     """
-    given = ",".join(os.environ[name] for name in _ALLOCATOR_OPTIONS if name in os.environ)
+    given = next((os.environ[name] for name in _ALLOCATOR_OPTIONS if name in os.environ), "")
     if device.type != "cuda" or "expandable_segments" in given or "backend" in given:
         return
     set_options = torch._C._accelerator_setAllocatorSettings

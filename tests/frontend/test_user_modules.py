@@ -132,6 +132,7 @@ def optimizer(named): return torch.optim.SGD([p for _, p in named], lr=1e-3)
 """
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("name", ["model", "wave"])
 def test_dataset_may_use_a_pool_of_spawned_processes(tmp_path, name):
     write(tmp_path / f"{name}.py", SPAWNING)

@@ -12,19 +12,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pdtool.artifacts.plan import Plan
+import pdtool
 from pdtool.artifacts.report import Report
+from pdtool.errors import NoPlanError
 from pdtool.units import parse_bytes
 
 ROOT = Path(__file__).parents[2]
 GROUPS, LIMIT = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"  # control groups of version 1
-WAYS = {
-    "pipeline": ("--replicas", "1-1", "--schedule", "1f1b"),
-    "flush": ("--replicas", "1-1", "--schedule", "1f1b-flush", "--microbatches", "4"),
-    "copies": ("--replicas", "2"),
+WAYS: dict[str, dict[str, Any]] = {
+    "pipeline": {"replicas": "1-1", "schedule": "1f1b"},
+    "flush": {"replicas": "1-1", "schedule": "1f1b-flush", "microbatches": 4},
+    "copies": {"replicas": "2"},
 }
 UPDATES = 20
 MODEL = """
@@ -115,35 +117,35 @@ def is_usable() -> bool:
         return False
 
 
-def pdtool(folder: Path, *arguments: str, group: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """One command, all of its processes in the control group."""
-    enter = f"echo $$ > {group}/tasks && " if group else ""
-    command = ["sh", "-c", f'{enter}exec "$@"', "sh", sys.executable, "-m", "pdtool", *arguments]
+def run(folder: Path, plan: str, group: Path) -> subprocess.CompletedProcess[str]:
+    """`pdtool run`, all of its processes in the control group."""
+    command = [sys.executable, "-m", "pdtool", "run", plan, "--epochs", "1", "-o", "run"]
+    in_group = ["sh", "-c", f'echo $$ > {group}/tasks && exec "$@"', "sh", *command]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(in_group, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
 @pytest.mark.rows_of_the_day(days=8)
 @pytest.mark.skipif(not is_usable(), reason="needs to make control groups of version 1 that limit memory")
 @pytest.mark.parametrize("seed", range(8))
-def test_a_run_is_not_killed_with_the_least_memory_that_a_plan_asks_for(tmp_path: Path, seed: int) -> None:
+def test_a_run_is_not_killed_with_the_least_memory_that_a_plan_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
     rng = random.Random(seed)
     text, batch = random_model(rng)
-    (tmp_path / "net.py").write_text(text)
-    way = rng.choice(list(WAYS))
-    partition = ("partition", "--topology", "2", "--bandwidth", "16Gbit/s", *WAYS[way], "--memory")
-    done = pdtool(tmp_path, "profile", "net.py", "--batch-size", str(batch), "--threads", "1")
-    assert not done.returncode, done.stderr
-    refused = pdtool(tmp_path, *partition, "1MB")
-    found = re.search(r"at least --memory ([\d.]+\w*B)", refused.stderr)
-    assert found, refused.stderr
-    for command in ((*partition, found[1]), ("codegen",)):
-        done = pdtool(tmp_path, *command)
-        assert not done.returncode, done.stderr
-    plan = Plan.load(tmp_path / "plans" / "net-2.yaml")
+    Path("net.py").write_text(text)
+    way = WAYS[rng.choice(list(WAYS))]
+    profile = pdtool.profile("net.py", batch_size=batch, threads=1, device="cpu")
+    planned: dict[str, Any] = {"topology": "2", "bandwidth": "16Gbit/s", **way}
+    with pytest.raises(NoPlanError) as refused:
+        pdtool.partition(profile, memory="1MB", **planned)
+    found = re.search(r"at least --memory ([\d.]+\w*B)", str(refused.value))
+    assert found, refused.value
+    plan = pdtool.partition(profile, memory=found[1], output="plan.yaml", **planned)
+    pdtool.codegen("plan.yaml")
     with control_group(2 * parse_bytes(found[1])) as group:
-        done = pdtool(tmp_path, "run", "plans/net-2.yaml", "--epochs", "1", "-o", "run", group=group)
+        done = run(tmp_path, "plan.yaml", group)
     assert not done.returncode, f"{text}\n{plan.config} {plan.schedule} in {found[1]} a worker\n{done.stderr}"
-    report = Report.load(tmp_path / "run" / "report.json")
-    assert report.minibatches == UPDATES
+    assert Report.load(Path("run", "report.json")).minibatches == UPDATES

@@ -101,6 +101,7 @@ def of_launch(kind: str) -> list[subprocess.Popen[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("kind", ["machines", "torchrun"])
 def test_the_first_of_a_launch_has_the_figures(kind):
     processes = of_launch(kind)

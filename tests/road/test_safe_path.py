@@ -24,6 +24,7 @@ dataset = in_own_process
 """
 
 
+@pytest.mark.rows_of_the_day(days=4)
 @pytest.mark.parametrize(
     "arguments",
     [
