@@ -314,7 +314,8 @@ def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) ->
             memory_bytes = max(1, memory_bytes)  # no plan fits, and the error says what would help
         if memory_bytes <= 0:
             raise UsageError(f"{whole} of memory, but {reserved} are for {purpose}", "give the memory of a device")
-        note(f"leaving {reserved} of {whole} of memory for {purpose}")
+        is_left = tensor_bytes > 0
+        note(f"leaving {reserved} of {whole} of memory for {purpose}" if is_left else f"{reserved} are for {purpose}")
     return replace(cluster, memory_bytes=memory_bytes)
 
 

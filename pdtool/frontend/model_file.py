@@ -64,6 +64,7 @@ OWN_ARGUMENTS = {
 }
 _MAX_METRIC_NAME = 100
 _NO_VALIDATION = "each epoch ends with a validation: return samples for it, such as some of the training set"
+_FEWEST_SAMPLES = 3  # the model is traced with minibatches of two sizes, of which the smallest are 2 and 3
 _LOG = logging.getLogger(__name__)
 
 
@@ -211,8 +212,10 @@ class DataFunctions(UserFile):
             count = min(batch_size, self.samples(data, name) or 0)
             samples = self.read(data, indices[:count], name)
         if count < batch_size:
-            what = f"the training set has {count} samples, fewer than one minibatch of {batch_size}"
-            raise self.error(what, "profile with a smaller --batch-size")
+            what = f"the training set has {count} sample(s), fewer than "
+            if count < _FEWEST_SAMPLES:
+                raise self.error(f"{what}the {_FEWEST_SAMPLES} that pdtool traces the model with", "give it more")
+            raise self.error(f"{what}one minibatch of {batch_size}", "profile with a smaller --batch-size")
         return self.collate(samples, indices, name)
 
     def dataset(self, split: str) -> Dataset[Any]:

@@ -71,6 +71,8 @@ def test_what_the_four_commands_made_is_used_again_by_the_same_options(road, run
     assert told(road.pdtool(*OF_ROAD, "--epochs", "3")) == {**FRESH, "codegen": "reusing"}
     assert runs[0]["plan"] == str(PLAN)
     assert runs[0]["epochs"] == 3
+    for flag in ("-q", "-v"):  # which no command has among its parameters
+        assert told(road.pdtool(*OF_ROAD, flag)).get("profile") == (None if flag == "-q" else "reusing")
 
 
 @pytest.mark.parametrize(

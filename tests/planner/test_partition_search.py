@@ -255,7 +255,9 @@ def test_an_edited_plan_is_predicted_anew():
 
 def test_too_little_memory_says_what_lacks_and_what_would_do():
     profile = chain([1.0, 1.0], parameters=1000)
-    with pytest.raises(NoPlanError, match=r"lacks .* in stage 0 \(it needs 3 kB, a worker has 2.5 kB\)") as error:
+    with pytest.raises(
+        NoPlanError, match=r"lacks .* in stage 0 \(its tensors need 3 kB, a worker has 2.5 kB\)"
+    ) as error:
         make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=2500))
     enough = parse_bytes(error.value.remedy.split("--memory ")[1].split(",")[0])
     assert enough == 3000

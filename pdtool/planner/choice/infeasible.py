@@ -36,13 +36,14 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
         what = f"no plan{options.with_replicas} was found that fits with {options.in_flight} minibatches in flight"
         return NoPlanError(what, "give fewer, or leave --in-flight out")
     stage = smallest.cost.searched_memory_bytes.index(needed)
+    left = f"a worker has {format_bytes(limit)}" if limit > 1 else "a worker has nothing left for them"
     least = search.profile.memory_for(needed, search.cluster.levels[-1].size)
     recomputing = " with every stage recomputing" if options.recompute else ""
     recompute = "" if options.recompute else ", or leave out --no-recompute"
     return NoPlanError(
         f"no plan{options.with_replicas} fits: the smallest, {smallest.placement.config}"
         f"{recomputing}, lacks {format_bytes(needed - limit)} in stage {stage} "
-        f"(it needs {format_bytes(needed)}, a worker has {format_bytes(limit)})",
+        f"(its tensors need {format_bytes(needed)}, {left})",
         f"give each worker at least --memory {bytes_option(least)}{recompute}"
         f"{_more_workers(search)}{_other_schedules(search)}{_other_replicas(search)}, or smaller minibatches",
     )
