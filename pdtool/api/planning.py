@@ -314,8 +314,7 @@ def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) ->
             memory_bytes = max(1, memory_bytes)  # no plan fits, and the error says what would help
         if memory_bytes <= 0:
             raise UsageError(f"{whole} of memory, but {reserved} are for {purpose}", "give the memory of a device")
-        is_left = tensor_bytes > 0
-        note(f"leaving {reserved} of {whole} of memory for {purpose}" if is_left else f"{reserved} are for {purpose}")
+        note(f"leaving {reserved if tensor_bytes > 0 else 'all'} of {whole} of memory for {purpose}")
     return replace(cluster, memory_bytes=memory_bytes)
 
 

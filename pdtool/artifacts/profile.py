@@ -173,13 +173,13 @@ class Profile(Artifact):
             memory_bytes: the memory of a worker.
             sharing: workers of one machine.
         """
-        left_bytes = memory_bytes - self._process_bytes(sharing)
+        left_bytes = memory_bytes - self._overhead_bytes(sharing)
         return left_bytes - max(0, left_bytes) // self._gaps if self._gaps else left_bytes
 
     def memory_for(self, tensor_bytes: int, sharing: int) -> int:
         """Return the memory that a worker needs to have so many bytes for its tensors: see `tensor_bytes`."""
         with_gaps = math.ceil(tensor_bytes * self._gaps / (self._gaps - 1)) if self._gaps else tensor_bytes
-        return with_gaps + self._process_bytes(sharing)
+        return with_gaps + self._overhead_bytes(sharing)
 
     @property
     def _gaps(self) -> int:
@@ -188,7 +188,8 @@ class Profile(Artifact):
             return 0
         return _GAPS_ON_CPU if self.is_measured_on_cpu else _GAPS_ON_GPU
 
-    def _process_bytes(self, sharing: int) -> int:
+    def _overhead_bytes(self, sharing: int) -> int:
+        """What a worker's share of processes takes on a CPU, and CUDA's context and workspaces on a GPU."""
         if not self.is_measured_on_cpu:
             return self.reserved_bytes
         own_bytes = self.reserved_bytes // _OWN_PAGES

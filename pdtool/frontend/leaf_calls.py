@@ -30,7 +30,6 @@ _LIBRARY = torch.library.Library("pdtool", "FRAGMENT")  # type: ignore[no-untype
 _LIBRARY.define("leaf(int number, Tensor[] tensors) -> Tensor[]")  # type: ignore[no-untyped-call]
 
 _CHANGEABLE = (dict, OrderedDict, defaultdict, list, set, deque)  # containers without attributes of their own
-_NOT_PLAIN = (type, Tensor, nn.Module)
 _MAX_DEPTH = 4
 _SIZES = (2, 3)  # of the minibatches that show the shapes of opaque modules' outputs
 
@@ -260,10 +259,10 @@ def _parts(model: nn.Module) -> dict[str, Any]:
 
 def _collect_containers(value: Any, depth: int, found: dict[int, Any]) -> None:
     """Add to `found`, by id, the mutable containers in a module's attributes, and in plain objects there."""
-    is_container = type(value) in _CHANGEABLE  # an OrderedDict has a __dict__, too
-    if not is_container and hasattr(value, "__dict__") and not isinstance(value, _NOT_PLAIN) and not callable(value):
-        value, is_container = vars(value), True
-    if is_container and id(value) not in found:
+    has_attributes = hasattr(value, "__dict__") and type(value) not in _CHANGEABLE  # an OrderedDict has both
+    if has_attributes and not isinstance(value, (type, Tensor, nn.Module)) and not callable(value):
+        value = vars(value)
+    if type(value) in _CHANGEABLE and id(value) not in found:
         found[id(value)] = value
     elif type(value) is not tuple:
         return

@@ -212,10 +212,11 @@ class DataFunctions(UserFile):
             count = min(batch_size, self.samples(data, name) or 0)
             samples = self.read(data, indices[:count], name)
         if count < batch_size:
-            what = f"the training set has {count} sample(s), fewer than "
             if count < _FEWEST_SAMPLES:
-                raise self.error(f"{what}the {_FEWEST_SAMPLES} that pdtool traces the model with", "give it more")
-            raise self.error(f"{what}one minibatch of {batch_size}", "profile with a smaller --batch-size")
+                what = f"the training set has {count} sample(s), fewer than the {_FEWEST_SAMPLES} that tracing needs"
+                raise self.error(what, f"return {_FEWEST_SAMPLES} or more from {name}")
+            what = f"the training set has {count} samples, fewer than one minibatch of {batch_size}"
+            raise self.error(what, "profile with a smaller --batch-size")
         return self.collate(samples, indices, name)
 
     def dataset(self, split: str) -> Dataset[Any]:

@@ -139,8 +139,8 @@ def _computing_cause(report: Report, number: int, profiled_s: float) -> str:
         return f"operators are slower than in the profile: other threads, memory bandwidth, temperature{sending}"
     if report.cores is None:
         why = (
-            "was the GPU busy with something else, or is it not the GPU that was profiled? Or do its kernels take less "
-            "time than the host needs to launch them? Then profile with a larger --batch-size"
+            "does the host need longer to launch the kernels than the GPU to run them (if so, profile with a larger "
+            "--batch-size), was the GPU busy with something else, or is it not the GPU that was profiled?"
         )
     else:
         why = (

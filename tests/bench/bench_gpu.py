@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import chdir
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from runtime_bench.road import MODELS
 import pdtool
 from pdtool.artifacts.report import Report
 
-ROOT = Path(__file__).parents[2]
 GPT: Mapping[str, Any] = {"layers": 12, "width": 768, "heads": 12, "hidden": 2048, "vocabulary": 8192}
 FIXED = "expandable_segments:False"
 

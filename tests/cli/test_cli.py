@@ -438,6 +438,9 @@ def test_a_run_is_shown_with_where_its_time_went_and_predicted_beside_measured(f
     )
     compute, memory = format_seconds(report.predicted.compute_s[1]), format_bytes(report.predicted.memory_bytes[1])
     assert re.search(rf"^1 +{compute} +3 ms +{memory} +12 MB +2 +2 +100 B$", text, re.MULTILINE)
+    on_gpu = [stage.model_copy(update={"peak_reserved_bytes": 13_000_000}) for stage in report.stages]
+    report.model_copy(update={"stages": tuple(on_gpu)}).save("runs/a/report.json")
+    assert "12 MB (13 MB reserved)" in folder.pdtool("show", "runs/a").stdout
     unknown = [stage.model_copy(update={"peak_memory_bytes": None}) for stage in report.stages]
     report.model_copy(update={"predicted": None, "stages": tuple(unknown)}).save("runs/a/report.json")
     text = folder.pdtool("show", "runs/a").stdout

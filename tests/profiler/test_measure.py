@@ -282,7 +282,7 @@ def test_a_minibatch_too_small_to_normalise_over_says_so(model_file):
 
 
 def test_a_batch_larger_than_the_data_says_so(model_file):
-    with pytest.raises(ModelError, match=r"64 sample\(s\), fewer than one minibatch of 100"):
+    with pytest.raises(ModelError, match="64 samples, fewer than one minibatch of 100"):
         measure(model_file, batch_size=100)
 
 

@@ -239,9 +239,9 @@ def prints_what_is_shown(shell: Shell, console: str) -> None:
         output = shell.run(command).replace("certificate: optimal, because ", "certificate: ")  # the times decide that
         lines = [" ".join(line.split()) for line in output.splitlines()]
         for start in () if command.startswith("cat ") else shapes(shown):  # where the cuts are, the times decide
-            if start == "passed over:":  # so is whether another plan is faster
+            if start == "passed over:":  # the times decide whether another plan is faster
                 continue
-            begin = start.removesuffix(" stage") if start.startswith("bottleneck:") else start  # or a link is
+            begin = start.replace("bottleneck: stage", "bottleneck:")  # or whether it is a link
             assert any(line.startswith(begin) for line in lines), f"{command}\nno line begins with {begin!r}"
 
 

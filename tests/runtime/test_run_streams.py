@@ -316,7 +316,7 @@ def test_examples_and_loading_times_come_from_the_beginning_of_a_stream(tmp_path
     assert len(set(target.tolist())) == 23
     assert measure_loading_s(file, 23) is not None
     assert measure_loading_s(file, 24) is None
-    with pytest.raises(ModelError, match=r"the training set has 23 sample\(s\), fewer than one minibatch of 24"):
+    with pytest.raises(ModelError, match="the training set has 23 samples, fewer than one minibatch of 24"):
         file.example_batch(24)
 
 

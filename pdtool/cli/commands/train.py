@@ -105,7 +105,7 @@ def _step(ctx: click.Context, step: click.Command, argument: str) -> click.Conte
     context = step.make_context(step.name, [argument], parent=ctx.parent)
     for param in step.params:
         name = param.name or ""
-        if name in ctx.params and is_asked_for(ctx, name) and _is_handed_on(step, param):  # not --quiet: all obey it
+        if name in ctx.params and is_asked_for(ctx, name) and _is_handed_on(step, param):  # --quiet is no parameter
             value = ctx.params[name]
             if not isinstance(param.type, click.Choice) or value in param.type.choices:
                 of_file = context.params[name] if param.multiple else ()
