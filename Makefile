@@ -8,6 +8,9 @@ PROFILE ?= --threads 1
 # How `make plans/...` partitions: freely, unless options are given here.
 PARTITION ?=
 
+# Many containers set this. Each process would then compile all of torch that it imports, which takes seconds.
+export PYTHONDONTWRITEBYTECODE :=
+
 # The page of `pdtool report` is tried in a browser where there is one.
 CHROMIUM := $(shell which chromium-headless-shell chromium google-chrome 2>/dev/null | head -1)
 COMMA := ,

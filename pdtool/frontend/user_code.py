@@ -27,7 +27,7 @@ from torch.utils.data import IterableDataset, Subset, default_collate
 from pdtool.artifacts.artifact import ModelRef, fields_checked
 from pdtool.artifacts.text_formats import check_plain
 from pdtool.errors import FieldError, ModelError, UsageError, describe_error
-from pdtool.frontend.user_modules import begin_import, module_name, undoing_imports
+from pdtool.frontend.user_modules import begin_import, import_file, module_name, undoing_imports
 
 _ZOO = Path(__file__).parent.parent / "zoo"
 # Code that defines names invisibly to a reader of the file.
@@ -104,13 +104,7 @@ def import_source(source: str, path: Path) -> ModuleType:
         try:
             if is_module:
                 return importlib.import_module(source)
-            spec = importlib.util.spec_from_file_location(name, path)
-            assert spec
-            assert spec.loader
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module  # pickling and dataclasses look the module up by name
-            spec.loader.exec_module(module)
-            return module
+            return import_file(name, path)
         except SyntaxError as error:
             file = Path(error.filename or source)  # the model's own, or one that it imports
             name = source if file.resolve() == path.resolve() else file.name

@@ -61,6 +61,20 @@ def test_each_model_file_imports_the_modules_of_its_own_folder_as_they_are_now(t
     del sys.modules["net"]
 
 
+def test_an_edit_in_the_same_second_is_seen_though_python_wrote_bytecode(tmp_path, monkeypatch):
+    """Python itself takes the bytecode of the first text: the size is the same, and so is the second."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    model, net, hooks = write(tmp_path / "model.py", MODEL.format(module="part.net")), tmp_path / "part/net.py", []
+    program = [sys.executable, "-c", "from part.net import WIDTH; print(WIDTH)"]
+    for size in (3, 5, 7):
+        write(net, NET.format(width=size))
+        os.utime(net, (1e9, 1e9))
+        assert subprocess.check_output(program, cwd=tmp_path, text=True) == "3\n"
+        assert width(model) == size
+        hooks.append(sys.path_hooks[:])
+    assert hooks == [sys.path_hooks] * 3
+
+
 def test_a_package_is_loaded_again_after_an_edit(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "nets" / "model.py", MODEL.format(module="nets.blocks.net"))

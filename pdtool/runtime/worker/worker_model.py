@@ -8,8 +8,6 @@ replicas of a stage, and in stages that share it.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +25,7 @@ from pdtool.errors import ArtifactError, PdtoolError, StaleError, TraceError, de
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import tensors_in
 from pdtool.frontend.operators import empty_in_same_place, first_names, named_state, registered_state
-from pdtool.frontend.user_modules import user_modules_importable
+from pdtool.frontend.user_modules import import_file, user_modules_importable
 from pdtool.runtime.groups import PeerErrorContext, ProcessGroups, all_gather
 from pdtool.runtime.worker.partial_build import build_partially
 
@@ -164,14 +162,9 @@ def load_stage_module(
     bundle.check_files(folder)
     described = bundle.stages[stage]
     path = (named or folder) / described.file
-    spec = importlib.util.spec_from_file_location(f"pdtool_stage_{stage}", folder / described.file)
-    assert spec
-    assert spec.loader
-    code = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = code
     try:
         with user_modules_importable():
-            spec.loader.exec_module(code)
+            code = import_file(f"pdtool_stage_{stage}", folder / described.file)
         kind = getattr(code, described.class_name)
         with torch.device("meta"):  # its values are those of the model
             module: nn.Module = kind(model) if described.opaque else kind()
