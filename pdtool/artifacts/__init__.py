@@ -51,14 +51,18 @@ def load_any(file: str) -> Artifact:
         names = (*RunDir.ARTIFACTS, Bundle.FILE, Checkpoint.MANIFEST)
         held = [path / name for name in names if (path / name).is_file()]
         if not held:
-            raise ArtifactError(path, f"contains none of {', '.join(names)}", "name a file, or a finished run")
+            inside = sorted(each.name for each in path.iterdir() if each.suffix in (".yaml", ".json"))
+            remedy = f"name a file in it: {', '.join(inside)}" if inside else "name a file, or a finished run"
+            raise ArtifactError(path, f"contains none of {', '.join(names)}", remedy)
         path = held[0]
     text = read_text(path, may_be_pipe=not is_folder)
     kind = declared_kind(text)
     if not kind:
+        is_trace = path.name == RunDir(path.parent).trace_file.name
+        remedy = "name a profile, cluster, plan, bundle, report, emulation or checkpoint"
         raise ArtifactError(
             path,
             "is not an artifact of pdtool (it has no format field)",
-            "name a profile, cluster, plan, bundle, report, emulation or checkpoint",
+            "open it in https://ui.perfetto.dev" if is_trace else remedy,
         )
     return artifact_class(kind, path).parse(text, path)

@@ -103,11 +103,14 @@ def telling_what_takes_long(command: Callable[[], str]) -> Iterator[None]:
 
     def tell() -> None:
         silent, known = 0, Verbosity.notes
+        since = "the last line" if known else "the start"
         while not ended.wait(_TICK_S):
-            silent = silent + 1 if Verbosity.notes == known else 0
+            silent += 1
+            if Verbosity.notes != known:
+                silent, since = 0, "the last line"
             if silent > 1 and silent & (silent - 1) == 0:
                 what = _doing[-1] if _doing else command()
-                note(f"{what}: still running, {silent * _TICK_S:.0f} s after the last line")
+                note(f"{what}: still running, {silent * _TICK_S:.0f} s after {since}")
             known = Verbosity.notes
 
     thread = threading.Thread(target=tell, daemon=True)

@@ -421,10 +421,13 @@ def test_show_finds_what_a_folder_holds(folder):
     assert re.search(
         r"data-parallel 3-1|data-parallel 4 .*2.25 ×", " ".join(folder.pdtool("show", "runs/b").stdout.split())
     )
-    assert (
-        "contains none of report.json, run.json, emulation.json, bundle.yaml, checkpoint.json"
-        in folder.pdtool("show", ".", code=3).stderr
-    )
+    none_of = "contains none of report.json, run.json, emulation.json, bundle.yaml, checkpoint.json; name a file"
+    assert f"{none_of}, or a finished run" in folder.pdtool("show", ".", code=3).stderr
+    samples.plan().save("plans/a.yaml")
+    samples.plan().save("plans/b.yaml")
+    assert f"plans: {none_of} in it: a.yaml, b.yaml" in folder.pdtool("show", "plans", code=3).stderr
+    folder.write("runs/a/trace.json", "[]")
+    assert "open it in https://ui.perfetto.dev" in folder.pdtool("show", "runs/a/trace.json", code=3).stderr
 
 
 def test_a_run_is_shown_with_where_its_time_went_and_predicted_beside_measured(folder, monkeypatch):

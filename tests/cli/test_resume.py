@@ -161,6 +161,7 @@ def test_what_takes_long_is_told_where_no_bar_shows_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("pdtool.cli.terminal._TICK_S", 0.05)
+    monkeypatch.setattr("pdtool.cli.terminal.Verbosity.notes", 0)
     with telling_what_takes_long(lambda: "codegen"):
         time.sleep(0.2)
         with status("generating") as step:
@@ -168,4 +169,5 @@ def test_what_takes_long_is_told_where_no_bar_shows_it(
             time.sleep(0.5)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("codegen: still running, ")
+    assert lines[0].endswith("s after the start")
     assert any(line.startswith("proving stage 1: still running, ") for line in lines)
