@@ -76,7 +76,7 @@ def test_any_plan_keeps_its_margin_and_divides_no_more_modules():
             assert moved.simulated_s <= chosen.limit_s, seed
             assert moved.simulated_s == steady_state_s(moved.candidate.placement, profile, cluster), seed
         moved_plans += before != after
-    assert moved_plans >= 3
+    assert moved_plans >= 2
 
 
 def test_borders_that_cannot_all_move_at_once_move_one_after_the_other(monkeypatch):

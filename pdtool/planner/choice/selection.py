@@ -46,6 +46,9 @@ _MAX_SMALL = 2_000  # actions times workers, of a plan whose numbers in flight a
 _EXCESS_OF_SKIPS = 1.6  # formulas over simulation, about, if a tensor counts at each border that it crosses
 _STEPS_TO_FREER_LINKS = 4  # borders that are moved one after the other for that
 _MAX_ACTIONS_MOVED = 60_000  # times workers, in all simulations of plans with moved borders
+_MAX_ACTIONS_ALONE = 60_000  # the same, where each configuration is looked at by itself
+_MAX_WORKERS_ALONE = 6  # with more, that takes seconds and finds little
+_STEPS_ALONE = 3  # without a gain, after which the next configuration has its turn
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,8 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
             selection.add_plans_with_freer_links()
             selection.simulate()
             selection.move_borders_of_fast_plans()
+            if search.workers <= _MAX_WORKERS_ALONE:
+                selection.look_at_each_configuration()
     return selection.selected() or by_formulas
 
 
@@ -194,16 +199,43 @@ class _Selection:
                     moved, rest = [*moved, *more], sorted([*rest, *more], key=_by_bound)
             self._shortlist += sorted(moved, key=_by_bound)[:_MIN_PLANS_PER_SEARCH]
 
-    def move_borders_of_fast_plans(self) -> None:
+    def move_borders_of_fast_plans(self, steps_without_gain: float = math.inf) -> None:
         """Move the borders of the fastest plans to cuts near by, and go on from those that are fast, too."""
-        moved, limit = set[int](), self._simulated_actions + _MAX_ACTIONS_MOVED
-        while self._simulated_actions < limit and (rest := [plan for plan in self._plans if id(plan) not in moved]):
-            plan = min(rest, key=lambda plan: plan.time_s)
+        moved, limit, without_gain = set[int](), self._simulated_actions + _MAX_ACTIONS_MOVED, 0
+        while (
+            self._simulated_actions < limit
+            and without_gain < steps_without_gain
+            and (rest := [plan for plan in self._plans if id(plan) not in moved])
+        ):
+            plan, fastest_s = min(rest, key=lambda plan: plan.time_s), self.fastest_s
             moved.add(id(plan))
             placement = plan.candidate.placement
             usual = self.search.evaluator.place(placement.stages, placement.workers, placement.execution)
             self._shortlist = self._with_lower_bounds(with_moved_borders(self.search, usual))
             self.simulate()
+            without_gain = 0 if self.fastest_s < fastest_s else without_gain + 1
+
+    def look_at_each_configuration(self) -> None:
+        """Move the borders of a plan of each configuration that the formulas find faster than any simulated plan.
+
+        Several borders may have to move before such a plan is the fastest, so each is compared only with its own
+        configuration's plans.
+        """
+        limit = self._simulated_actions + _MAX_ACTIONS_ALONE
+        of_each_configuration = {
+            plan.placement.workers: plan
+            for _, plan in sorted(self._passed_over, key=_by_bound, reverse=True)
+            if len(plan.placement.stages) > 1 and plan.time_per_minibatch_s < self.fastest_s
+        }
+        for plan in sorted(of_each_configuration.values(), key=lambda plan: plan.time_per_minibatch_s):
+            if self._simulated_actions < limit:
+                alone = _Selection(self.search, [plan])
+                alone.simulate()
+                alone.move_borders_of_fast_plans(_STEPS_ALONE)
+                self._plans += alone._plans
+                self.fastest_s = min(self.fastest_s, alone.fastest_s)
+                self.simulated_plans += alone.simulated_plans
+                self._simulated_actions += alone._simulated_actions
 
     def selected(self) -> Selected | None:
         """Return the plan with the fewest stages within the margin of the fastest one."""
@@ -248,9 +280,11 @@ class _Selection:
         self.simulated_plans += 1
         self._simulated_actions += action_count(candidate.placement) * candidate.placement.used_workers
         chosen, time_s = with_fewest_in_flight(self.search.evaluator, candidate, self.margin, **limits)
+        self.fastest_s = min(self.fastest_s, time_s)
         if time_s < math.inf:
             self._plans.append(_Simulated(chosen, time_s))
-            self.fastest_s = min(self.fastest_s, time_s)
+        else:
+            self._passed_over.append((lower_bound_s(self.search.evaluator, candidate), candidate))
 
 
 def _renumbered(placement: Placement, cluster: Cluster) -> Placement:
