@@ -23,6 +23,8 @@ from pdtool.host import joining_freed_memory, safe_path
 
 _GRACE_S = 0.5  # after a failure, because its root cause may still be on its way
 _POLL_S = 0.2
+# What a run's workers import; torch._dynamo comes with the first optimizer and would take each of them half a second.
+_OF_WORKERS = ("torch", "torch._dynamo", "pdtool.runtime.launch.worker_main")
 
 
 class WorkerProcesses:
@@ -106,6 +108,11 @@ def start_fork_server(modules: Sequence[str]) -> None:
     finally:
         if is_main:
             signal.signal(signal.SIGINT, handler)
+
+
+def start_server_of_workers() -> None:
+    """Start the fork server for the workers of a run. The earlier, the more it imports beside this process."""
+    start_fork_server(_OF_WORKERS)
 
 
 def describe_exit(code: int) -> str:

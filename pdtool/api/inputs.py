@@ -23,6 +23,7 @@ from pdtool.errors import ArtifactError, StaleError, UsageError, suggestion
 from pdtool.files import file_sha256
 from pdtool.machines import is_first_worker
 from pdtool.options.run_options import RunOptions
+from pdtool.processes import start_server_of_workers
 from pdtool.schedule import SCHEDULES, schedule_names
 
 _KINDS = {"profile": ("profiles", "*.json", "pdtool profile"), "plan": ("plans", "*.yaml", "pdtool partition")}
@@ -49,10 +50,14 @@ class Inputs:
     trusted: bool
 
     @classmethod
-    def load(cls, plan: Plan | Path | str, model: str | None) -> Inputs:
+    def load(cls, plan: Plan | Path | str, model: str | None, *, starts_workers: bool = False) -> Inputs:
         """Take a plan, or read it, and its profile; recompute the predictions of a plan edited by hand.
 
         Codegen and the workers of a run trace the model, and check then that it still has the profiled operators.
+
+        Args:
+            starts_workers: whether this process will start workers. What they come from then imports torch while this
+                process does.
 
         Raises:
             StaleError: the profile changed after the plan was made; or the model's file did, and no operator graph is
@@ -64,6 +69,8 @@ class Inputs:
         if ref is None:  # not even with --model: we can read no model with such a plan's operators
             remedy = "plan from a profile that `pdtool profile` wrote"
             raise ArtifactError(path, f"{chosen.profile} comes without a model", remedy, field="model")
+        if starts_workers:
+            start_server_of_workers()
         inputs = cls(path, chosen, profile, _named(ref, model) if model else ref, trusted=model is not None)
         inputs._check_model(ref)
         return replace(inputs, plan=checked(chosen, profile))

@@ -140,21 +140,23 @@ def generated(inputs: Inputs, folder: Path) -> Bundle:
 
 
 def to_train(
-    plan: Plan | Path | str | None, asked: RunOptions, given: Collection[str]
+    plan: Plan | Path | str | None, asked: RunOptions, given: Collection[str], *, is_dry: bool = False
 ) -> tuple[Inputs, Plan, RunOptions]:
     """Return the inputs of a run, its plan with the requested schedule, and its options.
 
     Args:
         plan: None: that of the resumed run, or the only one in plans/.
         given: names of the options on the command line, or in the call.
+        is_dry: whether no workers will follow.
     """
-    from pdtool.frontend.user_code import check_trainable, find_source
-
     before, path = asked, None if plan is None or isinstance(plan, Plan) else str(plan)
     own, asked = as_asked(path, asked, given)
     if is_first_worker(os.environ):
         note_options(before, asked)
-    inputs = Inputs.load(plan if isinstance(plan, Plan) else candidate("plan", own), asked.model)
+    named = plan if isinstance(plan, Plan) else candidate("plan", own)
+    inputs = Inputs.load(named, asked.model, starts_workers=not (is_dry or is_worker(os.environ)))
+    from pdtool.frontend.user_code import check_trainable, find_source  # torch: meanwhile the server loads it, too
+
     check_trainable(find_source(inputs.model.source), inputs.model.function)
     inputs = with_settings(inputs, asked.model_settings)
     return inputs, rescheduled(inputs, asked), asked

@@ -36,7 +36,7 @@ def state():
         "numpy": repr(numpy.random.get_state()),
         "torch": torch.get_rng_state().tolist(),
         "environment": dict(os.environ),
-        "path": [*sys.path],
+        "path": [*sys.path, *sys.path_hooks],
         "arguments": [*sys.argv],
         "folder": os.getcwd(),
         "modules": {n: id(m) for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(own)},

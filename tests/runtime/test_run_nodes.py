@@ -141,7 +141,7 @@ class Malicious:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("said", ["pickle", b"\xff" * 64, b"[]"])
+@pytest.mark.parametrize("said", ["pickle", b"\xff" * 64])
 def test_a_stranger_who_says_what_no_machine_says_executes_nothing(tmp_path: Path, said: Any) -> None:
     """It has come in the place of machine 1, and gives its address to gloo."""
     spec = harness.job(tmp_path, CONV2, timeout_s=5.0, machines=Machines(2, 0, f"127.0.0.1:{free_port()}"))

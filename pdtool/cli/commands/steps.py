@@ -101,7 +101,7 @@ def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> No
     from pdtool.cli.artifact_views import worker_table
     from pdtool.cli.run_view import report_view
 
-    inputs, chosen, asked = to_train(plan, asked, options.typed(click.get_current_context()))
+    inputs, chosen, asked = to_train(plan, asked, options.typed(click.get_current_context()), is_dry=dry_run)
     if asked.compiled and chosen.kind.splits_backward:
         name = chosen.schedule
         note(f"a compiled stage computes all its gradients at once, so {name} cannot delay any: use 1f1b-flush")

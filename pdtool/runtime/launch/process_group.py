@@ -22,12 +22,10 @@ from types import FrameType
 
 from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import WorkerDiedError
-from pdtool.processes import start_fork_server
+from pdtool.processes import start_server_of_workers
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-# The fork server's imports; torch._dynamo comes with the first optimizer and would take each worker half a second.
-_PRELOADED = ("torch", "torch._dynamo", "pdtool.runtime.launch.worker_main")
 
 
 class StopSignal(KeyboardInterrupt):
@@ -47,7 +45,7 @@ class Reaper:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        start_fork_server(_PRELOADED)
+        start_server_of_workers()
         self._pipe, pipe_of_reaper = context.Pipe()
         arguments = (pipe_of_reaper, util.get_temp_dir())
         self._process = context.Process(target=_lead_group, args=arguments, name="reaper", daemon=True)
