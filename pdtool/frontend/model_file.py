@@ -470,7 +470,9 @@ class ModelFile(DataFunctions, TrainingFunctions):
             names = list(inspect.signature(function).parameters)
             near = "".join(suggestion(name, names) for name in self.model_settings if name not in names)
             what = f"{self.ref.function}() does not take these settings ({error})"
-            raise self.error(what, f"{near} it takes: {', '.join(names) or 'none'}".lstrip()) from error
+            unknown = next((name for name in self.model_settings if name not in names), "")
+            add = f"; or give another function a parameter, as in optimizer(..., {unknown}=...)" if unknown else ""
+            raise self.error(what, f"{near} it takes: {', '.join(names) or 'none'}{add}".lstrip()) from error
         model = self.call_seeded(seed, self.ref.function, **self.model_settings)
         if not isinstance(model, nn.Module):
             what = f"{self.ref.function}() returned {type(model).__name__}, not a torch.nn.Module"

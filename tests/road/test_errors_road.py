@@ -36,7 +36,7 @@ BRANCH = """
         ("def net(): pass\n", [], 1, r"model.py has no function model\(\); it defines: net"),
         ("def model(:\n", [], 1, r"model.py:1: invalid syntax"),
         ("import nothing_at_all\n", [], 1, r"model.py:1: importing it raised ModuleNotFoundError"),
-        (NET, ["--set", "depth=3"], 1, r"model\(\) does not take these settings .*it takes: width"),
+        (NET, ["--set", "depth=3"], 1, r"model\(\) does not take these settings .*it takes: width; or give another"),
         (NET, ["--set", "depth"], 2, r"setting 'depth' is not NAME=VALUE"),
         (NET, ["--batch-size", "49"], 1, r"the training set has 48 samples, fewer than one minibatch of 49"),
         (changed("torch.randn(48, 4,", "torch.randn(48, 5,"), [], 1, r"error: .*(shape|mat|size)"),
