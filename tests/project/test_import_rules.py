@@ -340,6 +340,18 @@ def test_planning_never_loads_torch(tmp_path):
     assert (tmp_path / "out.yaml").is_file()
 
 
+def test_the_workers_server_loads_torch_while_run_does(tmp_path):
+    """It is started before; a dry run needs none."""
+    code = (
+        "import os, sys\nfrom pdtool.api import inputs\nfrom pdtool.cli.commands.app import main\n"
+        "inputs.start_server_of_workers = lambda: os._exit(8 if 'torch' in sys.modules else 9)\nmain()\n"
+    )
+    command = [sys.executable, "-c", code, "run", "plans/mnist-2.yaml", "-o", str(tmp_path / "run")]
+    for options, status in (([], 9), (["--dry-run"], 0)):
+        done = subprocess.run([*command, *options], cwd=ROOT.parent, capture_output=True, check=False)
+        assert done.returncode == status, done.stderr
+
+
 def test_help_costs_under_half_a_second_of_processor_time():
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-m", "pdtool", "--help"], cwd=ROOT.parent, check=True, capture_output=True)
