@@ -33,7 +33,7 @@ class Table:
 
     Args:
         names: number of first columns that hold words; the others hold figures.
-        drop: names of columns that a narrow terminal can do without, the least important first.
+        drop: names of columns, if there are any, that a narrow terminal can do without, the least important first.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class Table:
         title: str = "",
         drop: Sequence[str] = (),
     ) -> None:
-        self._columns, self._names, self._droppable, self._title = columns, names, drop, title
+        self._columns, self._names, self._title = columns, names, title
+        self._droppable = [name for name in drop if name in columns]
         self._cells = [[str(cell) for cell in row] for row in rows]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

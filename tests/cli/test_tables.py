@@ -86,3 +86,10 @@ def test_into_a_pipe_a_table_has_80_columns_or_those_that_are_asked_for(
     wide = folder.pdtool("show", "report.json").stdout
     assert "not shown" not in wide
     assert "\x1b" not in narrow + wide
+
+
+def test_a_cluster_that_was_not_probed_has_no_measured_columns(folder: Folder) -> None:
+    samples.cluster().model_copy(update={"measured": None}).save("lab.yaml")
+    shown = folder.pdtool("show", "lab.yaml").stdout
+    assert "bandwidth" in shown
+    assert "ring formula" not in shown
