@@ -56,8 +56,8 @@ class Inputs:
         Codegen and the workers of a run trace the model, and check then that it still has the profiled operators.
 
         Args:
-            starts_workers: whether this process will start workers. What they come from then imports torch while this
-                process does.
+            starts_workers: whether this process will start workers. Their fork server then imports torch at the same
+                time as this process.
 
         Raises:
             StaleError: the profile changed after the plan was made; or the model's file did, and no operator graph is

@@ -155,7 +155,7 @@ def to_train(
         note_options(before, asked)
     named = plan if isinstance(plan, Plan) else candidate("plan", own)
     inputs = Inputs.load(named, asked.model, starts_workers=not (is_dry or is_worker(os.environ)))
-    from pdtool.frontend.user_code import check_trainable, find_source  # torch: meanwhile the server loads it, too
+    from pdtool.frontend.user_code import check_trainable, find_source  # loads torch
 
     check_trainable(find_source(inputs.model.source), inputs.model.function)
     inputs = with_settings(inputs, asked.model_settings)

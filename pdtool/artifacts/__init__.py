@@ -15,6 +15,8 @@ from pdtool.errors import ArtifactError
 if TYPE_CHECKING:
     from pdtool.artifacts.artifact import Artifact
 
+_MOST_LISTED = 8  # files of a folder, in an error
+
 
 def artifact_class(kind: str, path: Path | str = "") -> type[Artifact]:
     """Return the class of a kind; raises ArtifactError, which names `path`, for an unknown one."""
@@ -52,7 +54,9 @@ def load_any(file: str) -> Artifact:
         held = [path / name for name in names if (path / name).is_file()]
         if not held:
             inside = sorted(each.name for each in path.iterdir() if each.suffix in (".yaml", ".json"))
-            remedy = f"name a file in it: {', '.join(inside)}" if inside else "name a file, or a finished run"
+            remedy = (
+                f"name a file in it: {', '.join(inside[:_MOST_LISTED])}" if inside else "name a file, or a finished run"
+            )
             raise ArtifactError(path, f"contains none of {', '.join(names)}", remedy)
         path = held[0]
     text = read_text(path, may_be_pipe=not is_folder)

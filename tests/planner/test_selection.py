@@ -8,6 +8,7 @@ import random
 from dataclasses import replace
 from functools import cache
 
+import bench_choice
 import pytest
 from bench_choice import MAX_LOSS, compared
 from conftest import DAY
@@ -15,6 +16,7 @@ from graphs import chain, random_profile, with_nodes
 
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.errors import NoPlanError
+from pdtool.options.plan_options import PartitionOptions
 from pdtool.planner.choice import selection
 from pdtool.planner.choice.in_flight import IN_FLIGHT_MARGIN
 from pdtool.planner.choice.make_plan import make_plan
@@ -210,6 +212,14 @@ def test_a_short_simulation_is_not_faster_than_a_long_one(seed, config):
     job = SimulationJob.of(placement, search.profile, search.cluster, 300)
     short_s = steady_state_s(placement, search.profile, search.cluster)
     assert short_s * WINDOW >= simulate(job).time_per_minibatch_s
+
+
+@pytest.mark.parametrize(("seed", "narrower"), [(193, {"replicas": (2, 1)}), (763, {"workers": 5})])
+def test_borders_are_moved_where_no_first_plan_of_a_configuration_is_fast(seed, narrower):
+    """Several have to move before such a plan is faster than another configuration's."""
+    profile, cluster = bench_choice.question(seed)
+    free, narrow = (bench_choice.planned(profile, cluster, PartitionOptions(**asked)) for asked in ({}, narrower))
+    assert free.predicted.simulated_s <= narrow.predicted.simulated_s * (1 + bench_choice.MAX_LOSS)
 
 
 @pytest.mark.rows_of_the_day(days=2)
