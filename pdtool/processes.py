@@ -111,7 +111,10 @@ def start_fork_server(modules: Sequence[str]) -> None:
 
 
 def start_server_of_workers() -> None:
-    """Start the fork server for the workers of a run. Call it early: it imports torch at the same time as this process."""
+    """Start the fork server for the workers of a run.
+
+    Call it early, because it imports torch at the same time as this process.
+    """
     start_fork_server(_OF_WORKERS)
 
 
