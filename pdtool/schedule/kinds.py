@@ -79,16 +79,22 @@ class ScheduleKind:
     def deeper_in_flight(
         self, replicas: Sequence[int], more: int, microbatches: int = 1, chunks: int = 1
     ) -> tuple[int, ...]:
-        """Return w as `usual_in_flight`, with `more` at the first stage. No stage gets more than an update of a
-        flushing schedule has, or more than the stage before lets through: it would wait forever.
+        """Return w as `usual_in_flight`, with `more` at the first stage.
+
+        No stage gets more than an update of a flushing schedule has, or more than the stage before lets through: it
+        would wait forever. Without a flush, a replica of the stage before also waits for the update, and so for the
+        backwards of all its replicas.
         """
         p, usual = len(replicas), self.usual_in_flight(replicas, microbatches, chunks)
         most = self.max_in_flight(replicas, microbatches, chunks)
         deeper: list[int] = []
         for s, w in enumerate(usual):
             extra = ceil(more * self.deepening(s, p)) if self.deepening else 0
-            coming = deeper[-1] * replicas[s - 1] // replicas[s] if deeper else inf
-            deeper.append(max(w, int(min(most[s], w + extra, coming))))
+            if s:
+                awaited = 1 if self.flushes else replicas[s - 1]
+                coming = 1 + (deeper[-1] * replicas[s - 1] - awaited) // replicas[s]
+                extra = min(extra, max(0, coming - w))
+            deeper.append(max(w, int(min(most[s], w + extra))))
         return tuple(deeper)
 
     def max_in_flight(self, replicas: Sequence[int], microbatches: int = 1, chunks: int = 1) -> tuple[float, ...]:

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import pytest
@@ -85,6 +85,16 @@ def test_every_schedule_validates(case: tuple[ScheduleKind, PipelineShape], n: i
                 assert minibatches == (list(range(replica, n, shape.replicas[s])) if is_there else [])
             rounds = [a.minibatch for a in of_stage if a.kind is ActionKind.UPDATE]
             assert rounds == list(range(math.ceil(n / shape.update_every[s])))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "1f1b-flush"])
+def test_no_stage_waits_forever_with_more_in_flight(name: str) -> None:
+    """A replica may wait for an update, and so for minibatches of other replicas that later stages must not hold up."""
+    execution = ExecutionConfig.of_schedule(name, *([12] if SCHEDULES[name].flushes else []))
+    uneven = [*product(range(1, 4), repeat=4), (6, 4, 1, 6, 3, 2), (1, 6, 5, 5), (1, 2, 6, 3, 5, 5, 1), (1, 6, 3, 2, 2)]
+    for replicas, more in product(uneven, (1, 2, 7, 16)):
+        shape = execution.shape(replicas, execution.deeper_in_flight(replicas, more))
+        validate(SCHEDULES[name].build(shape, 24), shape, 24)
 
 
 @settings(max_examples=300, deadline=None)
