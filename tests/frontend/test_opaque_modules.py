@@ -53,6 +53,7 @@ def load(name):
     return OpaqueModel.load(ModelRef(source=str(MODELS), function=name), trusted=True)
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("name", OPAQUE)
 def test_it_is_one_operator_of_a_stage_that_equals_the_model(name, tmp_path):
     model_file = load(name)

@@ -66,6 +66,7 @@ def generated(name, folder):
     return model_file, Bundle.load(folder / "bundle.yaml"), texts_in(folder)
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_structures(name, tmp_path):
     _, bundle, texts = generated(name, tmp_path / "b")

@@ -51,6 +51,7 @@ def stage_files(function: str, stages: int, folder: Path) -> dict[str, str]:
     return texts_in(folder)
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_stage_file_reads_as_a_person_would_write_it(name, tmp_path):
     assert stage_file(name, tmp_path / "b") == (FOLDER / f"{name}.txt").read_text()

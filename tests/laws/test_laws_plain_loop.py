@@ -46,6 +46,7 @@ def is_near(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.allclose(value, b[name], rtol=1e-3, atol=1e-4) for name, value in a.items())
 
 
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize(
     ("toy", "replicas", "schedule", "settings", "optimizer"),
     [
@@ -367,6 +368,7 @@ def sampler(dataset, epoch):
 """
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize(("replicas", "loader_workers"), [((1, 1), 0), ((2, 1), 0), ((2, 1), 1), ((3, 2), 0)])
 def test_a_dataset_that_a_sampler_tells_the_epoch_gives_the_samples_of_that_epoch(
     tmp_path: Path, replicas: tuple[int, ...], loader_workers: int

@@ -99,6 +99,7 @@ def test_1f1b_equals_its_replay_and_keeps_no_more_than_the_plan_says(
     assert_kept(spec, outcomes, definition)
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize(
     ("replicas", "settings", "every"),
     [
@@ -167,6 +168,7 @@ OVER_ONE_MEMORY = autoencoder(
 USED_TWICE = autoencoder("", "h @ self.b.weight", "", "self.b.weight.detach()[1, :3]")
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize(
     ("replicas", "settings"),
     [

@@ -179,6 +179,7 @@ def test_a_number_that_cannot_be_chosen_is_refused(asked, match):
         PLANNERS[asked.strategy].options(asked, 3)
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("schedule", ["zb-h1", "2bw"])
 def test_the_borders_of_a_schedule_without_formulas_are_its_own(schedule):
     """No other border of two stages is faster under it. The schedule that its plans come from may have another one."""

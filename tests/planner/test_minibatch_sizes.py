@@ -36,6 +36,7 @@ def profiles_of_sizes(rng: random.Random, folder: Path) -> list[str]:
     return paths
 
 
+@pytest.mark.rows_of_the_day(days=4)
 @pytest.mark.parametrize("seed", range(8))
 def test_the_plan_is_for_the_fastest_batch_size(tmp_path, monkeypatch, seed):
     monkeypatch.chdir(tmp_path)

@@ -131,6 +131,7 @@ def interfering(number: signal.Signals, rank: int, at: str):
     return on_step
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize(("sizes", "rank", "at"), [((2,), 1, "both ways"), ((2, 2), 3, "level 1 of 2x2, all-reduce")])
 def test_a_worker_that_never_answers_is_named_when_the_time_is_over(sizes, rank, at):
     start = time.monotonic()

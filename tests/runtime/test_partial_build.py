@@ -75,6 +75,7 @@ def check_equal(build: Callable[[], nn.Module], names: Callable[[str], bool]) ->
     return model
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_wanted_of_any_model_is_that_of_the_whole_model(family: str, tmp_path: Path) -> None:
     """A third of the names, by chance; the generators go on as if all had been drawn."""

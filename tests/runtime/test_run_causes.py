@@ -211,6 +211,7 @@ def loss(output, target, of=loss):
 """
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize(
     ("statement", "how"),
     [("time.sleep(600)", "did not answer"), ("os.kill(os.getpid(), 19)", r"is stopped \(SIGSTOP\)")],

@@ -16,6 +16,7 @@ from pdtool.runtime.corrections import DelayCompensation
 from pdtool.schedule import SCHEDULES, ExecutionConfig, gradient_delays
 
 
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize(
     ("toy", "optimizer", "text"),
     [

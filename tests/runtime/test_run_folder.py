@@ -122,6 +122,7 @@ def test_machines_that_run_different_things_are_refused(tmp_path: Path, what: st
     assert not RunDir(spec.out).checkpoints()
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("timeout_s", [5.0, 60.0])
 def test_a_folder_that_machines_do_not_share_is_refused(tmp_path: Path, timeout_s: float) -> None:
     spec = harness.job(tmp_path, CONV2, (1, 1), timeout_s=timeout_s)

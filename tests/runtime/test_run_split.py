@@ -472,6 +472,7 @@ def alive():
     gc.enable()
 
 
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize("name", CASES)
 def test_the_graph_is_let_go(name, alive):
     module, values, outputs, gradients = case(name)

@@ -70,6 +70,7 @@ def at_most_one() -> None:
     DataLoader.__init__ = checked  # type: ignore[method-assign]
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize(
     ("kind", "steps", "order"),
     [

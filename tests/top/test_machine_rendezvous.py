@@ -268,6 +268,7 @@ def test_machines_that_share_a_token(endpoint: str) -> None:
         assert (code, out) == (0, f"0 {first.pid}\n1 {second.pid}\n"), errors
 
 
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [
@@ -296,6 +297,7 @@ def test_who_answers_without_the_token_is_not_machine_0(endpoint: str) -> None:
     assert "machine 0 of 2 did not come" in errors
 
 
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize(
     "answer",
     [

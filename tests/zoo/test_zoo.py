@@ -294,6 +294,7 @@ def test_small_image_models_learn(name):
     epochs_to(load(name, **SMALL[name]), 0.6, 5)
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize(
     ("name", "device", "minibatch", "cluster"),
     [
