@@ -202,3 +202,23 @@ def test_the_borders_of_a_schedule_without_formulas_are_its_own(schedule):
             time_s = steady_state_s(other, profile, cluster)
             assert plan.predicted.simulated_s <= time_s * ROUNDING, f"seed {seed}: {names[size]}, {time_s} s"
     assert moved
+
+
+@pytest.mark.rows_of_the_day(days=2)
+@pytest.mark.parametrize("schedule", ["interleaved", "looped-bfs"])
+def test_no_operator_moved_over_a_border_of_chunks_makes_them_faster(schedule):
+    """Even pieces are where their borders begin; moving them pays on some networks."""
+    moved = 0
+    for seed in range(8):
+        profile, cluster = network(random.Random(seed), 2)
+        plan = make_plan(profile, "p", cluster, SearchOptions(schedule=schedule, microbatches=4, chunks=2))
+        chosen, even = Placement.of(plan, profile), tuple(map(tuple, even_pieces(profile, 4)))
+        moved += steady_state_s(replace(chosen, stages=even), profile, cluster) > plan.predicted.simulated_s * ROUNDING
+        for border in range(1, 4):
+            before, after = chosen.stages[border - 1 : border + 1]
+            for pair in ((before[:-1], (before[-1], *after)), ((*before, after[0]), after[1:])):
+                stages = (*chosen.stages[: border - 1], *pair, *chosen.stages[border + 1 :])
+                if all(pair) and not any(profile.graph.stage_faults(stages)):
+                    time_s = steady_state_s(replace(chosen, stages=stages), profile, cluster)
+                    assert plan.predicted.simulated_s <= time_s * ROUNDING, f"seed {seed}: {border}, {time_s} s"
+    assert moved

@@ -201,7 +201,7 @@ def test_what_cannot_be_interleaved_is_refused():
     with pytest.raises(NoPlanError, match="the model has 4 operators, too few for 6 chunks; take fewer stages"):
         under_schedule(Placement.of(plan, net), net, "interleaved", chunks=3)
     with pytest.raises(UsageError, match="a0 is pinned to stage 3 but not in chunk 3 of 4 even ones"):
-        even_pieces(profile_of(net.nodes, pin={"a0": 3}), 4)
+        under_schedule(Placement.of(plan, net), profile_of(net.nodes, pin={"a0": 3}), "interleaved", chunks=2)
     uneven = plan_of(net, [["x", "a0"], ["a1", "a2"]], [[0, 1], [2]], make_cluster((3,), (1e9,)))
     interleaved = under_schedule(Placement.of(uneven, net), net, "interleaved", chunks=2)
     with pytest.raises(

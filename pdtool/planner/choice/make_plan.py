@@ -1,8 +1,9 @@
 """From a profile and a cluster to a plan: the search, the choice by simulation, the figures and the certificate.
 
 Only schedules that the cost formulas cover are searched. A plan for another schedule takes over the stages of a
-searched plan, or divides the model evenly if each worker has several stages. A plan's figures come from the formulas
-and a simulation. If no formulas cover its schedule, they come from the simulation alone.
+searched plan, or begins with even pieces of the model if each worker has several stages. Then its borders are moved. A
+plan's figures come from the formulas and a simulation. If no formulas cover its schedule, they come from the simulation
+alone.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate, islice
+from functools import partial
+from itertools import accumulate, islice, pairwise, product
 from statistics import fmean
 from typing import Any
 
@@ -38,8 +41,11 @@ from pdtool.units import bytes_option, format_bytes, format_seconds
 MICROBATCHES_PER_STAGE = 4  # in one update of GPipe: its paper's advice (NeurIPS'19, section 2.3)
 _TIGHTENED = 6  # searches with less and less memory, for a plan that is run under another schedule
 _MAX_ACTIONS = 500_000  # times workers, of the simulations of a plan with other cuts: about a second
+_STEPS_OF_BORDER = (1, -1, 2, -2)  # operators, or groups that no border divides
 _MIN_GAIN = 0.0005  # of the time per minibatch: a smaller one rounds to 0.0%
 _LOG = logging.getLogger(__name__)
+
+Stages = tuple[tuple[str, ...], ...]  # names of operators
 
 
 def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: SearchOptions | None = None) -> Plan:
@@ -103,21 +109,30 @@ def with_fastest_size(plans: Sequence[Plan]) -> Plan:
 
 
 def _chunked_plan(profile: Profile, profile_path: str, cluster: Cluster, options: SearchOptions) -> Plan:
-    """Return a plan with several stages on each worker, all of about the same time, in the order of the model's
-    operators. All recompute if it does not fit otherwise."""
+    """Return a plan with several stages on each worker, in the order of the model's operators.
+
+    They begin as even pieces. All recompute if it does not fit otherwise.
+    """
     workers = options.workers or cluster.workers
     if workers > cluster.workers:
         raise UsageError(f"--workers {workers}, but the cluster has {cluster.workers}", "give no more than that")
     evaluator = Evaluator(profile, cluster, first_in_flight=options.in_flight)
     execution = ExecutionConfig.of_schedule(options.schedule, options.microbatches, options.chunks)
-    even = _even_chunks(profile, tuple((number,) for number in range(workers)), execution)
-    for recomputes in (False, True)[: 1 + options.recompute]:
-        placement = with_wanted_in_flight(evaluator, replace(even, recompute=(recomputes,) * len(even.stages)))
+    each = tuple((number,) for number in range(workers))
+
+    def plan_of(stages: Stages, *, recomputes: bool) -> Plan:
+        chunks = replace(_in_chunks(profile, stages, each, execution), recompute=(recomputes,) * len(stages))
+        placement = with_wanted_in_flight(evaluator, chunks)
         plan = placement.to_plan(profile, profile_path, cluster).model_copy(update={"asked": options.asked})
         plan.check()
         plan.check_schedule()
-        plan = predict(plan, evaluator, placement)
-        if _lacking_bytes(plan) <= 0:
+        return predict(plan, evaluator, placement)
+
+    for recomputes in (False, True)[: 1 + options.recompute]:
+        even = plan_of(even_pieces(profile, workers * options.chunks), recomputes=recomputes)
+        moved = partial(_with_moved_border, profile)
+        plan = _with_better_cuts(even, profile, moved, partial(plan_of, recomputes=recomputes))
+        if not _lacking_bytes(plan):
             return plan
     raise _does_not_fit(plan, profile)
 
@@ -136,10 +151,20 @@ def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, opt
         found = make_plan(profile, profile_path, replace(cluster, memory_bytes=memory_bytes), searched)
         return reschedule(found.model_copy(update={"cluster": cluster}), profile, changes)
 
+    search = PlanSearch(profile, cluster, searched)
+
+    def moved(placement: Placement) -> Iterator[Stages]:
+        candidate = search.evaluator.place(placement.stages, placement.workers, *searched.executions)
+        return (other.placement.stages for other in with_moved_borders(search, candidate))
+
+    def plan_of(stages: Stages) -> Plan:
+        placement = replace(Placement.of(plan, profile), stages=stages)
+        return reschedule(placement.to_plan(profile, profile_path, cluster), profile, changes)
+
     plan, memory_bytes = plan_within(cluster.memory_bytes), cluster.memory_bytes or 0
     for _ in range(_TIGHTENED):
-        if (lacking_bytes := _lacking_bytes(plan)) <= 0:
-            return _with_own_cuts(plan, profile, PlanSearch(profile, cluster, searched), changes)
+        if not (lacking_bytes := _lacking_bytes(plan)):
+            return _with_better_cuts(plan, profile, moved, plan_of)
         memory_bytes -= lacking_bytes
         try:
             plan = plan_within(max(1, memory_bytes))
@@ -148,26 +173,30 @@ def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, opt
     raise _does_not_fit(plan, profile)
 
 
-def _with_own_cuts(plan: Plan, profile: Profile, search: PlanSearch, changes: Mapping[str, Any]) -> Plan:
-    """Return the plan of a schedule without formulas with its borders moved to cuts near by, for as long as that makes
-    it faster in the simulation.
+def _with_better_cuts(
+    plan: Plan, profile: Profile, moved: Callable[[Placement], Iterator[Stages]], plan_of: Callable[[Stages], Plan]
+) -> Plan:
+    """Return a plan of a schedule without formulas with its borders moved, for as long as it then lacks less memory, or
+    is faster in the simulation.
 
     Args:
-        search: the search under the schedule that its stages come from.
-        changes: see `reschedule`; they make such a plan one of its own schedule.
+        moved: yields the stages of a placement with each of their borders moved to each of the nearest cuts.
+        plan_of: returns the plan with other stages, and the minibatches in flight that they need.
     """
-    placement, is_faster = Placement.of(plan, profile), True
+    placement, is_better = Placement.of(plan, profile), True
     tries = _MAX_ACTIONS // (action_count(placement) * placement.used_workers)
-    (execution,) = search.options.executions
-    while is_faster:
-        placement, is_faster = Placement.of(plan, profile), False
-        searched = search.evaluator.place(placement.stages, placement.workers, execution)
-        for moved in islice(with_moved_borders(search, searched), tries):
+    while is_better:
+        placement, lacking_bytes, is_better = Placement.of(plan, profile), _lacking_bytes(plan), False
+        limit_s = math.inf if lacking_bytes else _time_s(plan) * (1 - _MIN_GAIN)
+        for stages in islice(moved(placement), tries):
             tries -= 1
-            other = reschedule(moved.placement.to_plan(profile, plan.profile, plan.cluster), profile, changes)
-            if _lacking_bytes(other) <= 0 and _time_s(other) < _time_s(plan) * (1 - _MIN_GAIN):
-                plan, is_faster = other, True
-                break
+            time_s = steady_state_s(replace(placement, stages=stages), profile, plan.cluster, limit_s)
+            if time_s is not None and time_s < limit_s:
+                with suppress(UsageError):  # a pin, or a shared parameter
+                    other = plan_of(stages)
+                    if (_lacking_bytes(other), _time_s(other)) < (lacking_bytes, limit_s):
+                        plan, is_better = other, True
+                        break
     return plan
 
 
@@ -176,9 +205,9 @@ def _time_s(plan: Plan) -> float:
 
 
 def _lacking_bytes(plan: Plan) -> int:
-    """Return how many bytes the fullest worker of a plan lacks."""
+    """Return how many bytes the fullest worker of a plan lacks; 0 if it fits."""
     limit, needed = plan.cluster.memory_bytes, plan.predicted.memory_bytes if plan.predicted else ()
-    return max(needed, default=0) - limit if limit is not None else 0
+    return max(0, max(needed, default=0) - limit) if limit is not None else 0
 
 
 def _does_not_fit(plan: Plan, profile: Profile) -> NoPlanError:
@@ -294,21 +323,20 @@ def under_schedule(placement: Placement, profile: Profile, schedule: str, chunks
     microbatches = before.microbatches if before.microbatches > 1 else MICROBATCHES_PER_STAGE * len(placement.stages)
     if SCHEDULES[schedule].chunked:
         execution = ExecutionConfig.of_schedule(schedule, microbatches, chunks)
-        chunked = _even_chunks(profile, placement.workers, execution)
+        stages = even_pieces(profile, len(placement.workers) * chunks)
+        chunked = _in_chunks(profile, stages, placement.workers, execution)
         return replace(chunked, recompute=placement.recompute * chunks)
     execution = ExecutionConfig.of_schedule(schedule, microbatches)
     return replace(placement, execution=execution).with_usual_in_flight()
 
 
-def even_pieces(profile: Profile, count: int) -> list[list[str]]:
+def even_pieces(profile: Profile, count: int) -> Stages:
     """Divide the operators, in execution order, into `count` pieces of about the same time.
 
     Raises:
         NoPlanError: there are fewer operators than pieces.
-        UsageError: one is pinned to another piece.
     """
-    inputs = [node.name for node in profile.nodes if node.op == "input"]
-    blocks = profile.graph.contracted([*unbroken_groups(profile), *([inputs] if inputs else [])])
+    blocks = _blocks(profile)
     if len(blocks) < count:
         raise NoPlanError(f"the model has {len(blocks)} operators, too few for {count} chunks", "take fewer stages")
     nodes = profile.by_name
@@ -318,31 +346,49 @@ def even_pieces(profile: Profile, count: int) -> list[list[str]]:
     for piece in range(1, count):
         even = bisect_left(cumulative, cumulative[-1] * piece / count)
         cuts.append(min(max(even, cuts[-1] + 1), len(blocks) - count + piece))
-    pieces = [
-        [name for block in blocks[begin:end] for name in block]
-        for begin, end in zip(cuts, [*cuts[1:], len(blocks)], strict=True)
-    ]
-    for name, stage in profile.pin.items():
-        if name not in pieces[stage % count]:
-            where = f"chunk {stage % count} of {count} even ones"
-            raise UsageError(f"{name} is pinned to stage {stage} but not in {where}", "take another schedule")
-    return pieces
+    return _pieces(blocks, [*cuts, len(blocks)])
 
 
-def _even_chunks(profile: Profile, workers: tuple[tuple[int, ...], ...], execution: ExecutionConfig) -> Placement:
-    """Place even pieces of the model, `execution.chunks` on each of the `workers`; replicas of a piece are neighbours.
+def _with_moved_border(profile: Profile, placement: Placement) -> Iterator[Stages]:
+    """Yield such pieces with each of their borders moved to each of the nearest places."""
+    blocks, stages = _blocks(profile), placement.stages
+    first_operators = {block[0]: number for number, block in enumerate(blocks)}
+    cuts = [*(min(first_operators[name] for name in stage if name in first_operators) for stage in stages), len(blocks)]
+    for border, step in product(range(1, len(stages)), _STEPS_OF_BORDER):
+        if cuts[border - 1] < cuts[border] + step < cuts[border + 1]:
+            yield _pieces(blocks, [*cuts[:border], cuts[border] + step, *cuts[border + 1 :]])
+
+
+def _blocks(profile: Profile) -> list[list[str]]:
+    """The operators in execution order, with those that no border may divide in one block."""
+    inputs = [node.name for node in profile.nodes if node.op == "input"]
+    return profile.graph.contracted([*unbroken_groups(profile), *([inputs] if inputs else [])])
+
+
+def _pieces(blocks: Sequence[Sequence[str]], cuts: Sequence[int]) -> Stages:
+    """The operators between each two cuts."""
+    return tuple(tuple(name for block in blocks[begin:end] for name in block) for begin, end in pairwise(cuts))
+
+
+def _in_chunks(
+    profile: Profile, stages: Stages, workers: tuple[tuple[int, ...], ...], execution: ExecutionConfig
+) -> Placement:
+    """Place stages, `execution.chunks` on each of the `workers`; replicas of a stage are neighbours.
 
     Raises:
-        UsageError: two stages of a worker share a parameter.
+        UsageError: an operator is pinned to another stage, or two stages of a worker share a parameter.
     """
-    stages = even_pieces(profile, len(workers) * execution.chunks)
+    for name, stage in profile.pin.items():
+        if name not in stages[stage % len(stages)]:
+            where = f"chunk {stage % len(stages)} of {len(stages)} even ones"
+            raise UsageError(f"{name} is pinned to stage {stage} but not in {where}", "take another schedule")
     for holders in tied_bytes(profile, stages):
         if len({s % len(workers) for s in holders}) < len(holders):
             numbers = ", ".join(map(str, holders))
             what = f"{execution.schedule} stages {numbers} share a parameter, and two of them are on one worker"
             raise UsageError(what, "take another number of --chunks or --workers, or another schedule")
     return Placement(
-        stages=tuple(map(tuple, stages)),
+        stages=stages,
         workers=workers * execution.chunks,
         in_flight=(),
         recompute=(False,) * len(stages),
