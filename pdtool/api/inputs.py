@@ -107,8 +107,8 @@ class Inputs:
         if not self.plan.graph_sha256:
             raise StaleError(self.path, changed, "profile and partition it again")
         note(
-            f"{changed}. The plan stays valid if the operators are the same, which is checked. "
-            "The costs of loss and optimizer, and HINTS, are still from the profile"
+            f"{changed}. The plan stays valid if the operators are the same, which pdtool checks. "
+            "HINTS and the costs of loss and optimizer still come from the profile"
         )
 
 

@@ -1,6 +1,6 @@
 """Plan a profiled model for a cluster, simulate a plan, check its claims; nothing here loads torch.
 
-A worker may use the memory given by `--memory`, or else that of the profiled device.
+A worker may use the memory given by `--memory`, or else by the cluster file, or else that of the profiled device.
 """
 
 from __future__ import annotations
@@ -313,7 +313,9 @@ def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) ->
             purpose = "a worker's share of process overhead, and gaps between tensors"
             memory_bytes = max(1, memory_bytes)  # no plan fits, and the error says what would help
         if memory_bytes <= 0:
-            raise UsageError(f"{whole} of memory, but {reserved} are for {purpose}", "give the memory of a device")
+            raise UsageError(
+                f"{whole} of memory, but {reserved} are for {purpose}", "give the memory of the whole device"
+            )
         note(f"leaving {reserved if tensor_bytes > 0 else 'all'} of {whole} of memory for {purpose}")
     return replace(cluster, memory_bytes=memory_bytes)
 

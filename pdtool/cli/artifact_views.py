@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pdtool.planner.simulator.result import SimulationResult
 
 _RIVALS = (
-    "rejected plans are timed by the formulas, GPipe and model parallelism with the stages of the straight pipeline. "
+    "times of rejected plans come from the formulas; GPipe and model parallelism use the straight pipeline's stages. "
     "`pdtool simulate` simulates the best plan of each strategy"
 )
 _MIN_GAP = 0.0005  # less rounds to 0.0%

@@ -43,7 +43,9 @@ def check_autocast(precision: RunPrecision, autocast_off: Sequence[str]) -> None
     """
     if precision == "bf16" and autocast_off:
         what = f"--precision bf16: the model switches autocast off at {autocast_off[0]}, but stages do not"
-        remedy = 'leave it out, or put that part into a module of its own and name it in HINTS = {"opaque": [...]}'
+        remedy = (
+            'leave the option out, or put that part into a module of its own and name it in HINTS = {"opaque": [...]}'
+        )
         raise UsageError(what, remedy)
 
 

@@ -95,14 +95,14 @@ class PartitionOptions:
     )
     memory: str | None = _cluster(
         "--memory SIZE",
-        Text(unset="that of the profiled device"),
+        Text(unset="the cluster file's, or that of the profiled device"),
         "Memory of each device, as 16GB or 16GiB, or none for no limit.",
     )
     workers: int | None = _cluster("--workers N", Count(unset="all of the topology"), "Use at most N workers.")
     replicas: tuple[int, ...] | None = _plan(
         "--replicas R-R-R",
         Text(values.replicas, unset="whatever is fastest"),
-        "Cut the model into exactly these stages, given as workers per stage: 15-1.",
+        "Give each stage exactly this many workers, as 15-1.",
         excludes=("strategy", "straight"),
     )
     strategy: str = _plan(
@@ -116,7 +116,7 @@ class PartitionOptions:
     schedule: str | None = _plan(
         "--schedule",
         Choice((*SCHEDULES, "auto"), unset="1f1b, or that of --strategy"),
-        f"{ORDER_OF_WORK}. auto takes the fastest. It looks at flushing ones only with --microbatches.",
+        f"{ORDER_OF_WORK}. auto takes the fastest. Flushing ones need --microbatches or --samples-per-update.",
     )
     microbatches: int | None = _plan(
         "--microbatches N",
@@ -138,8 +138,8 @@ class PartitionOptions:
     in_flight: int | None = _plan(
         "--in-flight N",
         Count(1, MAX_MINIBATCHES, unset="with a flush the fastest, else the schedule's number, or up to twice that"),
-        "Minibatches in flight at each replica of the first stage. Later stages have fewer. With a flush, none has "
-        "more than an update.",
+        "Minibatches in flight at each replica of the first stage. Later stages have fewer. With a flush, at most "
+        "those of an update.",
     )
     chunks: int = _plan("--chunks N", Count(2, 100, default=2), f"Stages on each worker with --schedule {_CHUNKED}.")
     recompute: bool = _plan(
@@ -158,5 +158,5 @@ class PartitionOptions:
     max_cuts: int = _plan(
         "--cuts N",
         Count(100, 100_000, default=1200),
-        "Search at most N cuts of a branchy graph. More miss fewer plans, in time that grows with N squared.",
+        "Search at most N cuts of a branchy graph. A larger N misses fewer plans, but its time grows with N squared.",
     )

@@ -37,7 +37,9 @@ _plan = partial(option, section="Plan", of_plan=True, same=True)
 class WorkerOptions:
     """How a plan is trained: the options for each worker, which `RunConfig` holds."""
 
-    epochs: int = _training("--epochs N", Count(default=1), "Epochs in all.", same=True)
+    epochs: int = _training(
+        "--epochs N", Count(default=1), "Total number of epochs, with those of a resumed run.", same=True
+    )
     steps: int | None = _training(
         "--steps N",
         Count(unset="the whole training set"),

@@ -53,7 +53,7 @@ class PlanCost:
 
     @property
     def time_per_minibatch_s(self) -> float:
-        """Seconds per minibatch: computing, averaging and sending overlap, so the slowest counts. Without pipelining
+        """Seconds per minibatch: computing and sending overlap, so the slowest counts. Without pipelining
         they add up."""
         if not self.is_pipelined:
             return sum(self.stage_s) + sum(self.transfer_s)
@@ -97,8 +97,8 @@ class Candidate:
 class Evaluator:
     """Work out the cost of any plan of one profile on one cluster.
 
-    It assumes that messages and all-reduces are hidden and that shared links are wide enough. Under these assumptions a
-    search can be complete. The simulator does without them.
+    It assumes that messages are hidden behind computing, averaging behind one backward, and that shared links are wide
+    enough. Under these assumptions a search can be complete. The simulator does without them.
 
     Args:
         cost_model: whose formulas to use: ours, or PipeDream's.

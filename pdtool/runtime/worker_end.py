@@ -1,4 +1,4 @@
-"""End of a worker's process: never silently, and not later than its work.
+"""End a worker's process as soon as its work ends, and never without a reason.
 
 A failing worker writes its reason into a file that the launcher reads. A finished worker ends even if the user's code
 has left threads running. Files in /dev/shm would outlive their processes, so they are unlinked here.

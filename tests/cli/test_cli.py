@@ -69,7 +69,7 @@ def test_help_is_an_imperative_sentence_with_two_examples(folder, name):
     command = main.commands[name]
     sentence = command.help.split("\n\n")[0]
     assert sentence.endswith(".")
-    verbs = "Compute Convert Divide Draw Measure Print Run Simulate Start Train Write"
+    verbs = "Compare Compute Convert Divide Draw Measure Print Run Simulate Start Train Write"
     assert sentence.split()[0] in verbs.split()
     text = folder.pdtool(name, "--help").output
     assert len(re.findall(rf"^ +pdtool {name}\b", text, re.MULTILINE)) == 2

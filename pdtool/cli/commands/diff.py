@@ -64,7 +64,7 @@ _ROUNDING = 1e-9  # sums taken in another order differ in the last digits
 @click.option("--json", "as_json", is_flag=True, help="Print the differences as JSON on stdout.")
 @click.pass_context
 def diff(ctx: click.Context, first: str, second: str, exit_code: bool, as_json: bool) -> None:
-    """Print the differences between A and B, two artifacts of one kind.
+    """Compare A and B, two artifacts of one kind.
 
     Compares the cluster, schedule, stages and their operators, predicted times and memory of plans, the operators of
     profiles, and the measurements of runs. For an edited plan, it compares the edited version. Times are per minibatch.

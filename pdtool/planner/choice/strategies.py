@@ -225,7 +225,7 @@ class Planner:
             allowed = ", ".join(name for name, kind in SCHEDULES.items() if not kind.chunked)
             raise UsageError(f"--schedule {options.schedule} excludes {asked}", f"choose from {allowed}")
         if kind and kind.planned_as and kind.equal_replicas and len(set(options.replicas or ())) > 1:
-            remedy = f"give each stage as many, or take {kind.planned_as.name}"
+            remedy = f"give all stages the same number, or take {kind.planned_as.name}"
             raise UsageError(f"--schedule {kind.name} excludes {asked}", remedy)
         if options.min_stages < strategy.min_stages:
             raise UsageError(f"{asked} is one stage", f"--strategy {strategy.name} has {strategy.min_stages} or more")
@@ -297,7 +297,7 @@ class _OwnPlanner(Planner):
         gain_s = chosen.time_per_minibatch_s - rival.time_per_minibatch_s
         is_close = gain_s <= margin * rival.time_per_minibatch_s * TOLERANCE
         if is_close and _complexity(chosen) < _complexity(rival):
-            return f", but not as simple, which may cost {margin:.1%} (--simplest)"
+            return f", but less simple, for which --simplest allows {margin:.1%}"
         return super()._why_slower(search, rival, chosen)
 
 

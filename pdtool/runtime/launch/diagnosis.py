@@ -115,7 +115,7 @@ class WorkersLeft:
         if not is_stopped and all(status.is_waiting for status in self._statuses.values()):
             what = f"{place} sent no message that arrived within {format_seconds(self._config.timeout_s)}, but all "
             return WorkerDiedError(
-                f"{what}workers waited for messages: one is lost or still on its way; {last_seen}",
+                f"{what}workers waited for messages: a message is lost or still on its way; {last_seen}",
                 "check whether the links are too slow for these messages, or give a longer --timeout",
             )
         how = "is stopped (SIGSTOP)" if is_stopped else "did not answer"

@@ -1,6 +1,6 @@
 """A replica of one stage on this worker: its computation, its messages, and its updates.
 
-A worker has one; with chunks it has several. The numbers refer to the drawing in worker/worker.py of a minibatch's way.
+A worker has one; with chunks it has several. Numbers in comments are those of the drawing in worker/worker.py.
 `ClippedUpdates` updates the stages of a worker, with their gradients clipped by a norm.
 """
 

@@ -1,4 +1,4 @@
-"""Build of a model with the values of only some tensors: exactly their values in the whole model.
+"""Build a model with the values of only some tensors, exactly as they are in the whole model.
 
 A worker needs the parameters of its own stages. All others are on the meta device, where tensors have no values:
 
