@@ -189,7 +189,7 @@ class PlanRequest:
             UsageError: the options make no sense together or on this cluster.
             ArtifactError: the profile or the cluster's file cannot be read.
         """
-        cluster = _cluster(asked)
+        cluster = cluster_asked_for(asked)
         return cls._of(path, Profile.load(path, may_be_pipe=True), cluster, asked)
 
     @classmethod
@@ -201,7 +201,7 @@ class PlanRequest:
                 samples.
             ArtifactError: as `read`.
         """
-        samples, cluster = asked.samples_per_update, _cluster(asked)
+        samples, cluster = asked.samples_per_update, cluster_asked_for(asked)
         if samples is None:
             what = f"{len(paths)} profiles need --samples-per-update, which their batch sizes must divide"
             raise UsageError(what, "give --samples-per-update, or name one profile")
@@ -268,7 +268,7 @@ def keep_edits(path: str) -> None:
         raise UsageError(f"{path} was edited by hand and would be overwritten", "give another -o, or delete it first")
 
 
-def _cluster(asked: PartitionOptions) -> Cluster:
+def cluster_asked_for(asked: PartitionOptions) -> Cluster:
     """Read the cluster from its file, or make it from the given figures; raises UsageError for both or neither."""
     file, topology, bandwidth, latency = asked.cluster, asked.topology, asked.bandwidth, asked.latency
     if file:

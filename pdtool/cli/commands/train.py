@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from pdtool.cli.click_options import CommandOption, asked_in, is_asked_for, make
 from pdtool.cli.command_line import command
 from pdtool.cli.commands.steps import partition, profile, run
 from pdtool.cli.terminal import note
-from pdtool.errors import StaleError, UsageError
+from pdtool.errors import StaleError
 from pdtool.options.declaration import declared
 from pdtool.options.plan_options import PartitionOptions, ProfileOptions
 from pdtool.options.run_options import RunOptions
@@ -66,7 +65,9 @@ def train(ctx: click.Context, /, model: str, **_: Any) -> None:
 
     Each command also uses the defaults that pdtool.toml has for it.
     """
+    from pdtool.api.console import muted
     from pdtool.api.inputs import file_name
+    from pdtool.api.planning import cluster_asked_for
     from pdtool.api.resuming import as_asked
     from pdtool.api.reuse import one_at_a_time
     from pdtool.api.training import check_run
@@ -78,16 +79,16 @@ def train(ctx: click.Context, /, model: str, **_: Any) -> None:
     check_trainable(source, ref.function)
     name = file_name(model_name(source, ref.function))
     partitioning = _step(ctx, partition, "profiles/")
-    topology = _topology(**partitioning.params)
+    with muted():  # `partition` says the same, if it is run
+        cluster = cluster_asked_for(asked_in(partitioning, PartitionOptions))
     running = _step(ctx, run, "plans/")  # read all before running the first, so that a slip is not found minutes later
-    workers = math.prod(map(int, topology.split("x")))
     _own_plan, run_asked = as_asked(None, asked_in(running, RunOptions), typed(running))
-    check_run(run_asked, workers)
+    check_run(run_asked, cluster.workers)
     if not is_local(source):
         running.params["model"] = ref.source
     with one_at_a_time(Path("profiles")):
-        profile_path = _profile(profiling, ref, f"profiles/{name}.json", workers // running.params["nnodes"])
-        plan_path = _partition(partitioning, profile_path, f"plans/{name}-{topology}.yaml")
+        profile_path = _profile(profiling, ref, f"profiles/{name}.json", cluster.workers // running.params["nnodes"])
+        plan_path = _partition(partitioning, profile_path, f"plans/{name}-{cluster.topology}.yaml")
         _tell_of_stage_files(plan_path)
     running.params["plan"] = plan_path
     _invoke(running)
@@ -131,17 +132,6 @@ def _forget_what_the_plan_has(running: click.Context, ctx: click.Context) -> Non
 def _invoke(context: click.Context) -> None:
     with context:
         context.command.invoke(context)
-
-
-def _topology(*, topology: str | None, cluster: str | None, **_: Any) -> str:
-    """Return `4x4`, from the option or the cluster's file; raises UsageError if there is neither."""
-    from pdtool.artifacts.cluster import ClusterFile, parse_topology
-
-    if topology is not None:
-        return "x".join(map(str, parse_topology(topology)))
-    if cluster is None:
-        raise UsageError("no cluster is given", "give --topology 2 for two workers, or --cluster cluster.yaml")
-    return ClusterFile.load(cluster).cluster().topology
 
 
 def _profile(context: click.Context, ref: ModelRef, path: str, workers: int) -> str:
