@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +15,8 @@ from pdtool.artifacts import load_any
 from pdtool.artifacts.artifact import Artifact, declared_kind
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.report import Emulation
-from pdtool.artifacts.run_dir import RunDir, RunRecord
-from pdtool.errors import ArtifactError, PdtoolError, UsageError
+from pdtool.artifacts.run_dir import RunDir
+from pdtool.errors import PdtoolError, UsageError
 from pdtool.files import check_replaceable, read_text, write_atomically
 from pdtool.reports.page import GENERATOR, Subject, page
 
@@ -148,21 +147,10 @@ def _read_folder(folder: RunDir) -> Subject:
         what = f"{name} holds neither {folder.report_file.name} nor {folder.metrics_file.name}"
         raise UsageError(what, "name a plan, or the folder of a run or an emulation")
     run = folder.read()
-    path = folder.plan_file if folder.plan_file.is_file() else _plan_here(run)
-    if path is None:
+    if not folder.plan_file.is_file():
         return Subject(name, run=run, missing="the plan of this run was not found, so there is no prediction here")
     try:
-        plan, profile = planned(str(path))
+        plan, profile = planned(str(folder.plan_file))
     except PdtoolError as error:
         return Subject(name, run=run, missing=f"there is no prediction here: {error}")
     return Subject(name, plan=plan, profile=profile, run=run)
-
-
-def _plan_here(run: RunRecord) -> Path | None:
-    """Return the file in plans/ of a report's plan; None if there is none."""
-    wanted = run.report.digests.get("plan") if run.report else None
-    for path in sorted(Path("plans").glob("*.yaml")) if wanted else ():
-        with suppress(ArtifactError):
-            if Plan.load(path).plan_sha256 == wanted:
-                return path
-    return None
