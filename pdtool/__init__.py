@@ -32,27 +32,21 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = {
-    "profile": "api.profiling",
-    "partition": "api.planning",
-    "simulate": "api.planning",
-    "check": "api.planning",
-    "codegen": "api.training",
-    "run": "api.training",
-    "emulate": "api.emulating",
-    "show": "api.reporting",
-    "report": "api.reporting",
-    "export": "api.reporting",
-    "Profile": "artifacts.profile",
-    "ClusterFile": "artifacts.cluster",
-    "Devices": "artifacts.device",
-    "Plan": "artifacts.plan",
-    "Bundle": "artifacts.bundle",
-    "Report": "artifacts.report",
-    "Emulation": "artifacts.report",
-    "RunState": "artifacts.run_dir",
-    "CheckpointManifest": "artifacts.run_dir",
+_NAMES_OF = {
+    "api.profiling": ("profile",),
+    "api.planning": ("partition", "simulate", "check"),
+    "api.training": ("codegen", "run"),
+    "api.emulating": ("emulate",),
+    "api.reporting": ("show", "report", "export"),
+    "artifacts.profile": ("Profile",),
+    "artifacts.cluster": ("ClusterFile",),
+    "artifacts.device": ("Devices",),
+    "artifacts.plan": ("Plan",),
+    "artifacts.bundle": ("Bundle",),
+    "artifacts.report": ("Report", "Emulation"),
+    "artifacts.run_dir": ("RunState", "CheckpointManifest"),
 }
+_MODULES = {name: module for module, names in _NAMES_OF.items() for name in names}
 __all__ = [*_MODULES]
 
 
