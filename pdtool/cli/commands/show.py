@@ -25,20 +25,12 @@ _GRAPH_WIDTH = 1200  # pixels
 
 @command(epilog="\b\nExamples:\n  pdtool export runs/mnist-2\n  pdtool export runs/mnist-2 -o mnist.pt")
 @click.argument("run_dir", type=click.Path(path_type=Path))
-@options.option(
-    "-o",
-    "--output",
-    in_file=False,
-    type=click.Path(path_type=Path),
-    default=Path("model.pt"),
-    metavar="FILE",
-    help="File to write, for torch.load; - is stdout.",
-)
-def export(run_dir: Path, output: Path) -> None:
+@options.output("File to write for torch.load, model.pt if not given; - is stdout.")
+def export(run_dir: Path, output: str | None) -> None:
     """Write RUN_DIR's last checkpoint as one ordinary state_dict."""
     from pdtool.api.reporting import export as write
 
-    write(run_dir, output)
+    write(run_dir, output or "model.pt")
 
 
 @command(
