@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.device import Device, DeviceSpec, OperatorKind, Precision
-from pdtool.artifacts.profile import Node, Profile
+from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError, ModelError, StaleError, UsageError
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.model_file import ModelFile
@@ -92,8 +92,8 @@ def calibrate_device(device: DeviceSpec, measured: Profile, path: Path | str, *,
         tf32: products of fp32 ran in TF32.
 
     Raises:
-        ArtifactError: the profile was not measured, or the model has changed since.
-        StaleError: its model changed.
+        ArtifactError: the profile was not measured.
+        StaleError: its model has changed since.
         UsageError: its model file lies outside the current folder.
     """
     model = measured_model(measured, path)
@@ -104,7 +104,7 @@ def calibrate_device(device: DeviceSpec, measured: Profile, path: Path | str, *,
         estimated = estimate(model_file, batch_size=measured.batch_size, device=plain, precision=precision)
     if _has_changed(model, measured, estimated):
         raise StaleError(model.source, "has changed since it was profiled", "profile it again")
-    return device.model_copy(update={"factors": {**device.factors, **fit_factors(measured, estimated, path)}})
+    return device.model_copy(update={"factors": {**device.factors, **fit_factors(measured, estimated)}})
 
 
 def measured_model(profile: Profile, path: Path | str) -> ModelRef:
@@ -118,16 +118,8 @@ def measured_model(profile: Profile, path: Path | str) -> ModelRef:
     return profile.model
 
 
-def fit_factors(measured: Profile, estimated: Profile, path: Path | str) -> dict[OperatorKind, float]:
-    """Divide measured by estimated seconds for each kind of operator; leave out kinds that took no time.
-
-    Args:
-        path: path of the measured profile, for errors.
-
-    Raises:
-        ArtifactError: the two have different operators.
-    """
-    _check_same_nodes(measured, estimated, path)
+def fit_factors(measured: Profile, estimated: Profile) -> dict[OperatorKind, float]:
+    """Divide measured by estimated seconds for each kind of operator; leave out kinds that took no time."""
     estimated_s, measured_s = _seconds_by_kind(estimated), _seconds_by_kind(measured)
     kinds = [kind for kind, seconds in estimated_s.items() if seconds and measured_s.get(kind)]
     return {kind: measured_s[kind] / estimated_s[kind] for kind in kinds}
@@ -143,20 +135,6 @@ def _has_changed(model: ModelRef, before: Profile, now: Profile) -> bool:
     if before.graph_sha256 and now.graph_sha256:
         return before.graph_sha256 != now.graph_sha256
     return before.digests.get(model.source) not in (None, now.digests[model.source])
-
-
-def _check_same_nodes(measured: Profile, estimated: Profile, path: Path | str) -> None:
-    for index, (profiled, node) in enumerate(zip(measured.nodes, estimated.nodes, strict=False)):
-        if _identity(profiled) != _identity(node):
-            what = f"is {profiled.op} {profiled.name!r} where the model has {node.op} {node.name!r}, or of another size"
-            raise ArtifactError(path, what, "measure the model again", field=f"nodes[{index}]")
-    if len(measured.nodes) != len(estimated.nodes):
-        what = f"has {len(measured.nodes)} nodes, the model has {len(estimated.nodes)}"
-        raise ArtifactError(path, what, "measure the model again", field="nodes")
-
-
-def _identity(node: Node) -> tuple[object, ...]:
-    return node.name, node.op, node.inputs, node.output_bytes, node.parameter_bytes
 
 
 def _seconds_by_kind(profile: Profile) -> dict[OperatorKind, float]:

@@ -241,14 +241,16 @@ def test_a_loss_that_looks_into_its_tensors_says_what_to_do(tmp_path):
         estimate(write(tmp_path, text), batch_size=4, device=DEVICE)
 
 
-def test_calibration_makes_the_sums_of_each_kind_those_measured(tmp_path, monkeypatch):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_calibration_makes_the_sums_of_each_kind_those_measured(precision, tmp_path, monkeypatch):
+    """Also under autocast, where the estimate is of a cast model with smaller outputs."""
     monkeypatch.chdir(tmp_path)
     file = write(tmp_path, NET)
-    measured = measure(file, batch_size=16)
+    measured = measure(file, batch_size=16, precision=precision)
     device = calibrate_device(DEVICE, measured, "measured.json")
     assert set(device.factors) == {"matmul", "norm", "embedding", "elementwise", "update"}
-    calibrated = estimate(file, batch_size=16, device=device)
-    assert calibrated.device.name == "by hand, calibrated"
+    calibrated = estimate(file, batch_size=16, device=device, precision=precision)
+    assert calibrated.device.name == f"by hand, {precision}, calibrated"
     for names in (["mix", "out"], ["norm"], ["embed"]):
         spent = [sum(p.by_name[n].forward_s + p.by_name[n].backward_s for n in names) for p in (measured, calibrated)]
         assert spent[0] == pytest.approx(spent[1])
@@ -263,13 +265,6 @@ def test_calibration_refuses_what_is_not_measured_or_not_this_model(tmp_path, mo
         ArtifactError, match=r"m.json: device.kind: holds no times that pdtool measured; calibrate with"
     ):
         calibrate_device(DEVICE, estimate(file, batch_size=4, device=DEVICE), "m.json")
-    renamed = tuple(n.model_copy(update={"parameter_bytes": 4}) if n.name == "mix" else n for n in measured.nodes)
-    with pytest.raises(
-        ArtifactError, match=r"nodes\[2\]: is Linear 'mix' where the model has Linear 'mix', or of another"
-    ):
-        calibrate_device(DEVICE, measured.model_copy(update={"nodes": renamed}), "m.json")
-    with pytest.raises(ArtifactError, match=r"has 10 nodes, the model has 11"):
-        calibrate_device(DEVICE, measured.model_copy(update={"nodes": measured.nodes[:-1]}), "m.json")
     (tmp_path / "net.py").write_text(NET + "\n")
     with pytest.raises(StaleError, match="has changed since it was profiled"):
         calibrate_device(DEVICE, measured, "m.json")
