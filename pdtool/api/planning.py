@@ -38,7 +38,6 @@ from pdtool.planner.search.search import SearchOptions
 from pdtool.units import format_bytes, parse_bandwidth, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
-    from pdtool.api.staleness import FreshnessFinding
     from pdtool.planner.choice.comparison import SimulatedPlan
     from pdtool.planner.choice.plan_check import Finding
 
@@ -143,7 +142,7 @@ def simulate(
 
 
 @unchanged_caller()
-def check(plan: Plan | Path | str, *, fresh: bool = False) -> Sequence[Finding] | Sequence[FreshnessFinding]:
+def check(plan: Plan | Path | str, *, fresh: bool = False) -> Sequence[Finding]:
     """Compute a plan's figures and certificate again.
 
     Args:

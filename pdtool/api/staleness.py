@@ -7,7 +7,6 @@ the model, so this module loads torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from pdtool.api.inputs import bundle_folder, find_model, was_made_from
 from pdtool.artifacts.bundle import Bundle
@@ -20,26 +19,10 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.operators import Traced
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.user_code import find_source, undoing_user_changes
+from pdtool.planner.choice.plan_check import Finding
 
 
-@dataclass(frozen=True)
-class FreshnessFinding:
-    """Whether one file is still fresh.
-
-    Attributes:
-        claim: the file: `profile`, `plan`, `bundle`, `stage files`; `source` for a note on the model's file.
-        holds: whether it is fresh; None for a note, and if there is nothing to compare.
-        words: the finding, in words.
-        remedy: what to do about it.
-    """
-
-    claim: str
-    holds: bool | None
-    words: str
-    remedy: str = ""
-
-
-def freshness_findings(path: str, plan: Plan, profile: Profile) -> Iterator[FreshnessFinding]:
+def freshness_findings(path: str, plan: Plan, profile: Profile) -> Iterator[Finding]:
     """Compare the plan in `path` with its profile, the current model, and the stage files.
 
     Raises:
@@ -48,45 +31,45 @@ def freshness_findings(path: str, plan: Plan, profile: Profile) -> Iterator[Fres
     model, traced = plan.model or profile.model, None
     with undoing_user_changes():
         if model is None:
-            yield FreshnessFinding("profile", None, f"{plan.profile} comes without a model")
+            yield Finding("profile", None, f"{plan.profile} comes without a model")
         else:
             find_model(path, model.source)
             file = ModelFile.load(model)
             traced = trace_file(file, file.build(), plan.batch_size)
             yield from profile_findings(profile, plan.profile, model.source, traced)
         if was_made_from(plan, profile):
-            yield FreshnessFinding("plan", True, f"{path} was made from the current {plan.profile}")
+            yield Finding("plan", True, f"{path} was made from the current {plan.profile}")
         else:
             words = f"{plan.profile} has changed since {path} was made"
-            yield FreshnessFinding("plan", False, words, "run `pdtool partition` again")
+            yield Finding("plan", False, words, remedy="run `pdtool partition` again")
         yield from _bundle_findings(path, plan, traced)
 
 
-def _bundle_findings(path: str, plan: Plan, traced: Traced | None) -> Iterator[FreshnessFinding]:
+def _bundle_findings(path: str, plan: Plan, traced: Traced | None) -> Iterator[Finding]:
     """Compare the bundle with the plan and the model, and the stage files with the bundle."""
     folder = bundle_folder(path, plan)
     remedy = "run `pdtool codegen` again"
     if not (folder / Bundle.FILE).exists():
-        yield FreshnessFinding("bundle", None, f"there is none in {folder}/. `pdtool run` makes it")
+        yield Finding("bundle", None, f"there is none in {folder}/. `pdtool run` makes it")
         return
     try:
         bundle = Bundle.load(folder / Bundle.FILE)
     except ArtifactError as error:
-        yield FreshnessFinding("bundle", False, error.what, remedy)
+        yield Finding("bundle", False, error.what, remedy=remedy)
         return
     if bundle.digests.get("plan") != plan.plan_sha256:
-        yield FreshnessFinding("bundle", False, f"{folder}/ was not made from the current {path}", remedy)
+        yield Finding("bundle", False, f"{folder}/ was not made from the current {path}", remedy=remedy)
     elif traced and bundle.graph_sha256 not in (None, graph_sha256(traced)):
-        yield FreshnessFinding("bundle", False, f"{folder}/ was made from a model with different operators", remedy)
+        yield Finding("bundle", False, f"{folder}/ was made from a model with different operators", remedy=remedy)
     else:
-        yield FreshnessFinding("bundle", True, f"{folder}/ was made from the current {path}")
+        yield Finding("bundle", True, f"{folder}/ was made from the current {path}")
     try:
         bundle.check_files(folder)
     except StaleError as error:
-        yield FreshnessFinding("stage files", False, error.what, remedy)
+        yield Finding("stage files", False, error.what, remedy=remedy)
     else:
         names = ", ".join(stage.file for stage in bundle.stages)
-        yield FreshnessFinding("stage files", True, f"{names} are unchanged since codegen wrote them")
+        yield Finding("stage files", True, f"{names} are unchanged since codegen wrote them")
 
 
 def why_model_differs(profile: Profile, path: str) -> str:
@@ -105,7 +88,7 @@ def why_model_differs(profile: Profile, path: str) -> str:
         return next((finding.words for finding in findings if finding.holds is False), "")
 
 
-def profile_findings(profile: Profile, path: str, source: str, traced: Traced) -> Iterator[FreshnessFinding]:
+def profile_findings(profile: Profile, path: str, source: str, traced: Traced) -> Iterator[Finding]:
     """Compare a profile with the model, and the bytes of the model's file with the profiled ones.
 
     Args:
@@ -122,7 +105,7 @@ def profile_findings(profile: Profile, path: str, source: str, traced: Traced) -
         is_fresh, words = True, f"{source} and {path} have the same operators"
     else:
         is_fresh, words = False, f"{source}: {first_difference(profile, traced, source)}"
-    yield FreshnessFinding("profile", is_fresh, words, "" if is_fresh else "profile and partition it again")
+    yield Finding("profile", is_fresh, words, remedy="" if is_fresh else "profile and partition it again")
     if changed and is_fresh:
         words = f"{source} has changed since it was profiled: the costs of its loss and optimizer may have changed"
-        yield FreshnessFinding("source", None, f"{words}, and the plan keeps its old HINTS")
+        yield Finding("source", None, f"{words}, and the plan keeps its old HINTS")

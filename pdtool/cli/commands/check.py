@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,12 +17,10 @@ from pdtool.errors import ArtifactError, StaleError, UsageError, printable
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from pdtool.api.staleness import FreshnessFinding
     from pdtool.artifacts.plan import Plan
     from pdtool.artifacts.profile import Profile
     from pdtool.planner.choice.plan_check import Finding
 
-FindingT = TypeVar("FindingT", "Finding", "FreshnessFinding")
 _EDITED = "# edited by hand\n"  # `pdtool partition` overwrites no plan with a comment
 _MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "")}
 
@@ -124,11 +122,11 @@ def _check_freshness(path: str, as_json: bool) -> None:
         raise StaleError(path, f"{stale[0].claim}: {stale[0].words}{_and_more(stale)}", stale[0].remedy)
 
 
-def _and_more(findings: Sequence[FindingT]) -> str:
+def _and_more(findings: Sequence[Finding]) -> str:
     return f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
 
 
-def _print(plan: Plan, findings: Sequence[FindingT], as_json: bool) -> list[FindingT]:
+def _print(plan: Plan, findings: Sequence[Finding], as_json: bool) -> list[Finding]:
     """Print the findings, and return the false ones."""
     if as_json:
         print_data({"plan": plan.name, "findings": [asdict(finding) for finding in findings]})
@@ -137,7 +135,7 @@ def _print(plan: Plan, findings: Sequence[FindingT], as_json: bool) -> list[Find
     return [finding for finding in findings if finding.holds is False]
 
 
-def _line(finding: FindingT) -> Text:
+def _line(finding: Finding) -> Text:
     from rich.text import Text
 
     mark, claim = _MARKS[finding.holds], (printable(f" {finding.claim}"), "bold")

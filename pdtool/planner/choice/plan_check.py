@@ -31,14 +31,15 @@ _LATER_FIGURES = ("samples_per_update", "data_parallel_samples_per_update")  # w
 
 @dataclass(frozen=True)
 class Finding:
-    """One claim of a plan.
+    """One claim of a plan, or for `check --fresh` one of its files.
 
     Attributes:
         claim: its name.
-        holds: whether it is true; None if unknown.
+        holds: whether it is true, or the file fresh; None if unknown, and for a note.
         words: the finding, in words.
         field: the plan's field that stores the figure, if there is one.
         stored, recomputed: the two figures, if they differ.
+        remedy: what to do about a stale file.
     """
 
     claim: str
@@ -47,6 +48,7 @@ class Finding:
     field: str = ""
     stored: Any = None
     recomputed: Any = None
+    remedy: str = ""
 
 
 def check_plan(plan: Plan, profile: Profile) -> Iterator[Finding]:
