@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import pickle
 import shutil
@@ -20,9 +21,9 @@ import pytest
 import torch
 from harness import CONV1, CONV2, CONV3, SKIP1, TIED1, TIED3, TIED4, assert_same, batches, weights
 from reference import replay
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from pdtool.artifacts.run_dir import Checkpoint, RunDir
+from pdtool.artifacts.run_dir import Checkpoint, CheckpointManifest, RunDir
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.runtime.launch.launcher import launch
@@ -75,6 +76,29 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path, toy: harness.Toy) -> N
         file.build(first.seed), batches(replace(first, epochs=2)), file.loss, file.optimizer, 3
     )
     assert_same(found, expected)
+
+
+def test_a_run_goes_on_from_a_checkpoint_in_the_first_format(tmp_path: Path) -> None:
+    """Until fa430e5 an entry held one value of an optimizer's state, and manifests did not give numbers of samples."""
+    spec = harness.job(tmp_path, CONV2, (1, 1), epochs=1, optimizer="adam")
+    harness.run(spec)
+    saved = RunDir(spec.out).latest_checkpoint()
+    expected = weights(harness.run(replace(spec, epochs=2, resume=spec.out, out=tmp_path / "now")))
+    files = {}
+    for name in saved.manifest().files:
+        path, tensors = saved.path / name, {}
+        for key, value in load_file(path).items():
+            is_record = key.startswith("optimizer.") and ".state." not in key
+            tensors[key.replace(".state.", ".")] = value
+            if is_record:
+                _, ((_, updates), *_) = json.loads(bytes(tensors.pop(key).numpy()))
+                tensors[f"{key}.updates"] = torch.tensor(updates)
+        save_file(tensors, path)
+        files[name] = {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    kept = saved.manifest().model_dump(exclude={"samples"}) | {"files": files}
+    CheckpointManifest(**kept).save(saved.path / "checkpoint.json")
+    found = weights(harness.run(replace(spec, epochs=2, resume=spec.out, out=tmp_path / "then")))
+    assert_same(found, expected, rtol=0, atol=0)
 
 
 def test_export_is_the_models_own_state_dict(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
