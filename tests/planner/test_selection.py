@@ -214,7 +214,16 @@ def test_a_short_simulation_is_not_faster_than_a_long_one(seed, config):
     assert short_s * WINDOW >= simulate(job).time_per_minibatch_s
 
 
-@pytest.mark.parametrize(("seed", "narrower"), [(193, {"replicas": (2, 1)}), (763, {"workers": 5})])
+@pytest.mark.rows_of_the_day(days=2)
+@pytest.mark.parametrize(
+    ("seed", "narrower"),
+    [
+        (193, {"replicas": (2, 1)}),
+        (763, {"workers": 5}),
+        (793, {"replicas": (2, 1, 1, 1)}),
+        (916, {"replicas": (1, 2, 1)}),
+    ],
+)
 def test_borders_are_moved_where_no_first_plan_of_a_configuration_is_fast(seed, narrower):
     """Several have to move before such a plan is faster than another configuration's."""
     profile, cluster = bench_choice.question(seed)
@@ -222,7 +231,7 @@ def test_borders_are_moved_where_no_first_plan_of_a_configuration_is_fast(seed, 
     assert free.predicted.simulated_s <= narrow.predicted.simulated_s * (1 + bench_choice.MAX_LOSS)
 
 
-@pytest.mark.rows_of_the_day(days=2)
+@pytest.mark.rows_of_the_day(days=4)
 @pytest.mark.parametrize("seed", [9, 30, 35, 44, 106, 126, 235, 1013])
 def test_no_narrower_option_finds_a_faster_plan(seed):
     """Of these profiles, which a search by formulas alone gets wrong; `make bench-choice` looks at a thousand."""

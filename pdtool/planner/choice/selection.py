@@ -1,6 +1,6 @@
 """Choose a plan by simulation, then move its borders to where modules begin and end.
 
-The formulas assume that communication overlaps perfectly, the simulator does not.
+The formulas assume that messages always overlap with computing, the simulator does not.
 
     shortlist   the fastest plans by the formulas, the baselines, and the best of each layout and number of stages
     drop        plans that a lower bound shows to be slower than a plan that was simulated
@@ -12,6 +12,7 @@ The formulas assume that communication overlaps perfectly, the simulator does no
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -46,8 +47,10 @@ _MAX_SMALL = 2_000  # actions times workers, of a plan whose numbers in flight a
 _EXCESS_OF_SKIPS = 1.6  # formulas over simulation, about, if a tensor counts at each border that it crosses
 _STEPS_TO_FREER_LINKS = 4  # borders that are moved one after the other for that
 _MAX_ACTIONS_MOVED = 60_000  # times workers, in all simulations of plans with moved borders
-_MAX_ACTIONS_ALONE = 60_000  # the same, where each configuration is looked at by itself
+_MAX_ACTIONS_ALONE = 180_000  # the same, where each configuration is looked at by itself
 _MAX_WORKERS_ALONE = 6  # with more, that takes seconds and finds little
+_MOST_ALONE = 4  # plans of each to begin with
+_FAR_ALONE = 1.5  # times the fastest plan so far: moved borders do not make up for more
 _STEPS_ALONE = 3  # without a gain, after which the next configuration has its turn
 
 
@@ -222,16 +225,16 @@ class _Selection:
         configuration's plans.
         """
         limit = self._simulated_actions + _MAX_ACTIONS_ALONE
-        of_each_configuration = {
-            plan.placement.workers: plan
-            for _, plan in sorted(self._passed_over, key=_by_bound, reverse=True)
-            if len(plan.placement.stages) > 1 and plan.time_per_minibatch_s < self.fastest_s
-        }
-        for plan in sorted(of_each_configuration.values(), key=lambda plan: plan.time_per_minibatch_s):
+        of_each_configuration = defaultdict(list)
+        for _, plan in sorted(self._passed_over, key=_by_bound):
+            if len(plan.placement.stages) > 1 and plan.time_per_minibatch_s < self.fastest_s:
+                of_each_configuration[plan.placement.workers].append(plan)
+        for plans in sorted(of_each_configuration.values(), key=lambda plans: plans[0].time_per_minibatch_s):
             if self._simulated_actions < limit:
-                alone = _Selection(self.search, [plan])
+                alone = _Selection(self.search, plans[:_MOST_ALONE])
                 alone.simulate()
-                alone.move_borders_of_fast_plans(_STEPS_ALONE)
+                if alone.fastest_s < self.fastest_s * _FAR_ALONE:
+                    alone.move_borders_of_fast_plans(_STEPS_ALONE)
                 self._plans += alone._plans
                 self.fastest_s = min(self.fastest_s, alone.fastest_s)
                 self.simulated_plans += alone.simulated_plans
