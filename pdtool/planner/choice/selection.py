@@ -219,9 +219,9 @@ class _Selection:
             without_gain = 0 if self.fastest_s < fastest_s else without_gain + 1
 
     def look_at_each_configuration(self) -> None:
-        """Move the borders of a plan of each configuration that the formulas find faster than any simulated plan.
+        """Move the borders of a few plans of each configuration that the formulas find faster than any simulated plan.
 
-        Several borders may have to move before such a plan is the fastest, so each is compared only with its own
+        Several borders may have to move before such a plan is the fastest, so they are compared only with their own
         configuration's plans.
         """
         limit = self._simulated_actions + _MAX_ACTIONS_ALONE
