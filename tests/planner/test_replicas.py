@@ -160,7 +160,7 @@ def test_there_is_no_such_plan():
         (["2-1", "--straight"], "--replicas 2-1 and --strategy straight exclude each other; give only one"),
         (["2-1", "--strategy", "hybrid"], "--replicas 2-1 and --strategy hybrid exclude each other; give only one"),
         (["2-1", "--workers", "3"], "--replicas 2-1 and --workers 3 exclude each other; leave --workers out"),
-        (["2-1", "--schedule", "zb-h1"], "--schedule zb-h1 excludes --replicas 2-1; give each stage as many"),
+        (["2-1", "--schedule", "zb-h1"], "--schedule zb-h1 excludes --replicas 2-1; give all stages the same number"),
         (["1-1", "--schedule", "interleaved"], "--schedule interleaved excludes --replicas 1-1; choose from 1f1b"),
         (["4", "--strategy", "pipeline"], "--replicas 4 is one stage; --strategy pipeline has 2 or more"),
     ],
