@@ -116,22 +116,30 @@ def _chunked_plan(profile: Profile, profile_path: str, cluster: Cluster, options
     workers = options.workers or cluster.workers
     if workers > cluster.workers:
         raise UsageError(f"--workers {workers}, but the cluster has {cluster.workers}", "give no more than that")
-    evaluator = Evaluator(profile, cluster, first_in_flight=options.in_flight)
     execution = ExecutionConfig.of_schedule(options.schedule, options.microbatches, options.chunks)
     each = tuple((number,) for number in range(workers))
 
-    def plan_of(stages: Stages, *, recomputes: bool) -> Plan:
+    def plan_of(stages: Stages, within: Cluster, *, recomputes: bool) -> Plan:
+        evaluator = Evaluator(profile, within, first_in_flight=options.in_flight)
         chunks = replace(_in_chunks(profile, stages, each, execution), recompute=(recomputes,) * len(stages))
         placement = with_wanted_in_flight(evaluator, chunks)
-        plan = placement.to_plan(profile, profile_path, cluster).model_copy(update={"asked": options.asked})
+        plan = placement.to_plan(profile, profile_path, within).model_copy(update={"asked": options.asked})
         plan.check()
         plan.check_schedule()
         return predict(plan, evaluator, placement)
 
-    for recomputes in (False, True)[: 1 + options.recompute]:
-        even = plan_of(even_pieces(profile, workers * options.chunks), recomputes=recomputes)
+    def fastest(stages: Stages, within: Cluster, *, recomputes: bool) -> Plan:
+        plan_within = partial(plan_of, within=within, recomputes=recomputes)
+        plan = plan_within(stages)
         moved = partial(_with_moved_border, profile)
-        plan = _with_better_cuts(even, profile, moved, partial(plan_of, recomputes=recomputes))
+        return plan if _lacking_bytes(plan) else _with_faster_cuts(plan, profile, moved, plan_within)
+
+    even = even_pieces(profile, workers * options.chunks)
+    for recomputes in (False, True)[: 1 + options.recompute]:
+        plan = fastest(even, cluster, recomputes=recomputes)
+        if _lacking_bytes(plan):  # the pieces that are fastest without a limit may need less
+            free = fastest(even, replace(cluster, memory_bytes=None), recomputes=recomputes)
+            plan = fastest(Placement.of(free, profile).stages, cluster, recomputes=recomputes)
         if not _lacking_bytes(plan):
             return plan
     raise _does_not_fit(plan, profile)
@@ -164,7 +172,7 @@ def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, opt
     plan, memory_bytes = plan_within(cluster.memory_bytes), cluster.memory_bytes or 0
     for _ in range(_TIGHTENED):
         if not (lacking_bytes := _lacking_bytes(plan)):
-            return _with_better_cuts(plan, profile, moved, plan_of)
+            return _with_faster_cuts(plan, profile, moved, plan_of)
         memory_bytes -= lacking_bytes
         try:
             plan = plan_within(max(1, memory_bytes))
@@ -173,29 +181,28 @@ def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, opt
     raise _does_not_fit(plan, profile)
 
 
-def _with_better_cuts(
+def _with_faster_cuts(
     plan: Plan, profile: Profile, moved: Callable[[Placement], Iterator[Stages]], plan_of: Callable[[Stages], Plan]
 ) -> Plan:
-    """Return a plan of a schedule without formulas with its borders moved, for as long as it then lacks less memory, or
-    is faster in the simulation.
+    """Return a plan of a schedule without formulas, which fits, with its borders moved for as long as that makes it
+    faster in the simulation.
 
     Args:
         moved: yields the stages of a placement with each of their borders moved to each of the nearest cuts.
         plan_of: returns the plan with other stages, and the minibatches in flight that they need.
     """
-    placement, is_better = Placement.of(plan, profile), True
+    placement, is_faster = Placement.of(plan, profile), True
     tries = _MAX_ACTIONS // (action_count(placement) * placement.used_workers)
-    while is_better:
-        placement, lacking_bytes, is_better = Placement.of(plan, profile), _lacking_bytes(plan), False
-        limit_s = math.inf if lacking_bytes else _time_s(plan) * (1 - _MIN_GAIN)
+    while is_faster:
+        placement, limit_s, is_faster = Placement.of(plan, profile), _time_s(plan) * (1 - _MIN_GAIN), False
         for stages in islice(moved(placement), tries):
             tries -= 1
             time_s = steady_state_s(replace(placement, stages=stages), profile, plan.cluster, limit_s)
             if time_s is not None and time_s < limit_s:
                 with suppress(UsageError):  # a pin, or a shared parameter
                     other = plan_of(stages)
-                    if (_lacking_bytes(other), _time_s(other)) < (lacking_bytes, limit_s):
-                        plan, is_better = other, True
+                    if not _lacking_bytes(other) and _time_s(other) < limit_s:
+                        plan, is_faster = other, True
                         break
     return plan
 
