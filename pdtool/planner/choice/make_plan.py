@@ -139,7 +139,8 @@ def _chunked_plan(profile: Profile, profile_path: str, cluster: Cluster, options
         plan = fastest(even, cluster, recomputes=recomputes)
         if _lacking_bytes(plan):  # the pieces that are fastest without a limit may need less
             free = fastest(even, replace(cluster, memory_bytes=None), recomputes=recomputes)
-            plan = fastest(Placement.of(free, profile).stages, cluster, recomputes=recomputes)
+            others = fastest(Placement.of(free, profile).stages, cluster, recomputes=recomputes)
+            plan = min(plan, others, key=_lacking_bytes)
         if not _lacking_bytes(plan):
             return plan
     raise _does_not_fit(plan, profile)
