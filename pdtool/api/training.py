@@ -276,8 +276,8 @@ def check_run(asked: RunOptions, workers: int) -> None:
     is_one_by_one = asked.nnodes > 1 or is_worker(os.environ)
     if output is None and is_one_by_one and (resume is None or not RunDir(resume).checkpoints_folder.is_dir()):
         raise UsageError("workers started one by one need a common folder for the run", "name it with -o")
-    if output and RunDir(Path(output)).checkpoints() and (resume is None or resume.resolve() != Path(output).resolve()):
-        raise UsageError(f"{output} holds a run already", "continue it with --resume, or name another folder with -o")
+    if output:
+        RunDir(Path(output)).check_no_other_run(resume)
 
 
 def _with_loader_workers(config: RunConfig, loading_s: float | None, asked: int | None) -> RunConfig:

@@ -346,6 +346,13 @@ class RunDir:
         what = f"{folder} contains no complete checkpoint"
         raise UsageError(what, "name the folder of a run that has one: a run writes the first after its first epoch")
 
+    def check_no_other_run(self, resumed: Path | None) -> None:
+        """Raise UsageError if the folder contains checkpoints of another run than the resumed one."""
+        if self.checkpoints() and (resumed is None or resumed.resolve() != self.path.resolve()):
+            raise UsageError(
+                f"{self.path} holds a run already", "continue it with --resume, or name another folder with -o"
+            )
+
     def _runs_beside(self) -> str:
         """Return `: runs/a, runs/b`, the newest runs beside a missing folder; "" if there are none."""
         runs = [path for path in self.path.parent.glob("*") if RunDir(path).checkpoints()]

@@ -98,6 +98,7 @@ def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterat
     plan, run_dir = config.plan, RunDir(config.out)
     is_new = not run_dir.path.exists()
     with run_dir.held():
+        run_dir.check_no_other_run(config.resume)  # one may have begun and ended since the first check
         run_dir.put_report_aside(epochs_done)
         state = RunState(
             plan=plan.name,
