@@ -41,9 +41,7 @@ def placed(profile, workers: int, execution: ExecutionConfig) -> Placement:
     stages = even_pieces(profile, workers * execution.chunks)
     numbers = tuple((worker,) for worker in range(workers)) * execution.chunks
     no_recompute = (False,) * len(stages)
-    placement = Placement(
-        stages=tuple(map(tuple, stages)), workers=numbers, in_flight=(), recompute=no_recompute, execution=execution
-    )
+    placement = Placement(stages=stages, workers=numbers, in_flight=(), recompute=no_recompute, execution=execution)
     return placement.with_usual_in_flight()
 
 
@@ -212,7 +210,7 @@ def test_no_operator_moved_over_a_border_of_chunks_makes_them_faster(schedule):
     for seed in range(8):
         profile, cluster = network(random.Random(seed), 2)
         plan = make_plan(profile, "p", cluster, SearchOptions(schedule=schedule, microbatches=4, chunks=2))
-        chosen, even = Placement.of(plan, profile), tuple(map(tuple, even_pieces(profile, 4)))
+        chosen, even = Placement.of(plan, profile), even_pieces(profile, 4)
         moved += steady_state_s(replace(chosen, stages=even), profile, cluster) > plan.predicted.simulated_s * ROUNDING
         for border in range(1, 4):
             before, after = chosen.stages[border - 1 : border + 1]

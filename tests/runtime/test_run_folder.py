@@ -88,6 +88,16 @@ def test_differences_are_told_with_the_machine() -> None:
     ]
 
 
+def test_a_run_does_not_train_over_one_that_ended_after_its_first_check(tmp_path: Path) -> None:
+    """The first check was before the lock, so `launch` checks again when it holds the folder."""
+    spec = harness.job(tmp_path, CONV2, (1, 1), epochs=1)
+    launch(spec)
+    before = {path: path.read_bytes() for path in spec.out.rglob("*") if path.is_file()}
+    with pytest.raises(UsageError, match="run holds a run already; continue it with --resume, or name another folder"):
+        launch(spec)
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def changed_model(spec: RunConfig, folder: Path) -> RunConfig:
     path = folder / "other.py"
     path.write_text(Path(spec.model.source).read_text() + "\n# another learning rate\n")
