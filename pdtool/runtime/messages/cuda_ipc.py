@@ -250,6 +250,7 @@ class _RouteEnds:
         """Allocate the slots of a route that ends here, and export them."""
         layout = self._layouts[route.number]
         memory = torch.empty(layout.total_bytes, dtype=torch.uint8, device=self._device)
+        memory[:_FIRST_BYTES].zero_()  # it may hold the first message of an earlier run
         freed = _new_events(layout.slots)
         self.memory[route.number] = DeviceMemory(memory, self._shared[route.number].connection, [], freed)
         return _Offer(_exported(memory), _handles(freed))
@@ -258,6 +259,7 @@ class _RouteEnds:
         """Map the slots of a route that begins here, write a first message, and export the events."""
         memory, freed = _mapped(offer.memory, self._device), self._opened(offer.freed)
         written = _new_events(len(freed))
+        freed[0].wait()  # until the receiver's device has cleared them
         memory[:_FIRST_BYTES].fill_(_first_byte(route))
         written[0].record()
         self.memory[route.number] = DeviceMemory(memory, self._shared[route.number].connection, written, freed)
