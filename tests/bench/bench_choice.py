@@ -88,18 +88,23 @@ def compared(seed: int) -> tuple[int, float, str, int, float]:
 
 
 def main() -> None:
-    """Compare, and print the worst."""
+    """Compare, and print whatever is worse as soon as it is found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profiles", type=int, default=1065, metavar="N")
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
     parser.add_argument("--processes", type=int, default=2, metavar="N")
     arguments = parser.parse_args()
     seeds = range(arguments.first, arguments.first + arguments.profiles)
+    found = []
     with Pool(arguments.processes) as pool:
-        found = list(pool.imap_unordered(compared, seeds))
-    worse = sorted((entry for entry in found if entry[1] > MAX_LOSS), key=lambda entry: -entry[1])
-    for seed, loss, what, _, _ in worse[:20]:
-        sys.stdout.write(f"seed {seed}: {loss:.1%} slower: {what}\n")
+        for each in pool.imap_unordered(compared, seeds):
+            found.append(each)
+            seed, loss, what, _, _ = each
+            if loss > MAX_LOSS:
+                sys.stdout.write(f"seed {seed}: {loss:.1%} slower: {what}\n")
+            if len(found) % 50 == 0:
+                sys.stderr.write(f"{len(found)} of {len(seeds)} profiles\n")
+    worse = [entry for entry in found if entry[1] > MAX_LOSS]
     options, seconds = sum(entry[3] for entry in found), sum(entry[4] for entry in found)
     sys.stdout.write(
         f"{len(found)} profiles, {options} narrower options: {len(worse)} profiles with one that is more than "

@@ -52,7 +52,7 @@ def open_ends(kind: str, size: int, rank: int) -> tuple[Sender, Receiver]:
             DistributedReceiver(into, groups[into.number], CPU),
         )
     layout = SlotLayout.of(out, 1, DEPTH, DEPTH)
-    _, shared = share_memory(there, rank, dist.group.WORLD, dict.fromkeys((0, 1), layout.total_bytes), 60.0)
+    _, shared = share_memory(there, rank, dist.group.WORLD, dict.fromkeys((0, 1), layout), 60.0)
     return (
         SharedMemorySender(out, layout, shared[out.number], nullcontext()),
         SharedMemoryReceiver(into, layout, shared[into.number]),

@@ -5,12 +5,11 @@ That CUDA shares memory and events between processes is for `make gpu-check` to 
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -38,7 +37,7 @@ from pdtool.runtime.messages.cuda_ipc import (
 )
 from pdtool.runtime.messages.open_channels import _device_layout
 from pdtool.runtime.messages.routes import Edge, Route, list_routes
-from pdtool.runtime.messages.slots import SlotLayout
+from pdtool.runtime.messages.slots import SlotLayout, open_pipes
 from pdtool.runtime.status import PeerError
 from pdtool.schedule import SCHEDULES, Action, ActionKind
 
@@ -95,10 +94,9 @@ def pair(
     events: Any = ([made() for _ in range(layout.slots)] for made in (written, freed))
     all_written, all_freed = events
     sending, receiving = Stream(device), Stream(device)
-    first, second = socket.socketpair()
-    with first, second:
-        first.settimeout(5)
-        second.settimeout(5)
+    first, second = open_pipes(layout.slots)
+    first.timeout_s = second.timeout_s = 5.0
+    with closing(first), closing(second):
         sender = CudaIpcSender(route, layout, DeviceMemory(memory, first, all_written, all_freed), nullcontext())
         device.compute = receiving
         receiver = CudaIpcReceiver(route, layout, DeviceMemory(memory, second, all_written, all_freed))
@@ -189,7 +187,7 @@ def test_a_receiver_that_keeps_all_it_may_copies_the_rest(monkeypatch: pytest.Mo
 
 def test_a_peer_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pair(0, monkeypatch) as ends:
-        ends.sender._connection.close()
+        ends.sender._pipes.close()
         with pytest.raises(PeerError, match="from rank 0") as raised:
             ends.receive(0)
         assert raised.value.peer == 0
@@ -298,13 +296,13 @@ class Cuda:
     def share(self, routes: Sequence[Route]) -> list[tuple[set[int], dict[int, DeviceMemory]]]:
         """Share memory of GPUs 0 and 1 among the workers of these numbers; raises what one of them raises."""
         layouts = {route.number: SlotLayout.of(route, BATCH, DEPTH, SPARE_SLOTS) for route in routes}
-        connections: Any = {route.number: SimpleNamespace(connection=f"socket of {route.number}") for route in routes}
+        shared: Any = {route.number: SimpleNamespace(pipes=f"pipes of {route.number}") for route in routes}
 
         def worker(rank: int) -> tuple[set[int], dict[int, DeviceMemory]]:
             self._worker.rank = rank
             try:
                 device = torch.device("cpu", rank)
-                return share_device_memory(routes, connections, layouts, rank, None, device)
+                return share_device_memory(routes, shared, layouts, rank, None, device)
             except BaseException:
                 self._barrier.abort()
                 raise
@@ -349,7 +347,7 @@ def test_both_ends_of_a_route_come_to_the_same_memory_and_events(monkeypatch: py
     for number in agreed:
         one, other = first[number], second[number]
         assert one.memory.data_ptr() == other.memory.data_ptr()
-        assert one.connection == other.connection == f"socket of {number}"
+        assert one.pipes == other.pipes == f"pipes of {number}"
         assert one.memory.numel() == SlotLayout.of(routes[0], BATCH, DEPTH, SPARE_SLOTS).total_bytes
         assert (one.written, one.freed) == (other.written, other.freed)
         assert len(one.written) == len(one.freed) == DEPTH + SPARE_SLOTS

@@ -33,7 +33,7 @@ from pdtool.runtime.messages.open_channels import Channels, open_channels
 from pdtool.runtime.messages.pinned import PinnedReceiver, PinnedSender
 from pdtool.runtime.messages.routes import WIRE_DTYPES, Edge, LocalChannel, Route, list_edges, list_routes
 from pdtool.runtime.messages.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender
-from pdtool.runtime.messages.slots import SlotLayout
+from pdtool.runtime.messages.slots import SlotLayout, open_pipes
 from pdtool.runtime.messages.stage_io import StageIO
 from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.status import PeerError
@@ -99,11 +99,11 @@ def pair(route: Route, *, depth: int = 2, timeout_s: float = 30.0) -> tuple[Shar
     os.ftruncate(descriptor, layout.total_bytes)
     first, second = (mmap.mmap(descriptor, layout.total_bytes) for _ in range(2))
     os.close(descriptor)
-    connections = socket.socketpair()
-    for connection in connections:
-        connection.settimeout(timeout_s)
-    sender = SharedMemorySender(route, layout, SharedMemory(first, connections[0]), nullcontext())
-    return sender, SharedMemoryReceiver(route, layout, SharedMemory(second, connections[1]))
+    pipes = open_pipes(layout.slots)
+    for end in pipes:
+        end.timeout_s = timeout_s
+    sender = SharedMemorySender(route, layout, SharedMemory(first, pipes[0]), nullcontext())
+    return sender, SharedMemoryReceiver(route, layout, SharedMemory(second, pipes[1]))
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def channel() -> Any:
     ends = pair(route_of(edge("a", torch.float32, 3)))
     yield ends
     for end in ends:
-        end._connection.close()
+        end._pipes.close()
 
 
 def through(
@@ -142,7 +142,7 @@ def test_a_slot_is_free_when_the_last_of_its_tensors_is_gone() -> None:
         del view
         assert not ends[1]._lent
     for end in ends:
-        end._connection.close()
+        end._pipes.close()
 
 
 def test_autograd_may_use_what_was_received_as_any_tensor(channel: Any) -> None:
@@ -169,7 +169,7 @@ def test_a_change_in_place_of_one_tensor_leaves_the_others_graph_valid() -> None
     assert a.grad is not None
     assert a.grad.eq(2).all()
     for end in ends:
-        end._connection.close()
+        end._pipes.close()
 
 
 def test_a_thousand_messages_leave_no_descriptor_and_touch_no_more_memory_than_is_in_use() -> None:
@@ -188,10 +188,23 @@ def test_a_thousand_messages_leave_no_descriptor_and_touch_no_more_memory_than_i
     assert descriptors() == open_now
     assert resident() - memory < 2 * (256 << 10)  # one slot, seen twice
     for end in ends:
-        end._connection.close()
+        end._pipes.close()
     del ends, end
     gc.collect()
     assert descriptors() == before
+
+
+def test_neither_end_waits_for_the_other_to_read() -> None:
+    """As with GPipe, where thousands of microbatches go forward before one comes back."""
+    sender, receiver = ends = pair(route_of(edge("a", torch.float32, 3)), depth=10_000, timeout_s=0.1)
+    for rounds in range(3):
+        for i in range(10_000):
+            sender.send(i, [torch.full((BATCH, 3), float(rounds))])
+        kept = [receiver.receive(i, BATCH)[0] for i in range(10_000)]
+        assert all(tensor.eq(rounds).all() for tensor in kept)
+        del kept
+    for end in ends:
+        end._pipes.close()
 
 
 def test_a_sender_or_receiver_that_waits_too_long_says_for_what() -> None:
@@ -204,14 +217,14 @@ def test_a_sender_or_receiver_that_waits_too_long_says_for_what() -> None:
     with pytest.raises(PeerError, match=r"forward 'a' of minibatch 4 could not be sent to rank 1 \(Timed out") as lost:
         sender.send(4, [torch.ones(BATCH, 3)])
     assert lost.value.peer == 1
-    sender._connection.close()
-    receiver._connection.close()
+    sender._pipes.close()
+    receiver._pipes.close()
 
 
 def test_what_was_sent_before_the_sender_ended_arrives(channel: Any) -> None:
     sender, receiver = channel
     sender.send(0, [torch.ones(BATCH, 3)])
-    sender._connection.close()
+    sender._pipes.close()
     assert receiver.receive(0, BATCH)[0].eq(1).all()
     with pytest.raises(PeerError, match=r"minibatch 1 did not arrive from rank 0 \(Connection closed by peer\)"):
         receiver.receive(1, BATCH)
@@ -243,7 +256,7 @@ def test_a_message_in_another_dtype_goes_through_slots(has_flags: bool) -> None:
     assert f is None if has_flags else f is not None and f.tolist() == [[0, 0], [0, 0]]
     del a, c, f
     for end in ends:
-        end._connection.close()
+        end._pipes.close()
 
 
 def test_what_stays_on_a_worker_is_not_converted() -> None:
@@ -406,7 +419,7 @@ def apart(rank: int, why: str, transport: str) -> None:
         shared_memory_setup.offer_memory = lambda *_: None  # type: ignore[assignment]
     if why == "silent":
         shared_memory_setup.HANDSHAKE_TIMEOUT_S = 0.2
-        shared_memory_setup.receive_memory = lambda *_: None  # type: ignore[assignment]
+        shared_memory_setup.receive_memory = lambda *_: {}  # type: ignore[assignment]
     if transport == "shared":
         with pytest.raises(UsageError, match=r"rank 0 and rank 1 cannot share memory; leave out --transport"):
             everything_arrives(rank, transport, "fp32")
@@ -433,9 +446,10 @@ def test_callers_that_are_no_workers_are_sent_away() -> None:
         line.connect(address)
         line.sendall(said)
         strangers.append(line)
-    made = shared_memory_setup.offer_memory(address, 5, 4096)
+    layout = SlotLayout(depth=1, spare=0, starts=(0, 4096))
+    made = shared_memory_setup.offer_memory(address, 5, layout)
     assert made
-    taken = shared_memory_setup.accept_memory(listener, {5: 4096})
+    taken = shared_memory_setup.accept_memory(listener, {5: layout})
     made[0][:5] = b"hello"
     assert taken.keys() == {5}
     assert taken[5][0][:5] == b"hello"

@@ -1,7 +1,7 @@
 """Channels between two workers of one machine through memory of a GPU (CUDA IPC; the protocol: slots.py).
 
-The slots are memory of the receiver's GPU, mapped by the sender. The hosts announce a slot over their socket as soon as
-its copy is enqueued. The devices wait for each other by events:
+The slots are memory of the receiver's GPU, mapped by the sender. The hosts announce a slot through their pipes as
+soon as its copy is enqueued. The devices wait for each other by events:
 
       sender's device    wait for freed[3] ─▶ copy into slot 3 ─▶ record written[3]
       receiver's device                       wait for written[3] ─▶ kernels that read slot 3 ─▶ record freed[3]
@@ -12,7 +12,6 @@ A device waits only for events that were recorded before its host was told, neve
 from __future__ import annotations
 
 import inspect
-import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from pdtool.errors import printable
 from pdtool.runtime.groups import all_gather
 from pdtool.runtime.messages.routes import Route
 from pdtool.runtime.messages.shared_memory import SharedMemory
-from pdtool.runtime.messages.slots import PartView, SlotLayout, SlotReceiver, SlotSender
+from pdtool.runtime.messages.slots import PartView, SlotLayout, SlotPipes, SlotReceiver, SlotSender
 
 SPARE_SLOTS = 2  # slots that the receiver may not keep: one is written while another is on its way back
 _FIRST_BYTES = 8  # of the first message
@@ -37,19 +36,19 @@ _DATA = (bool, int, tuple, bytes, type(None))
 
 
 class DeviceMemory(NamedTuple):
-    """Memory of a GPU that the two workers of a route share, and the socket between them.
+    """Memory of a GPU that the two workers of a route share, and the pipes between them.
 
     Both workers may be on one GPU. No kernel waits, and nothing needs a communicator.
 
     Attributes:
         memory: slots x slot_bytes bytes, as a tensor of this worker's device.
-        connection: its timeout limits the wait for a message or a free slot.
+        pipes: their timeout limits the wait for a message or a free slot.
         written: for each slot, an event that the sender records.
         freed: for each slot, an event that the receiver records.
     """
 
     memory: Tensor
-    connection: socket.socket
+    pipes: SlotPipes
     written: list[torch.cuda.Event]
     freed: list[torch.cuda.Event]
 
@@ -64,7 +63,7 @@ class CudaIpcSender(SlotSender):
     def __init__(
         self, route: Route, layout: SlotLayout, shared: DeviceMemory, waiting: AbstractContextManager[None]
     ) -> None:
-        super().__init__(route, layout, shared.memory, shared.connection, waiting)
+        super().__init__(route, layout, shared.memory, shared.pipes, waiting)
         self._shared, self._device = shared, shared.memory.device
         self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._under_way: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
@@ -99,7 +98,7 @@ class CudaIpcReceiver(SlotReceiver):
     """Receives through memory of this worker's GPU; kernels started later see the tensors."""
 
     def __init__(self, route: Route, layout: SlotLayout, shared: DeviceMemory) -> None:
-        super().__init__(route, layout, shared.connection)
+        super().__init__(route, layout, shared.pipes)
         self._shared, self._device = shared, shared.memory.device
         self._compute = torch.cuda.current_stream(self._device)  # also in autograd's threads
         self._error: RuntimeError | None = None
@@ -252,7 +251,7 @@ class _RouteEnds:
         memory = torch.empty(layout.total_bytes, dtype=torch.uint8, device=self._device)
         memory[:_FIRST_BYTES].zero_()  # it may hold the first message of an earlier run
         freed = _new_events(layout.slots)
-        self.memory[route.number] = DeviceMemory(memory, self._shared[route.number].connection, [], freed)
+        self.memory[route.number] = DeviceMemory(memory, self._shared[route.number].pipes, [], freed)
         return _Offer(_exported(memory), _handles(freed))
 
     def accept(self, route: Route, offer: _Offer) -> list[bytes]:
@@ -262,7 +261,7 @@ class _RouteEnds:
         freed[0].wait()  # until the receiver's device has cleared them
         memory[:_FIRST_BYTES].fill_(_first_byte(route))
         written[0].record()
-        self.memory[route.number] = DeviceMemory(memory, self._shared[route.number].connection, written, freed)
+        self.memory[route.number] = DeviceMemory(memory, self._shared[route.number].pipes, written, freed)
         return _handles(written)
 
     def check(self, route: Route, written: list[bytes]) -> bool:

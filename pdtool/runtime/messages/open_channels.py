@@ -59,8 +59,7 @@ def open_channels(
     agreed: set[int] = set()
     memory: dict[int, SharedMemory] = {}
     if config.transport != "gloo":
-        sizes_bytes = {number: layout.total_bytes for number, layout in layouts.items()}
-        agreed, memory = share_memory(routes, rank, groups.world, sizes_bytes, config.timeout_s)
+        agreed, memory = share_memory(routes, rank, groups.world, layouts, config.timeout_s)
     by_ipc: set[int] = set()
     device_memory: dict[int, cuda_ipc.DeviceMemory] = {}
     if by_device:

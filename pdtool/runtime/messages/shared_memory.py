@@ -1,7 +1,7 @@
 """Channels between two workers of one machine through memory of the host (the protocol: slots.py).
 
-The sender makes the memory and passes it to the receiver over a Unix socket. The memory is a file without a name, which
-disappears when both workers have ended, however they end.
+The sender makes the memory and two pipes, and passes them to the receiver over a Unix socket. The memory is a file
+without a name, which disappears when both workers have ended, however they end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pdtool.runtime.groups import all_gather
 from pdtool.runtime.messages.routes import Route
-from pdtool.runtime.messages.slots import PartView, SlotLayout, SlotReceiver, SlotSender
+from pdtool.runtime.messages.slots import PartView, SlotLayout, SlotPipes, SlotReceiver, SlotSender, open_pipes
 
 ROUTE_NUMBER = struct.Struct("=I")
 _CREDENTIALS = struct.Struct("=3i")  # pid, uid, gid
@@ -29,15 +29,15 @@ HANDSHAKE_TIMEOUT_S = 10.0
 
 
 class SharedMemory(NamedTuple):
-    """Memory that the two workers of a route share, and the socket between them.
+    """Memory that the two workers of a route share, and the pipes between them.
 
     Attributes:
         memory: slots x slot_bytes bytes.
-        connection: its timeout limits the wait for a message or a free slot.
+        pipes: their timeout limits the wait for a message or a free slot.
     """
 
     memory: mmap.mmap
-    connection: socket.socket
+    pipes: SlotPipes
 
 
 class SharedMemorySender(SlotSender):
@@ -51,14 +51,14 @@ class SharedMemorySender(SlotSender):
         self, route: Route, layout: SlotLayout, shared: SharedMemory, waiting: AbstractContextManager[None]
     ) -> None:
         memory = torch.frombuffer(shared.memory, dtype=torch.uint8)
-        super().__init__(route, layout, memory, shared.connection, waiting)
+        super().__init__(route, layout, memory, shared.pipes, waiting)
 
 
 class SharedMemoryReceiver(SlotReceiver):
     """Receives through shared memory."""
 
     def __init__(self, route: Route, layout: SlotLayout, shared: SharedMemory) -> None:
-        super().__init__(route, layout, shared.connection)
+        super().__init__(route, layout, shared.pipes)
         self._memory = shared.memory
 
     def _open_slot(self, slot: int) -> np.ndarray[Any, Any]:
@@ -70,20 +70,20 @@ class SharedMemoryReceiver(SlotReceiver):
 
 
 def share_memory(
-    routes: Sequence[Route], rank: int, world: Any, sizes_bytes: Mapping[int, int], timeout_s: float
+    routes: Sequence[Route], rank: int, world: Any, layouts: Mapping[int, SlotLayout], timeout_s: float
 ) -> tuple[set[int], dict[int, SharedMemory]]:
     """Share memory with the workers of this machine; all workers call it together.
 
     1. All workers exchange their places, and the name of the socket that each listens on. It is an abstract name: it
        leaves no file and is visible in one network namespace only, so that containers do not share memory by mistake.
-    2. The sender of each route within a machine connects, and sends the route's number with the memory's descriptor.
+    2. The sender of each route within a machine connects, and sends the route's number with the descriptors.
     3. All workers exchange the routes that they accepted: both ends of these share memory, and of no others.
 
     Args:
         routes: routes whose messages may go through memory.
         world: process group of all workers.
-        sizes_bytes: route number -> bytes of its memory.
-        timeout_s: timeout of the sockets in use.
+        layouts: route number -> layout of its memory.
+        timeout_s: timeout of the pipes.
 
     Returns:
         The numbers of all routes that share memory, and the memory of routes that begin or end at this worker.
@@ -102,17 +102,16 @@ def share_memory(
         for route in routes:
             receiver_machine, receiver_address = workers[route.receiver]
             if route.sender == rank and not route.is_local and machine and machine == receiver_machine:
-                memory = offer_memory(receiver_address, route.number, sizes_bytes[route.number])
+                memory = offer_memory(receiver_address, route.number, layouts[route.number])
                 if memory:
                     offered[route.number] = memory
         all_offered = set().union(*all_gather(set(offered), set[int], world, "the offers to share memory"))
         received = [route.number for route in routes if route.receiver == rank and route.number in all_offered]
-        expected = {number: sizes_bytes[number] for number in received}
-        accepted = accept_memory(listener, expected)
+        accepted = accept_memory(listener, {number: layouts[number] for number in received})
     agreed = set().union(*all_gather(set(accepted), set[int], world, "the memory shared"))
     shared = {n: memory for n, memory in (offered | accepted).items() if n in agreed}
     for memory in shared.values():
-        memory.connection.settimeout(timeout_s)
+        memory.pipes.timeout_s = timeout_s
     return agreed, shared
 
 
@@ -125,26 +124,33 @@ def machine_id() -> str:
         return ""
 
 
-def offer_memory(address: bytes, number: int, size_bytes: int) -> SharedMemory | None:
+def offer_memory(address: bytes, number: int, layout: SlotLayout) -> SharedMemory | None:
     """Connect to the receiver of route `number` and pass new memory; None if it cannot be reached."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(HANDSHAKE_TIMEOUT_S)
-    try:
-        connection.connect(address)
-        with open(os.memfd_create("pdtool"), "r+b") as file:
-            file.truncate(size_bytes)
-            socket.send_fds(connection, [ROUTE_NUMBER.pack(number)], [file.fileno()])
-            return SharedMemory(mmap.mmap(file.fileno(), size_bytes), connection)
-    except OSError:
-        connection.close()
-        return None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(HANDSHAKE_TIMEOUT_S)
+        try:
+            connection.connect(address)
+            own, other = open_pipes(layout.slots)
+        except OSError:
+            return None
+        try:
+            with open(os.memfd_create("pdtool"), "r+b") as file:
+                file.truncate(layout.total_bytes)
+                memory = mmap.mmap(file.fileno(), layout.total_bytes)
+                socket.send_fds(connection, [ROUTE_NUMBER.pack(number)], [file.fileno(), *other.descriptors])
+                return SharedMemory(memory, own)
+        except OSError:
+            own.close()
+            return None
+        finally:
+            other.close()
 
 
-def accept_memory(listener: socket.socket, expected: Mapping[int, int]) -> dict[int, SharedMemory]:
+def accept_memory(listener: socket.socket, expected: Mapping[int, SlotLayout]) -> dict[int, SharedMemory]:
     """Accept the connections of the expected routes, and the memory that comes with them.
 
     Args:
-        expected: route number -> bytes of its memory.
+        expected: route number -> layout of its memory.
 
     Returns:
         Route number -> memory; without routes that did not come in time.
@@ -153,28 +159,28 @@ def accept_memory(listener: socket.socket, expected: Mapping[int, int]) -> dict[
     with suppress(TimeoutError):
         while len(accepted) < len(expected):
             connection, _ = listener.accept()
-            connection.settimeout(HANDSHAKE_TIMEOUT_S)
-            if received := receive_memory(connection, expected):
-                number, memory = received
-                accepted[number] = SharedMemory(memory, connection)
-            else:
-                connection.close()
+            with connection:
+                connection.settimeout(HANDSHAKE_TIMEOUT_S)
+                accepted |= receive_memory(connection, expected)
     return accepted
 
 
-def receive_memory(connection: socket.socket, expected: Mapping[int, int]) -> tuple[int, mmap.mmap] | None:
-    """Receive a route's number and memory; None from a process that is not a worker of this run."""
+def receive_memory(connection: socket.socket, expected: Mapping[int, SlotLayout]) -> dict[int, SharedMemory]:
+    """Receive memory, with its route's number; {} from a process that is not a worker of this run."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(peer)
     descriptors: list[int] = []
     try:
-        message, descriptors, *_ = socket.recv_fds(connection, ROUTE_NUMBER.size, 1, socket.MSG_CMSG_CLOEXEC)
-        if user != os.getuid() or len(message) != ROUTE_NUMBER.size or len(descriptors) != 1:
-            return None
+        message, descriptors, *_ = socket.recv_fds(connection, ROUTE_NUMBER.size, 3, socket.MSG_CMSG_CLOEXEC)
+        if user != os.getuid() or len(message) != ROUTE_NUMBER.size or len(descriptors) != 3:
+            return {}
         (number,) = ROUTE_NUMBER.unpack(message)
-        return (number, mmap.mmap(descriptors[0], expected[number])) if number in expected else None
+        if number not in expected:
+            return {}
+        memory = mmap.mmap(descriptors[0], expected[number].total_bytes)
+        return {number: SharedMemory(memory, SlotPipes(descriptors.pop(1), descriptors.pop(1)))}
     except (OSError, ValueError):
-        return None
+        return {}
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Messages in slots of memory that two workers of one machine share, announced over a socket.
+"""Messages in slots of memory that two workers of one machine share, announced through pipes.
 
 The memory is divided into slots of one message each. The sender copies the parts into a free slot and announces it. The
 receiver gets the slot itself, without a copy: when its last tensor is gone, the slot goes back to the sender. The
@@ -13,9 +13,11 @@ has slots.
 
 from __future__ import annotations
 
+import fcntl
 import math
+import mmap
 import os
-import socket
+import select
 import struct
 import weakref
 from abc import ABC, abstractmethod
@@ -36,7 +38,7 @@ from pdtool.runtime.messages.routes import Part, Receiver, Route, Sender
 _HEADER = struct.Struct("<qqq")  # minibatch, slot, bytes
 _SLOT = struct.Struct("=H")
 _ALIGNMENT_BYTES = 64
-_CLOSED = "Connection closed by peer"
+_LONGEST_POLL_MS = 2**31 - 1  # 25 days
 
 
 @dataclass(frozen=True)
@@ -78,25 +80,100 @@ class SlotLayout:
         return self.slots * self.slot_bytes
 
 
+class SlotPipes:
+    """One worker's ends of the two pipes of a route, one in each direction.
+
+    Each has room for a record of every slot, so that no worker waits until the other reads. A socket does not: it
+    counts a record of two bytes as three kilobytes, and is full after 70.
+
+    Args:
+        incoming, outgoing: descriptors to read from and to write to, which this object closes.
+
+    Attributes:
+        timeout_s: limit of the wait for a record.
+    """
+
+    def __init__(self, incoming: int, outgoing: int) -> None:
+        self.descriptors = (incoming, outgoing)
+        self.timeout_s = 0.0
+        os.set_blocking(incoming, False)
+        self._poll = select.poll()
+        self._poll.register(incoming, select.POLLIN)
+
+    def write(self, record: bytes) -> None:
+        """Write at once. Raises OSError: the other worker is gone."""
+        os.write(self.descriptors[1], record)
+
+    def read(self, size: int) -> bytes:
+        """Wait for a record, and return those that have come, up to `size` bytes.
+
+        Raises:
+            TimeoutError: none came.
+            ConnectionError: the other worker is gone.
+        """
+        while not (records := self.read_now(size)):
+            if not self._poll.poll(min(self.timeout_s * 1e3, _LONGEST_POLL_MS)):
+                raise TimeoutError
+        return records
+
+    def read_now(self, size: int) -> bytes:
+        """Return the records that have come, up to `size` bytes.
+
+        Raises:
+            ConnectionError: the other worker is gone.
+        """
+        try:
+            records = os.read(self.descriptors[0], size)
+        except BlockingIOError:
+            return b""
+        if not records:
+            raise ConnectionError("Connection closed by peer")
+        return records
+
+    def close(self) -> None:
+        """Close both; the other worker reads what was written before."""
+        for descriptor in self.descriptors:
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.descriptors = (-1, -1)
+
+    __del__ = close
+
+
+def open_pipes(slots: int) -> tuple[SlotPipes, SlotPipes]:
+    """Open the pipes of a route and return its two ends.
+
+    Raises:
+        OSError: the system allows no more pipes, or none of this size.
+    """
+    there, back = os.pipe(), os.pipe()
+    ends = SlotPipes(back[0], there[1]), SlotPipes(there[0], back[1])
+    try:
+        pages = 1 + -(-slots // (mmap.PAGESIZE // _HEADER.size))  # one may be partly read
+        for _, written in (there, back):
+            if fcntl.fcntl(written, fcntl.F_GETPIPE_SZ) < pages * mmap.PAGESIZE:
+                fcntl.fcntl(written, fcntl.F_SETPIPE_SZ, pages * mmap.PAGESIZE)
+    except OSError:
+        for end in ends:
+            end.close()
+        raise
+    return ends
+
+
 class SlotSender(Sender, ABC):
     """Sends through slots.
 
     Args:
         memory: bytes of all slots, as this worker sees them.
-        connection: socket to the receiver; its timeout limits the wait for a free slot.
+        pipes: to the receiver; their timeout limits the wait for a free slot.
         waiting: context that times a wait for a free slot.
     """
 
     def __init__(
-        self,
-        route: Route,
-        layout: SlotLayout,
-        memory: Tensor,
-        connection: socket.socket,
-        waiting: AbstractContextManager[None],
+        self, route: Route, layout: SlotLayout, memory: Tensor, pipes: SlotPipes, waiting: AbstractContextManager[None]
     ) -> None:
         self._route, self._layout, self._memory, self._waiting = route, layout, memory, waiting
-        self._connection = connection
+        self._pipes = pipes
         self._free = list(range(layout.slots))[::-1]
         self._views: dict[tuple[int, int, torch.Size], Tensor] = {}
 
@@ -112,9 +189,9 @@ class SlotSender(Sender, ABC):
                 views.append(view)
                 size_bytes += view.nbytes
             self._copy(slot, views, parts)
-            self._connection.send(_HEADER.pack(minibatch, slot, size_bytes))
+            self._pipes.write(_HEADER.pack(minibatch, slot, size_bytes))
         except OSError as error:
-            raise self._route.not_sent(minibatch, _reason(error, self._connection)) from error
+            raise self._route.not_sent(minibatch, _reason(error, self._pipes)) from error
         return size_bytes
 
     def _next_slot(self) -> int:
@@ -128,16 +205,11 @@ class SlotSender(Sender, ABC):
 
     def _take_back_slots(self) -> None:
         """Take back the slots that the receiver has freed; at least one is free afterwards."""
-        with suppress(BlockingIOError):
-            self._add_free(os.read(self._connection.fileno(), 4096))
-        if not self._free:
+        freed = self._pipes.read_now(4096)
+        if not freed and not self._free:
             with self._waiting:
-                self._add_free(self._connection.recv(4096))
-
-    def _add_free(self, slots: bytes) -> None:
-        if not slots:
-            raise ConnectionError(_CLOSED)
-        self._free.extend(slot for (slot,) in _SLOT.iter_unpack(slots))
+                freed = self._pipes.read(4096)
+        self._free.extend(slot for (slot,) in _SLOT.iter_unpack(freed))
 
     def _view(self, slot: int, k: int, shape: torch.Size) -> Tensor:
         """The memory of part k in a slot."""
@@ -151,8 +223,8 @@ class SlotSender(Sender, ABC):
 class SlotReceiver(Receiver, ABC):
     """Receives through slots; the tensors can be written to, and kept."""
 
-    def __init__(self, route: Route, layout: SlotLayout, connection: socket.socket) -> None:
-        self._route, self._layout, self._connection = route, layout, connection
+    def __init__(self, route: Route, layout: SlotLayout, pipes: SlotPipes) -> None:
+        self._route, self._layout, self._pipes = route, layout, pipes
         self._lent: dict[int, Any] = {}  # slot -> weak reference to the object that all its tensors hold
         self._views: dict[int, tuple[int, list[PartView]]] = {}
 
@@ -164,11 +236,9 @@ class SlotReceiver(Receiver, ABC):
         """
         size_bytes, views = self._views.get(samples) or self._views.setdefault(samples, self._message_views(samples))
         try:
-            header = self._connection.recv(_HEADER.size)
-            if len(header) < _HEADER.size:
-                raise ConnectionError(_CLOSED)
+            header = self._pipes.read(_HEADER.size)
         except OSError as error:
-            raise self._route.not_received(minibatch, _reason(error, self._connection)) from error
+            raise self._route.not_received(minibatch, _reason(error, self._pipes)) from error
         number, slot, sent_bytes = _HEADER.unpack(header)
         if (number, sent_bytes) != (minibatch, size_bytes):
             reason = Reason(f"got {sent_bytes} bytes of minibatch {number}, not {size_bytes}")
@@ -192,7 +262,7 @@ class SlotReceiver(Receiver, ABC):
     def _give_back(self, slot: int, _: Any) -> None:
         del self._lent[slot]
         with suppress(OSError):  # the sender is gone, or this end is closed
-            self._connection.send(_SLOT.pack(slot))
+            self._pipes.write(_SLOT.pack(slot))
 
     def _message_views(self, samples: int) -> tuple[int, list[PartView]]:
         """Size and views of a message of so many samples."""
@@ -219,10 +289,10 @@ class PartView:
             self.numpy_dtype, self.is_reinterpreted = np.dtype(f"i{self.dtype.itemsize}"), True
 
 
-def _reason(error: OSError, connection: socket.socket) -> Reason:
+def _reason(error: OSError, pipes: SlotPipes) -> Reason:
     """Return why a message did not come or go; raises `error` itself if this worker ran out of memory."""
     if is_out_of_memory(error):
         raise error
     if isinstance(error, TimeoutError):
-        return Reason(f"Timed out waiting {connection.gettimeout():g} s", is_timeout=True)
+        return Reason(f"Timed out waiting {pipes.timeout_s:g} s", is_timeout=True)
     return Reason(error.strerror or str(error))
