@@ -296,6 +296,7 @@ def profiles(draw: st.DrawFn) -> Profile:
             output_bytes=draw(_bytes),
             gradient_bytes=draw(_bytes),
             parameter_bytes=draw(_bytes),
+            frozen_bytes=draw(_bytes),
             stash_bytes=draw(_bytes),
             flops=draw(_bytes),
         )

@@ -16,6 +16,7 @@ from pdtool.errors import FieldError
 from pdtool.graph import Graph
 from pdtool.options.plan_options import WIRE_BYTES, ProfileOptions
 
+_ONLY_IF_NOT_0 = ("exact_bytes", "exact_gradient_bytes", "frozen_bytes")
 _OWN_PAGES = 3  # one part in so many, with threads and code: seen 30 to 70 MB, for 200 MB
 _GAPS_ON_GPU = 16  # seen with segments that grow: 5 to 7 % of a stage's tensors
 _GAPS_ON_CPU = 8  # seen with freed memory returned: up to 15 %, for convolutions
@@ -35,7 +36,8 @@ class Node(FrozenModel):
         gradient_bytes: bytes of those outputs that get a gradient back.
         exact_bytes, exact_gradient_bytes: the parts of these two that are not float32, and so travel between stages
             unchanged, whatever the wire format. The file has only those that are not 0.
-        parameter_bytes: bytes of its parameters (a shared parameter counts at each node; see Profile.shared).
+        parameter_bytes: bytes of its trained parameters (a shared parameter counts at each node; see Profile.shared).
+        frozen_bytes: bytes of its parameters without gradients. The file has only those that are not 0.
         stash_bytes: bytes kept from its forward for its backward, without parameters.
         scratch_bytes: measured bytes that it holds only while it computes, such as reordered copies and gradients of
             its inner tensors, without its output and the gradients of its inputs.
@@ -54,17 +56,18 @@ class Node(FrozenModel):
     exact_bytes: Bytes = 0
     exact_gradient_bytes: Bytes = 0
     parameter_bytes: Bytes = 0
+    frozen_bytes: Bytes = 0
     stash_bytes: Bytes = 0
     scratch_bytes: Bytes = 0
     flops: Bytes = 0
 
     @model_serializer(mode="wrap")
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in write(self).items() if value or not name.startswith("exact_")}
+        return {name: value for name, value in write(self).items() if value or name not in _ONLY_IF_NOT_0}
 
 
 class SharedParameter(FrozenModel):
-    """A parameter that several nodes use (tied weights): counted once in a stage, synchronised between stages."""
+    """A trained parameter of several nodes (tied weights): counted once in a stage, synchronised between stages."""
 
     name: Name
     bytes: Bytes
@@ -246,9 +249,13 @@ class Profile(Artifact):
         return sizes
 
     def parameter_bytes(self, nodes: Collection[str]) -> int:
-        """Sum the bytes of the distinct parameters that `nodes` use."""
+        """Sum the bytes of the distinct trained parameters that `nodes` use."""
         repeated = sum(s.bytes * (max(1, sum(n in nodes for n in s.nodes)) - 1) for s in self.shared)
         return sum(self.by_name[name].parameter_bytes for name in nodes) - repeated
+
+    def weight_bytes(self, nodes: Collection[str]) -> int:
+        """Sum the same and the bytes of their frozen parameters."""
+        return self.parameter_bytes(nodes) + sum(self.by_name[name].frozen_bytes for name in nodes)
 
 
 def _sent(size_bytes: int, exact_bytes: int, wire_dtype: str) -> int:

@@ -228,7 +228,7 @@ def profile_table(profile: Profile, *, largest: int | None = None) -> Table:
     if len(shown) < len(profile.nodes):
         rest = ranked[len(shown) :]
         rows.append([f"({len(rest)} more)", "", *_costs(rest), ""])
-    parameters = format_bytes(profile.parameter_bytes(set(profile.by_name)))
+    parameters = format_bytes(profile.weight_bytes(set(profile.by_name)))
     rows.append(["total", "", *_costs(profile.nodes)[:-1], parameters, ""])
     title = f"{profile.name}: minibatch of {profile.batch_size}, {profile.device.kind} for {profile.device.name}"
     if profile.precision and profile.device.kind == "measured":  # an estimate's name includes it
@@ -246,7 +246,7 @@ def profile_table(profile: Profile, *, largest: int | None = None) -> Table:
 def _costs(nodes: Collection[Node]) -> list[str]:
     """Sum forward, backward and update times and parameter bytes, as text."""
     seconds = [format_seconds(sum(getattr(n, f) for n in nodes)) for f in ("forward_s", "backward_s", "update_s")]
-    return [*seconds, format_bytes(sum(n.parameter_bytes for n in nodes))]
+    return [*seconds, format_bytes(sum(n.parameter_bytes + n.frozen_bytes for n in nodes))]
 
 
 def devices_view(devices: Devices) -> Lines:

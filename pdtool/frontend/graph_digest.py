@@ -264,9 +264,10 @@ def _difference(node: Node, op: Operator, traced: Traced, profile: Profile) -> s
         return ""  # maybe for parameters of another type
     parameters = {traced.tied[name]: traced.model.get_parameter(name) for name in op.parameters}
     parameter_bytes = sum(parameter.nbytes for parameter in parameters.values())
-    if node.parameter_bytes != parameter_bytes:
+    profiled_bytes = node.parameter_bytes + node.frozen_bytes
+    if profiled_bytes != parameter_bytes:
         return (
-            f"the parameters of operator {op.name} have {format_bytes(node.parameter_bytes)} in the profile and "
+            f"the parameters of operator {op.name} have {format_bytes(profiled_bytes)} in the profile and "
             f"{format_bytes(parameter_bytes)} in the model"
         )
     return ""

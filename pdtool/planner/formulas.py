@@ -290,7 +290,7 @@ class StageMemory:
         gradients_and_state = np.ceil(load.parameter_bytes * (1 + optimizer_state_ratio))
         return cls(
             fixed_bytes=gradients_and_state + load.working_bytes + load.stash_bytes * np.asarray(recompute),
-            version_bytes=load.parameter_bytes,
+            version_bytes=load.parameter_bytes + load.frozen_bytes,
             minibatch_bytes=load.input_bytes + load.stash_bytes * np.logical_not(recompute),
         )
 

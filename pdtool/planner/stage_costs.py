@@ -31,7 +31,8 @@ class StageLoad:
 
     Attributes:
         forward_s, backward_s, update_s: seconds on one worker.
-        parameter_bytes: distinct parameters, tied ones included.
+        parameter_bytes: distinct trained parameters, tied ones included.
+        frozen_bytes: parameters that are not trained.
         tied_bytes: parameters that other stages hold too.
         stash_bytes: kept from forward to backward.
         working_bytes: the most that one operator needs in addition while it computes.
@@ -46,6 +47,7 @@ class StageLoad:
     backward_s: Number
     update_s: Number
     parameter_bytes: Number
+    frozen_bytes: Number
     tied_bytes: Number
     stash_bytes: Number
     working_bytes: Number
@@ -122,7 +124,7 @@ class StageLoadTable:
     @cached_property
     def _sums(self) -> dict[str, Array]:
         """Field of StageLoad -> [cuts] its sum inside each cut, shared parameters counted at each of their nodes."""
-        fields = ("forward_s", "backward_s", "update_s", "parameter_bytes", "stash_bytes")
+        fields = ("forward_s", "backward_s", "update_s", "parameter_bytes", "frozen_bytes", "stash_bytes")
         return {name: self._sum_inside([getattr(node, name) for node in self.profile.nodes]) for name in fields}
 
     @cached_property

@@ -114,15 +114,16 @@ def make_profile(model: ProfiledModel, device: Device, costs: GraphCosts, **meas
 
 
 def _nodes(model: ProfiledModel, costs: GraphCosts) -> Iterator[Node]:
-    """Yield the nodes in topological order; divide the optimizer step by parameter bytes."""
+    """Yield the nodes in topological order; divide the optimizer step by bytes of trained parameters."""
     used = {v for op in model.traced.operators for v in op.values} | set(model.outputs)
-    all_bytes = max(1, sum(p.nbytes for p in model.traced.model.parameters()))
+    trained = {name for name in model.traced.tied.values() if model.traced.model.get_parameter(name).requires_grad}
+    all_bytes = max(1, sum(model.run.state[name].nbytes for name in trained))
     charged: set[str] = set()  # parameters whose update already belongs to a node
     for op in model.traced.operators:
         if op.constant:
             continue
         names = {model.traced.tied[name] for name in op.parameters}
-        share = sum(model.run.state[name].nbytes for name in names - charged) / all_bytes
+        share = sum(model.run.state[name].nbytes for name in names & trained - charged) / all_bytes
         charged |= names
         outputs = [v for v in op.outputs if v in used]
         exact = [v for v in outputs if v.dtype != torch.float32]
@@ -136,7 +137,8 @@ def _nodes(model: ProfiledModel, costs: GraphCosts) -> Iterator[Node]:
             gradient_bytes=_bytes(model, [v for v in outputs if v.differentiable]),
             exact_bytes=_bytes(model, exact),
             exact_gradient_bytes=_bytes(model, [v for v in exact if v.differentiable]),
-            parameter_bytes=sum(model.run.state[name].nbytes for name in names),
+            parameter_bytes=sum(model.run.state[name].nbytes for name in names & trained),
+            frozen_bytes=sum(model.run.state[name].nbytes for name in names - trained),
             flops=costs.flops.get(op.name, 0),
             **_times_and_memory(costs, op.name),
         )
@@ -162,7 +164,7 @@ def _times_and_memory(costs: GraphCosts, node: str) -> dict[str, Any]:
 def _shared_parameters(model: ProfiledModel) -> Iterator[SharedParameter]:
     for first in dict.fromkeys(model.traced.tied.values()):
         users = [op.name for op in model.computed if any(model.traced.tied[n] == first for n in op.parameters)]
-        if len(users) > 1:
+        if len(users) > 1 and model.traced.model.get_parameter(first).requires_grad:
             yield SharedParameter(name=first, bytes=model.run.state[first].nbytes, nodes=tuple(users))
 
 

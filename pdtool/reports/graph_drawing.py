@@ -426,7 +426,7 @@ def _blocks(profile: Profile, stage_of: dict[str, int], groups: Sequence[_Group]
                 stage=stage_of[names[0]],
                 nodes=tuple(names),
                 seconds=_seconds(profile, names),
-                parameter_bytes=profile.parameter_bytes(names),
+                parameter_bytes=profile.weight_bytes(names),
                 inputs=tuple(sorted(inputs)),
             )
         )

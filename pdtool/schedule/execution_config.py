@@ -84,7 +84,7 @@ class ExecutionConfig:
         else:
             wanted = policy.intervals(replicas, in_flight)
             intervals = list(wanted)
-            for stages in tied_stages:
+            for stages in _joined(tied_stages):
                 for s in stages:
                     intervals[s] = math.lcm(*(wanted[t] for t in stages))
         return PipelineShape(
@@ -116,3 +116,12 @@ class ExecutionConfig:
         if first <= usual[0]:
             return tuple(min(first, w) for w in usual)
         return self.deeper_in_flight(replicas, first - usual[0])
+
+
+def _joined(groups: Iterable[Sequence[int]]) -> list[set[int]]:
+    """Join the groups that have a stage in common."""
+    joined: list[set[int]] = []
+    for group in groups:
+        met = [each for each in joined if not each.isdisjoint(group)]
+        joined = [each for each in joined if each not in met] + [set(group).union(*met)]
+    return joined

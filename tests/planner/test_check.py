@@ -84,13 +84,15 @@ def answered(seed):
 
 
 def randomly_sent(rng, profile):
-    """The profile, with some outputs that are not float32, for plans of any wire format."""
+    """The profile with some frozen parameters, and some outputs that are not float32, for any wire format."""
     nodes = []
     for node in profile.nodes:
         exact, gradient = (
             rng.choice([0, 0, rng.randint(0, size)]) for size in (node.output_bytes, node.gradient_bytes)
         )
-        nodes.append(node.model_copy(update={"exact_bytes": exact, "exact_gradient_bytes": gradient}))
+        frozen = rng.choice([0, 0, 300])
+        sizes = {"exact_bytes": exact, "exact_gradient_bytes": gradient, "frozen_bytes": frozen}
+        nodes.append(node.model_copy(update=sizes))
     return with_nodes(profile, nodes).sent_as(rng.choice(["fp32", "fp32", "fp16", "bf16"]))
 
 

@@ -133,6 +133,25 @@ def test_profile_counts_what_the_model_holds(model_file):
     assert Profile.parse(profile.dump()).dump() == profile.dump()
 
 
+FROZEN = (
+    TEXT.replace("        self.spare", "        self.mix.requires_grad_(False)\n        self.spare"),
+    TEXT.replace("        self.spare", "        self.embed.requires_grad_(False)\n        self.spare"),
+)
+
+
+@pytest.mark.parametrize("text", FROZEN, ids=["frozen", "frozen and tied"])
+def test_frozen_parameters_are_neither_updated_nor_averaged(tmp_path, model_file, text):
+    """They take memory; those that are tied need not stay equal."""
+    trained, profile = (measure(file, batch_size=16) for file in (model_file, write(tmp_path, text)))
+    frozen = [node for node in profile.nodes if node.frozen_bytes]
+    assert [node.name for node in frozen] == (["mix"] if text == FROZEN[0] else ["embed", "out"])
+    assert all(node.frozen_bytes == trained.by_name[node.name].parameter_bytes for node in frozen)
+    assert all(node.parameter_bytes == node.update_s == 0 for node in frozen)
+    assert profile.optimizer_state_bytes == pytest.approx(2.0)
+    assert [shared.name for shared in profile.shared] == (["embed.weight"] if text == FROZEN[0] else [])
+    assert sum(node.update_s for node in profile.nodes) > 0
+
+
 def test_times_are_measured(model_file):
     profile = measure(model_file, batch_size=16)
     assert 0 < profile.device.memory_bytes <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -63,6 +63,7 @@ class Work:
     backward: float = 0.0
     update: float = 0.0
     parameters: int = 0
+    frozen: int = 0
     tied: int = 0
     stash: int = 0
     working: int = 0
@@ -92,6 +93,7 @@ class ReferenceCost:
             one.backward += node.backward_s
             one.update += node.update_s
             one.parameters += node.parameter_bytes
+            one.frozen += node.frozen_bytes
             one.stash += node.stash_bytes
             arriving = sum(self.profile.by_name[source].gradient_bytes for source in node.inputs)
             step = math.ceil(node.parameter_bytes * self.profile.optimizer_state_bytes)
@@ -197,7 +199,7 @@ class ReferenceCost:
             versions = self._begun_with_different_weights(s, self.plan.round(s) if searched else self._round(s))
         state = math.ceil(work.parameters * (1 + self.profile.optimizer_state_bytes))
         stashes = 1 if self.plan.recompute[s] else w
-        return state + work.working + work.parameters * versions + work.stash * stashes + work.held * w
+        return state + work.working + (work.parameters + work.frozen) * versions + work.stash * stashes + work.held * w
 
     def _begun_with_different_weights(self, s: int, interval: int) -> int:
         """How many of the w minibatches in flight at a replica, which is at its newest one, had other weights, with an

@@ -22,6 +22,7 @@ from harness import faulty
 from pdtool.artifacts.run_dir import RunDir
 from pdtool.runtime import worker_end as shared_memory_files
 from pdtool.runtime.config import RunConfig
+from pdtool.runtime.launch import launcher
 from pdtool.runtime.status import read_status
 
 SCRIPT = """
@@ -174,3 +175,16 @@ def test_a_launch_that_is_killed_with_all_its_processes_leaves_no_semaphore(tmp_
     os.killpg(launcher.process.pid, signal.SIGKILL)
     assert launcher.end() == -signal.SIGKILL
     assert not [path for text in maps for path in re.findall(r"/dev/shm/sem\S+", text) if Path(path).exists()]
+
+
+def test_ctrl_c_before_the_machines_have_met_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launcher, "gather_machines", interrupted)
+    spec = harness.job(tmp_path, harness.CONV2)
+    with pytest.raises(KeyboardInterrupt):
+        launcher.launch(spec)
+    state = RunDir(spec.out).state()
+    assert state
+    assert (state.end, state.reason) == ("stopped", "Ctrl-C")

@@ -26,7 +26,7 @@ from pdtool.errors import ModelError, WorkerDiedError
 from pdtool.frontend.model_io import Structure
 from pdtool.profiler.probe_rendezvous import Rendezvous
 from pdtool.runtime.groups import all_gather, broadcast
-from pdtool.runtime.stage.losses import _as_data, _of_data, _TensorData
+from pdtool.runtime.stage.losses import _as_data, _of_data, _sum, _TensorData
 from pdtool.runtime.status import PeerError
 
 PACKAGE = Path(__file__).parents[2] / "pdtool"
@@ -153,6 +153,17 @@ def test_the_sums_of_metrics_arrive_as_they_were(total: Any) -> None:
     kind = dict[str, float | _TensorData]
     (received,) = map(_of_data, read_message(write_message({"m": _as_data(total)}, kind), kind).values())
     torch.testing.assert_close(received, total, rtol=0, atol=0, equal_nan=True)
+
+
+def test_sums_of_metrics_are_those_of_a_plain_loop() -> None:
+    """Counts beyond what a float32, a bfloat16 or a byte holds."""
+    parts = [{"m": (torch.tensor([2**24 + 1, 200]), 1.0)}, {"m": (torch.tensor([2**24 + 2, 100]), 1.0)}]
+    total, count = _sum(parts)["m"]
+    assert (total.tolist(), count) == ([2**25 + 3, 300], 2.0)
+    for dtype, expected in ((torch.uint8, 300), (torch.bool, 3), (torch.bfloat16, 300)):
+        value = torch.tensor([100 if dtype != torch.bool else 1], dtype=dtype)
+        assert _sum([{"m": (value, 1.0)}] * 3)["m"][0].tolist() == [expected]
+        assert value.item() in (100, True), "the user's tensor is not changed"
 
 
 @pytest.mark.parametrize(

@@ -483,3 +483,16 @@ def test_many_replicas_are_checked_in_time_that_grows_with_their_number():
     began = time.process_time()
     check_executable(SCHEDULES["1f1b"], shape)
     assert time.process_time() - began < 10  # 0.4 s
+
+
+@given(st.data())
+def test_stages_that_share_parameters_update_together(data: st.DataObject) -> None:
+    """Also those that share none themselves, but each one with a third."""
+    replicas = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=6))
+    stages = st.lists(st.integers(0, len(replicas) - 1), min_size=2, max_size=3, unique=True)
+    tied = data.draw(st.lists(stages, max_size=4))
+    intervals = ExecutionConfig().shape(replicas, tied_stages=tied).update_every
+    assert all(interval % r == 0 for interval, r in zip(intervals, replicas, strict=True))
+    assert all(len({intervals[s] for s in group}) == 1 for group in tied)
+    in_no_group = set(range(len(replicas))).difference(*tied)
+    assert all(intervals[s] == replicas[s] for s in in_no_group)

@@ -339,9 +339,10 @@ def move_to_faster_cuts(search: PlanSearch, selected: Selected) -> Selected:
                     continue
             moved, time_s = with_fewest_in_flight(search.evaluator, moved, margin, limit_s=limit_s)
             if time_s < limit_s:
-                fastest, limit_s = (moved, time_s), time_s * (1 + margin)
-                faster = selected = replace(
-                    selected, candidate=moved, simulated_s=time_s, limit_s=limit_s, fastest=fastest
+                known = [(moved, time_s), *([selected.fastest] if selected.fastest else [])]
+                fastest = min(known, key=lambda plan: plan[1])
+                faster = selected = Selected(
+                    moved, time_s, fastest[1] * (1 + margin), fastest, selected.simulated_plans
                 )
         border = 1 if faster else border + 1
     return replace(selected, simulated_plans=selected.simulated_plans + tries)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing.util
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
@@ -116,7 +117,8 @@ def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterat
             plan.save(run_dir.plan_file)
             config.bundle.copy_files(config.bundle_dir, run_dir.stages)
             yield replace(config, stage_files=run_dir.stages)
-        except KeyboardInterrupt:  # a stopped launcher has said so
+        except KeyboardInterrupt:  # perhaps before there was a worker
+            run_dir.update_state(end="stopped", reason=process_group.stop_name(signal.SIGINT))
             raise
         except BaseException as error:
             text = str(error) if isinstance(error, PdtoolError) else describe_error(error)

@@ -199,6 +199,14 @@ def _sum(parts: list[dict[str, tuple[Any, float]]]) -> dict[str, tuple[Any, floa
     total: dict[str, tuple[Any, float]] = {}
     for part in parts:
         for name, (value, count) in part.items():
-            before = total.get(name, (0.0, 0.0))
-            total[name] = (before[0] + value, before[1] + count)
+            before = total.get(name)
+            total[name] = (before[0] + value, before[1] + count) if before else (_wide(value), count)
     return total
+
+
+def _wide(value: Any) -> Any:
+    """A tensor of its own to add to, in which counts stay exact."""
+    if not isinstance(value, Tensor):
+        return value
+    is_real = value.is_floating_point() or value.is_complex()
+    return value.to(torch.promote_types(value.dtype, torch.float32) if is_real else torch.int64, copy=True)
