@@ -189,7 +189,8 @@ def timeline(plan: Plan, width: int) -> str:
     minibatches = 2 * max(max(shape.update_every), sum(shape.replicas)) + 8
     if minibatches > _MAX_DRAWN_MINIBATCHES:
         return f"(the timeline of more than {_MAX_DRAWN_MINIBATCHES} minibatches is not drawn)"
-    return schedule.draw(plan.kind.build(shape, minibatches), width=width)
+    workers = [worker for stage in plan.stages[: plan.pipeline_depth] for worker in stage.workers]
+    return schedule.draw(plan.kind.build(shape, minibatches), width=width, workers=workers)
 
 
 def ranges(numbers: Sequence[int]) -> str:

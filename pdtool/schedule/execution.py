@@ -192,7 +192,13 @@ def gradient_delays(kind: ScheduleKind, shape: PipelineShape) -> list[int]:
     return delays
 
 
-def draw(lists: Sequence[Actions], forward: int = 1, backward: int = 2, width: int = 100) -> str:
+def draw(
+    lists: Sequence[Actions],
+    forward: int = 1,
+    backward: int = 2,
+    width: int = 100,
+    workers: Sequence[int] | None = None,
+) -> str:
     """Draw an ASCII timeline in slots: `F3` forward, `B3 ==` backward, `.` idle.
 
     A split backward is `I3` and `W3`, of half its slots each. With several stages on a worker each box names its stage.
@@ -200,13 +206,15 @@ def draw(lists: Sequence[Actions], forward: int = 1, backward: int = 2, width: i
     Args:
         forward, backward: slots that each takes.
         width: characters to cut lines at.
+        workers: number of each list's worker; None: its position.
     """
     starts = timeline(lists, forward, backward)
     slots = dict(zip(ActionKind, (forward, backward, backward // 2, backward // 2, 0), strict=True))
     chunked = any(len({a.stage for a in actions}) > 1 for actions in lists)
     names = [[str(a) if chunked else f"{a.kind}{a.minibatch}" for a in actions] for actions in lists]
     size = max((len(name) for row in names for name in row), default=2)
-    labels = [f"stage {a[0].stage if a else 0} worker {worker}" for worker, a in enumerate(lists)]
+    numbers = workers or range(len(lists))
+    labels = [f"stage {a[0].stage if a else 0} worker {w}" for w, a in zip(numbers, lists, strict=True)]
     longest = max(map(len, labels), default=0)
     rows = []
     for worker, (actions, times) in enumerate(zip(lists, starts, strict=True)):

@@ -76,7 +76,7 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
     why = Why(
         bottleneck=chosen.cost.bottleneck,
         certificate=_certificate(search, candidates[0], selected) if is_searched else None,
-        rivals=tuple(planner.rejected(search, chosen, named, candidates)),
+        rivals=tuple(planner.rejected(search, selected, named, candidates)),
         faster=_passed_over(selected),
     )
     figures = _predicted(plan, search.evaluator, chosen.cost, chosen.time_per_minibatch_s, selected.simulated_s)

@@ -169,9 +169,10 @@ class Planner:
         return f"{self.strategy.label} ({size}{self._size_of_update(placement)})"
 
     def rejected(
-        self, search: PlanSearch, chosen: Candidate, named: Sequence[Baseline], others: Sequence[Candidate]
+        self, search: PlanSearch, selected: Selected, named: Sequence[Baseline], others: Sequence[Candidate]
     ) -> Iterator[Rival]:
         """Yield the baselines, then the two fastest of `others`, and why each lost; never the chosen plan."""
+        chosen = selected.candidate
         seen = {_identity(chosen)}
         remaining = _OTHER_RIVALS
         for label, rival in [*named, *((plan.placement.config, plan) for plan in others)]:
@@ -186,7 +187,7 @@ class Planner:
                 plan=label + suffix,
                 bottleneck_s=rival.time_per_minibatch_s,
                 samples_per_update=samples_per_update(rival.placement, search.profile),
-                why=self._why_rejected(search, rival, chosen),
+                why=self._why_rejected(search, rival, selected),
             )
 
     def _of_samples_per_update(self, asked: PartitionOptions, batch_size: int) -> tuple[str, int]:
@@ -257,7 +258,8 @@ class Planner:
         """Whether a rival has what was asked for, besides schedule, stages and replicas."""
         return rival.placement.execution.strategy == self.strategy.name
 
-    def _why_rejected(self, search: PlanSearch, rival: Candidate, chosen: Candidate) -> str:
+    def _why_rejected(self, search: PlanSearch, rival: Candidate, selected: Selected) -> str:
+        chosen = selected.candidate
         needed, limit = max(rival.cost.searched_memory_bytes), search.cluster.memory_bytes
         if limit is not None and needed > limit:
             stage = rival.cost.searched_memory_bytes.index(needed)
@@ -268,10 +270,10 @@ class Planner:
         is_same_schedule = rival.placement.execution.schedule == chosen.placement.execution.schedule
         reason = ", but excluded by the options"
         if is_same_schedule and self._is_asked_for(search, rival) and search.options.allows(rival.placement):
-            reason = self._why_slower(search, rival, chosen)
+            reason = self._why_slower(search, rival, selected)
         return f"{format_seconds(gain_s)} faster{reason}"
 
-    def _why_slower(self, search: PlanSearch, rival: Candidate, chosen: Candidate) -> str:
+    def _why_slower(self, search: PlanSearch, rival: Candidate, selected: Selected) -> str:
         """Why the chosen plan is slower than a rival by the formulas."""
         return " by the formulas, but not in the simulation"
 
@@ -292,13 +294,14 @@ class _OwnPlanner(Planner):
     def _is_asked_for(self, search: PlanSearch, rival: Candidate) -> bool:
         return not search.options.straight
 
-    def _why_slower(self, search: PlanSearch, rival: Candidate, chosen: Candidate) -> str:
-        margin = search.options.simplest
-        gain_s = chosen.time_per_minibatch_s - rival.time_per_minibatch_s
-        is_close = gain_s <= margin * rival.time_per_minibatch_s * TOLERANCE
-        if is_close and _complexity(chosen) < _complexity(rival):
-            return f", but less simple, for which --simplest allows {margin:.1%}"
-        return super()._why_slower(search, rival, chosen)
+    def _why_slower(self, search: PlanSearch, rival: Candidate, selected: Selected) -> str:
+        """The margin, for a rival that is faster in the simulation, too."""
+        time_s: float | None = rival.time_per_minibatch_s
+        if selected.simulated_s is not None:
+            time_s = steady_state_s(rival.placement, search.profile, search.cluster, selected.simulated_s)
+        if time_s is not None and time_s < (selected.simulated_s or math.inf):
+            return f", but less simple, for which --simplest allows {search.options.simplest:.1%}"
+        return super()._why_slower(search, rival, selected)
 
 
 class _DataParallelPlanner(Planner):
@@ -329,7 +332,7 @@ class _ModelParallelPlanner(Planner):
                 too_little = memory_bytes
         return super().choose(search, [least], named)
 
-    def _why_slower(self, search: PlanSearch, rival: Candidate, chosen: Candidate) -> str:
+    def _why_slower(self, search: PlanSearch, rival: Candidate, selected: Selected) -> str:
         return ", but its fullest worker holds more"
 
 
@@ -470,8 +473,3 @@ def _time_s(plan: Candidate) -> float:
 def _identity(plan: Candidate) -> tuple[str, str, bool]:
     placement = plan.placement
     return placement.config, placement.execution.schedule, set(placement.in_flight) == {1}
-
-
-def _complexity(plan: Candidate) -> tuple[int, int]:
-    """Return the stages and the minibatches in flight."""
-    return len(plan.placement.stages), sum(plan.placement.in_flight)
