@@ -50,6 +50,7 @@ _CHOICE = """
 
 TASK = MODELS[{name!r}]
 model, dataset, loss, optimizer = TASK.build, TASK.dataset, TASK.loss, TASK.optimizer
+HINTS = {{"pin": TASK.pin or {{}}}}
 """
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, SerializerFunctionWrapHandler, StringConstraints, model_serializer
 
 from pdtool.artifacts.artifact import FrozenModel, YamlArtifact
 from pdtool.artifacts.fields import Count, Digest, Identifier, Label, ModulePath, Name, Number, Title
@@ -32,6 +32,7 @@ class TensorSpec(FrozenModel):
         shape: dimensions; those that depend on the minibatch's size are written with `batch`.
         dtype: `float32`, `int64`, ...
         gradient: whether each consumer sends a gradient of the same shape and dtype back to the producer.
+        detached: whether none does because later stages detach it. The file has it only if it is true.
     """
 
     name: Identifier
@@ -40,6 +41,11 @@ class TensorSpec(FrozenModel):
     shape: tuple[Dim, ...]
     dtype: DType
     gradient: bool
+    detached: bool = False
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in write(self).items() if value or name != "detached"}
 
     def sizes(self, batch: int) -> tuple[int, ...]:
         """Return the shape for a minibatch of `batch` samples."""
@@ -96,8 +102,8 @@ class Bundle(YamlArtifact):
         autocast_off: lines where the model switches autocast off; the stages would not.
         proof: how codegen proved the files equal to the model: `values` (outputs, gradients and buffers of three
             consecutive minibatches, training and evaluation) or `shapes` (under fake tensors only).
-        optional_gradients: whether a tensor may have no gradient in some minibatch, so that messages must say so: the
-            model returns several tensors, and the loss may ignore one.
+        optional_gradients: whether a tensor may have no gradient in some minibatch, so that messages must say so: if
+            the loss may ignore one of several outputs, or user code that is not looked into one of its inputs.
     """
 
     KIND: ClassVar[str] = "bundle"

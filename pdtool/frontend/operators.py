@@ -179,6 +179,15 @@ class Traced:
         """Parameter name -> first name of the same parameter, for every parameter."""
         return first_names(dict(self.model.named_parameters(remove_duplicate=False)))
 
+    @cached_property
+    def with_gradient(self) -> frozenset[Value]:
+        """The tensors that lead to the model's output by paths through which gradients flow."""
+        reached = {value for value in values_in(self.output) if value.differentiable}
+        for op in reversed(self.operators):
+            if not reached.isdisjoint(op.outputs):
+                reached.update(value for value in op.values if value.differentiable)
+        return frozenset(reached)
+
     def sources(self, values: Iterable[Value]) -> tuple[str, ...]:
         """Return the names of the operators that make these values, without constants, each once."""
         names = dict.fromkeys(value.operator for value in values)

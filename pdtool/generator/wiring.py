@@ -82,8 +82,14 @@ class Wiring:
 
     @property
     def has_optional_gradients(self) -> bool:
-        """Whether the loss may ignore one of the model's outputs, and so everything that only that output needs."""
-        return sum(value.differentiable for value in self.output_values) + len(self._output_state) > 1
+        """Whether a tensor may get no gradient in some minibatch.
+
+        The loss may ignore one of several outputs, and so everything that only that output needs. User code that pdtool
+        does not look into may ignore an input, and so may one of the two modes of an operator.
+        """
+        later = {name for names in self.stages[1:] for name in names}
+        may_ignore = any(op.opaque or op.function or op.branch for op in self.traced.operators if op.name in later)
+        return may_ignore or sum(value.differentiable for value in self.output_values) + len(self._output_state) > 1
 
     @cached_property
     def _output_state(self) -> list[str]:
@@ -162,7 +168,8 @@ class Wiring:
                 consumers=tuple(stages),
                 shape=tuple(self._dim(dim, value) for dim in value.shape),
                 dtype=str(value.dtype).removeprefix("torch."),
-                gradient=value.differentiable,
+                gradient=value in self.traced.with_gradient,
+                detached=value.differentiable and value not in self.traced.with_gradient,
             )
             for value, stages in self.consumers.items()
             if stages or self.stage_of[value.operator] < 0

@@ -171,12 +171,7 @@ class ProfiledModel:
     @cached_property
     def _leading_to_outputs(self) -> set[str]:
         """The names of the operators that get a gradient back from the model's output."""
-        reached, names = set(self.outputs), set()
-        for op in reversed(self.computed):
-            if any(value.differentiable for value in reached.intersection(op.outputs)):
-                reached.update(op.values)
-                names.add(op.name)
-        return names
+        return {value.operator for value in self.traced.with_gradient}
 
     @cached_property
     def outputs(self) -> list[Value]:

@@ -4,7 +4,7 @@ import copy
 import math
 import random
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -724,7 +724,54 @@ class DoubledBackward(nn.Module):
         return x
 
 
+class MissingGradients(nn.Module):
+    """Parameters that get no gradient, always or in some minibatches; a gradient of zero would decay them."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher, self.unused = nn.Linear(8, 3), nn.Linear(8, 8)
+        self.first, self.sometimes, self.stopped = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.gate, self.last = Gate(), perceptron(8, 8, 3)
+
+    def forward(self, x):
+        taught, sometimes, stopped = self.teacher(x), self.sometimes(x), self.stopped(x)
+        y = self.gate(torch.tanh(self.first(x)), sometimes)
+        return self.last(torch.tanh(Stop.apply(y, stopped))), taught.detach() + self.unused(x).detach().sum()
+
+
+class Gate(nn.Module):
+    """Ignores its second input in most minibatches."""
+
+    def forward(self, x, other):
+        return torch.tanh(x) if int(x.abs().sum() * 1000) % 3 else torch.tanh(x + other)
+
+
+class Stop(torch.autograd.Function):
+    """Adds, and gives no gradient to its second input."""
+
+    @staticmethod
+    def forward(ctx, x, other):
+        return x + other
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def taught_loss(output, target):
+    return F.cross_entropy(output[0], target) + F.mse_loss(*output)
+
+
+def decaying(named):
+    return torch.optim.AdamW([p for _, p in named], lr=0.01, weight_decay=0.3)
+
+
 MODELS = {
+    "missing_gradients": replace(
+        in_double(Task(MissingGradients, INPUT, CLASS, taught_loss)),
+        optimizer=decaying,
+        pin={"teacher": 0, "sometimes": 0, "stopped": 0, "gate": 1, "last": 2},
+    ),
     "shared_statistics": in_double(Task(SharedStatistics, INPUT, CLASS)),
     "hooked_backward": Task(HookedBackward, INPUT, CLASS),
     "recomputed": Task(lambda: nn.Sequential(Recomputed(), Recomputed(), nn.Linear(8, 3)), INPUT, CLASS, noisy=True),

@@ -25,6 +25,7 @@ class Task:
         loss: of (output, target).
         optimizer: of the named parameters.
         noisy: whether the model draws random numbers of its own.
+        pin: stages of some modules.
         refused: a piece of the message with which pdtool refuses the model; "" where it must train.
     """
 
@@ -34,6 +35,7 @@ class Task:
     loss: Callable[[Any, Any], torch.Tensor] = F.cross_entropy
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda named: sgd(named)
     noisy: bool = False
+    pin: dict[str, int] | None = None
     refused: str = ""
 
     def dataset(self, split: str) -> list[Any]:

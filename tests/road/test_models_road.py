@@ -22,6 +22,7 @@ ROAD = [
     "structures.binary_net",
     "structures.shared_norm",
     "structures.shared_memory",
+    "structures.missing_gradients",
 ]
 TASKS, REFUSED = tasks(*FAMILIES), tasks("refused")
 pytestmark = pytest.mark.filterwarnings("ignore")  # models warn, as they do in a plain loop

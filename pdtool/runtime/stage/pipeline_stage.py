@@ -73,7 +73,7 @@ class PipelineStage:
         autocast: None computes in the dtypes of the weights.
         compiled: whether the module goes through torch.compile; then operators are not seeded one by one.
         seeds: None draws the random numbers of stage 0 on the CPU.
-        without_gradient: number of an output that gets no gradient back -> its name.
+        without_gradient: number of an output that has no gradient -> its name.
         modules_of_loss: modules that the loss may use and change.
 
     Attributes:

@@ -266,7 +266,7 @@ class StageBuilder:
             autocast=Autocast(device, [dtype_of(output) for output in outputs]) if config.precision == "bf16" else None,
             compiled=config.compiled,
             seeds=OperatorSeeds(s, device),
-            without_gradient={i: output.name for i, output in enumerate(outputs) if not output.gradient},
+            without_gradient={i: o.name for i, o in enumerate(outputs) if not (o.gradient or o.detached)},
             modules_of_loss=self._file.modules.values() if is_last else (),
         )
 
