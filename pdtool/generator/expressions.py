@@ -69,11 +69,17 @@ _TEMPLATES = {
     "uniform": "torch.empty_like({self}).uniform_({from}, {to})",
     "bernoulli.p": "torch.empty_like({self}).bernoulli_({p})",
     "normal_functional": "torch.empty_like({self}).normal_({mean}, {std})",
+    "exponential": "torch.empty_like({self}).exponential_({lambd})",
+    "log_normal": "torch.empty_like({self}).log_normal_({mean}, {std})",
+    "cauchy": "torch.empty_like({self}).cauchy_({median}, {sigma})",
+    "geometric": "torch.empty_like({self}).geometric_({p})",
+    "random": "torch.empty_like({self}).random_()",
+    "random.to": "torch.empty_like({self}).random_({to})",
 }
 # The operators behind F.interpolate, by number of dimensions; the group is its mode.
 _INTERPOLATION = re.compile(r"_?upsample_(\w+)\dd")
 # The Python functions of these names take different arguments, or do more than the operator.
-_UNLIKE_PYTHON = {"stft", "istft", "max_unpool2d", "max_unpool3d"}
+_UNLIKE_PYTHON = {"stft", "istft", "max_unpool2d", "max_unpool3d", "fractional_max_pool2d", "fractional_max_pool3d"}
 _FIELD = re.compile(r"\{(\w+)(\*?)\}")
 Write = Callable[[Any], str]
 Tree = dict[str, Any]  # child -> the text of a leaf module's constructor call, or the Tree below a container
@@ -116,7 +122,7 @@ def _function(op: Operator) -> str:
     """Return `torch.cat` or `F.pad`, or, if neither exists, the overload itself: `torch.ops.aten.sin.default`."""
     if _has_python_form(op):
         for module, prefix in ((torch, "torch"), (functional, "F")):
-            if hasattr(module, op.op):
+            if callable(getattr(module, op.op, None)):
                 return f"{prefix}.{op.op}"
     return f"torch.ops.{op.target}"
 

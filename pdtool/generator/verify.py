@@ -43,6 +43,7 @@ _TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 _STAGES = "the generated stages"
 _RANDOM = ("dropout", "attention", "lstm", "gru", "rnn", "rand", "bernoulli", "multinomial", "normal", "rrelu")
 _FILLING = ("uniform_", "normal_", "bernoulli_", "exponential_", "random_", "cauchy_", "log_normal_", "geometric_")
+_FILLING_WITHIN = {"gumbel_softmax": "exponential_"}  # function that fills a tensor of its argument's shape
 _MAX_DEPTH = 4
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # `training`, and the dictionaries of parameters, buffers and hooks
@@ -348,9 +349,11 @@ class _SeedByInput(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
-        if name in _FILLING:
+        filling = _FILLING_WITHIN.get(name, name)
+        if filling in _FILLING:
+            filled = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Tensor))
             with torch._C.DisableTorchFunction():
-                torch.manual_seed(hash((name, tuple(args[0].shape))) & 0x7FFFFFFF)
+                torch.manual_seed(hash((filling, tuple(filled.shape))) & 0x7FFFFFFF)
         elif any(word in name for word in _RANDOM):
             first = next((a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)), torch.zeros(0))
             with torch._C.DisableTorchFunction():

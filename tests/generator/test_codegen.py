@@ -392,3 +392,60 @@ def test_norms_may_be_without_a_bias_or_without_parameters():
     text = StageWriter(Wiring.of(traced, [["input", "0", "1", "2"]]), 0, "net").text()
     assert "nn.GroupNorm(2, 8, bias=False)" in text
     assert "nn.GroupNorm(2, 8, affine=False)" in text
+
+
+NOISY = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        x = self.first(x)
+        noise = NOISE(self.second(x))
+        return self.last(noise + self.drop(x))
+
+def model(): return Net()
+def example_inputs(samples): return torch.randn(samples, 8)
+"""
+NOISES = [
+    "F.gumbel_softmax",
+    "torch.rand_like",
+    "torch.randn_like",
+    "(lambda h: torch.rand(h.shape) * h)",
+    "(lambda h: torch.bernoulli(torch.sigmoid(h)) * h)",
+    "(lambda h: torch.normal(h, 0.1))",
+    "(lambda h: F.dropout(h, 0.3, training=True))",
+    "(lambda h: F.rrelu(h, training=True))",
+    "(lambda h: h * torch.empty_like(h).uniform_(0, 2))",
+    "(lambda h: h * torch.empty_like(h).normal_(1, 2))",
+    "(lambda h: h * torch.empty_like(h).exponential_())",
+    "(lambda h: h * torch.empty_like(h).bernoulli_(0.3))",
+    "(lambda h: h * torch.empty_like(h).log_normal_())",
+    "(lambda h: h * torch.empty_like(h).cauchy_())",
+    "(lambda h: h * torch.empty_like(h).geometric_(0.4))",
+    "(lambda h: h * torch.empty_like(h).random_())",
+    "(lambda h: h * torch.empty_like(h).random_(7))",
+]
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_who_draws_before_whom_is_no_difference(tmp_path: Path, noise: str) -> None:
+    """In the model the noise comes before the dropout, in the stages after it."""
+    (tmp_path / "noisy.py").write_text(NOISY.replace("NOISE", noise))
+    file = ModelFile.load(ModelRef(source=str(tmp_path / "noisy.py")), trusted=True)
+    profile = skeleton(file)
+    plan = plan_of(profile, 2)
+    names = [node.name for node in profile.nodes]
+    in_first = [name for name in names if name in {"x", "first", "drop"}]
+    stages = [
+        stage.model_copy(update={"nodes": tuple(nodes)})
+        for stage, nodes in zip(plan.stages, (in_first, [n for n in names if n not in in_first]), strict=True)
+    ]
+    plan = plan.model_copy(update={"stages": tuple(stages)})
+    assert generate(plan, profile, file, tmp_path / "bundle").proof == "values"
