@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.device import find_device
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, UsageError
 from pdtool.frontend.model_file import ModelFile
+from pdtool.generator.expressions import constructor_call
 from pdtool.profiler.estimate import estimate
 from pdtool.profiler.execute import Executor
 from pdtool.profiler.measure import measure, measure_scratch_bytes
@@ -150,6 +152,15 @@ def test_frozen_parameters_are_neither_updated_nor_averaged(tmp_path, model_file
     assert profile.optimizer_state_bytes == pytest.approx(2.0)
     assert [shared.name for shared in profile.shared] == (["embed.weight"] if text == FROZEN[0] else [])
     assert sum(node.update_s for node in profile.nodes) > 0
+
+
+def test_a_loss_may_change_the_output_in_place(tmp_path):
+    text = TEXT.replace("def loss(output, target): ", "def loss(output, target):\n    output.sub_(1.0)\n    ")
+    assert measure(write(tmp_path, text), batch_size=16).by_name["loss"].backward_s > 0
+
+
+def test_a_complex_layer_is_written_with_its_dtype():
+    assert constructor_call(nn.Linear(2, 3, dtype=torch.complex64)) == "nn.Linear(2, 3, dtype=torch.complex64)"
 
 
 def test_times_are_measured(model_file):
