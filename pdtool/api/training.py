@@ -260,8 +260,8 @@ def check_run(asked: RunOptions, workers: int) -> None:
         workers: number of workers in the cluster.
 
     Raises:
-        UsageError: the run has no folder, or another run's, or nothing to resume; or a machine has no share of the
-            workers.
+        UsageError: the run has no folder, or another run's, or nothing to resume or to train; or a machine has no share
+            of the workers.
     """
     asked.machines.node_workers(workers)
     output, resume = asked.output, asked.resumed
@@ -272,7 +272,9 @@ def check_run(asked: RunOptions, workers: int) -> None:
             "--resume does not say which run", "give its folder: --resume runs/NAME, or -o runs/NAME --resume"
         )
     if resume is not None:
-        RunDir(resume).latest_checkpoint()
+        done = RunDir(resume).latest_checkpoint().manifest().epoch
+        if done >= asked.epochs:
+            raise UsageError(f"{resume} has already trained its {done} epoch(s)", "give a larger --epochs")
     is_one_by_one = asked.nnodes > 1 or is_worker(os.environ)
     if output is None and is_one_by_one and (resume is None or not RunDir(resume).checkpoints_folder.is_dir()):
         raise UsageError("workers started one by one need a common folder for the run", "name it with -o")

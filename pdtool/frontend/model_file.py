@@ -334,6 +334,8 @@ class TrainingFunctions(UserFile):
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise self.error_in("loss", f"loss() returned {shape}, not a scalar tensor")
+        if value.is_complex():
+            raise self.error_in("loss", f"loss() returned {value.dtype}, not a real number; return its abs() or real")
         return value
 
     def optimizer(self, named_parameters: NamedParameters) -> Optimizer:

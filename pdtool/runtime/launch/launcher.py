@@ -62,8 +62,6 @@ def launch(
     """
     check_config(config)
     epochs_done = RunDir(config.resume).latest_checkpoint().manifest().epoch if config.resume else 0
-    if config.resume and epochs_done >= config.epochs:
-        raise UsageError(f"{config.resume} has already trained its {epochs_done} epoch(s)", "give a larger --epochs")
     environment = worker_environment(os.environ, config.machines.endpoint)
     if environment:
         if is_started_by_torchrun(os.environ):
