@@ -236,7 +236,7 @@ class _SimulatedWorker:
             worker=self.simulation.job.workers[self.w],
             busy_s=self.busy_s,
             communication_s=self.communication_s,
-            idle_s=makespan_s - self.busy_s - self.communication_s,
+            idle_s=max(0.0, makespan_s - self.busy_s - self.communication_s),
             peak_stashed=memory.stash.peak,
             versions=memory.peak_versions,
             delay=memory.stash.delay,
