@@ -78,7 +78,7 @@ class Graph:
         return [blocks[i] for i in order]
 
     def stage_faults(self, stages: Sequence[Collection[str]]) -> list[str]:
-        """Say what is wrong with `stages` as a partition of this graph; "" if nothing is.
+        """Say what is wrong with `stages` as a partition of this graph; nothing if it is one.
 
         Every node must be in exactly one stage, and no tensor may go to an earlier stage.
         """

@@ -123,9 +123,9 @@ class Artifact(FrozenModel):
             ArtifactError: it is missing, truncated, altered, of another format, or has fields out of range.
         """
         if os.path.isdir(path):
-            raise ArtifactError(
-                path, f"is a folder, not {with_article(cls.KIND)}", f"name a file written by `{cls.MAKER}`"
-            )
+            inside = os.path.join(path, f"{cls.KIND}.yaml")  # of a run or a bundle
+            remedy = f"name {inside}" if os.path.isfile(inside) else f"name a file written by `{cls.MAKER}`"
+            raise ArtifactError(path, f"is a folder, not {with_article(cls.KIND)}", remedy)
         text = read_text(path, f"write it with `{cls.MAKER}`", may_be_pipe=may_be_pipe)
         return cls.parse(text, "stdin" if str(path) == "-" else path)
 

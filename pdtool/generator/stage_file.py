@@ -147,7 +147,7 @@ class StageWriter:
 
     @cached_property
     def _leaf_paths(self) -> list[str]:
-        """The opaque modules."""
+        """The paths of the modules that the stage calls as a whole."""
         return list(dict.fromkeys(op.module for op in self._operators if op.is_module))
 
     @cached_property
@@ -166,7 +166,7 @@ class StageWriter:
         return self.wiring.traced.model.get_submodule(path)
 
     def _construction(self, path: str) -> str:
-        """Return the expression of an opaque module."""
+        """Return the expression that makes a leaf module, or takes an opaque one from the model."""
         return f'model.get_submodule("{path}")' if path in self.opaque else constructor_call(self._module(path))
 
     def _declaration(self, name: str) -> str:

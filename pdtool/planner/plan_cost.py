@@ -206,27 +206,29 @@ def samples_per_update(placement: Placement, profile: Profile) -> int:
 def _plan_cost(
     model: CostModel, loads: Sequence[StageLoad], placement: Placement, tied: dict[tuple[int, ...], int]
 ) -> PlanCost:
-    replicas, recompute, shape = placement.replicas_per_copy, placement.recompute, placement.shape(tied)
-    passes_s = [load.forward_s * (1 + twice) + load.backward_s for load, twice in zip(loads, recompute, strict=True)]
+    shape = placement.shape(tied)
+    compute_s, allreduce_s, stage_s, passes_s = [], [], [], []
+    memory_bytes, searched_memory_bytes = [], []
+    for s, load in enumerate(loads):
+        replicas, w, twice = placement.replicas_per_copy[s], placement.in_flight[s], placement.recompute[s]
+        members = members_of(model.cluster, placement.workers[s])
+        passes_s.append(load.forward_s * (1 + twice) + load.backward_s)
+        compute_s.append(float(model.compute_s(load, replicas, twice)))
+        allreduce_s.append(float(model.allreduce_s(load, replicas, members)))
+        stage_s.append(float(model.stage_s(load, replicas, compute_s[s], allreduce_s[s])))
+        memory_bytes.append(int(model.memory(load, twice).peak_bytes(shape.versions(s), w)))
+        searched_memory_bytes.append(int(model.memory_bytes(load, replicas, w, twice)))
     remaining_s = np.cumsum(passes_s[::-1])[::-1].tolist()
     in_flight = [w * count for w, count in zip(placement.in_flight, placement.replicas, strict=True)]
-    compute_s = [float(model.compute_s(*args)) for args in zip(loads, replicas, recompute, strict=True)]
-    members = [members_of(model.cluster, numbers) for numbers in placement.workers]
-    allreduce_s = [float(model.allreduce_s(*args)) for args in zip(loads, replicas, members, strict=True)]
-    stages = zip(loads, replicas, compute_s, allreduce_s, strict=True)
-    memory = [*zip(loads, replicas, placement.in_flight, recompute, strict=True)]
-    memory_bytes = [
-        int(model.memory(load, twice).peak_bytes(shape.versions(s), w)) for s, (load, _, w, twice) in enumerate(memory)
-    ]
     round_trip_s = tuple(time_s / w for time_s, w in zip(remaining_s, in_flight, strict=True))
     return PlanCost(
         compute_s=tuple(compute_s),
         allreduce_s=tuple(allreduce_s),
         transfer_s=tuple(_transfers_s(model, loads, placement)),
-        stage_s=tuple(float(model.stage_s(*args)) for args in stages),
+        stage_s=tuple(stage_s),
         round_trip_s=() if model.execution.kind.flushes or not model.execution.is_pipelined else round_trip_s,
         memory_bytes=tuple(memory_bytes),
-        searched_memory_bytes=tuple(int(model.memory_bytes(*args)) for args in memory),
+        searched_memory_bytes=tuple(searched_memory_bytes),
         traffic_bytes=_traffic_bytes(loads, placement, tied),
         flush_factor=model.flush_factor(len(loads)),
         is_pipelined=model.execution.is_pipelined,

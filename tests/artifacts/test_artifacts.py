@@ -261,6 +261,12 @@ def test_a_file_of_another_kind_is_named_as_what_it_is(name, text, said, tmp_pat
         (Profile if "not a profile" in said else Plan).load(path)
 
 
+def test_the_plan_in_a_runs_folder_is_named(tmp_path):
+    (tmp_path / "plan.yaml").write_text(samples.plan().dump())
+    with pytest.raises(ArtifactError, match=rf"is a folder, not a plan; name {tmp_path}/plan.yaml"):
+        Plan.load(tmp_path)
+
+
 def test_many_keys_are_read_in_time_that_grows_with_their_number():
     """30,000 keys took 13.5 s: each was compared with all others."""
     metrics = "".join(f"  m{i}: 1.0\n" for i in range(10_000))

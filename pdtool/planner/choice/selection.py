@@ -314,7 +314,7 @@ def _by_bound(entry: tuple[float, Candidate]) -> tuple[float, int]:
 
 def with_moved_borders(search: PlanSearch, plan: Candidate) -> Iterator[Candidate]:
     """Yield the plan with each of its borders moved to each of the nearest cuts, as far as it fits."""
-    borders = _Borders(search, Selected(plan, None, plan.time_per_minibatch_s))
+    borders = _Borders(search, plan)
     return (moved for border in borders.inner for moved in borders.neighbours(plan, border))
 
 
@@ -327,7 +327,7 @@ def move_to_faster_cuts(search: PlanSearch, selected: Selected) -> Selected:
     placement, margin, tries = selected.candidate.placement, search.options.simplest, 0
     if selected.simulated_s is None or not placement.execution.kind.flushes:
         return selected
-    borders, border = _Borders(search, selected), 1
+    borders, border = _Borders(search, selected.candidate), 1
     is_small = action_count(placement) * placement.used_workers <= _MAX_SMALL
     while border in borders.inner and tries < _MAX_TRIED_CUTS:
         faster = None
@@ -357,7 +357,7 @@ def move_to_module_borders(search: PlanSearch, selected: Selected) -> Selected:
 
     All borders that the formulas let move are moved at once and simulated. If that is too slow, one after the other.
     """
-    borders = _Borders(search, selected)
+    borders = _Borders(search, selected.candidate, selected.limit_s)
     moved = selected
     for border in borders.inner:
         moved = next(borders.moves(moved, border), moved)
@@ -387,17 +387,20 @@ def modules_divided(cuts: CutSpace) -> NDArray[np.int64]:
 class _Borders:
     """The borders of one plan, as cuts of its search space.
 
+    Args:
+        limit_s: seconds per minibatch that `moves` and `simulated` allow.
+
     Attributes:
         inner: numbers of the stages whose first border may be moved.
     """
 
-    def __init__(self, search: PlanSearch, selected: Selected) -> None:
-        placement = selected.candidate.placement
-        self._search, self._limit_s, self._is_simulated = search, selected.limit_s, selected.simulated_s is not None
+    def __init__(self, search: PlanSearch, candidate: Candidate, limit_s: float = math.inf) -> None:
+        placement = candidate.placement
+        self._search, self._limit_s = search, limit_s
         self._cuts = search.space(placement.used_workers // placement.execution.copies)
         self._work_s = self._cuts.forward_backward_s
         self._replicas = placement.replicas
-        is_found = self._numbers(selected.candidate) is not None and placement.execution.chunks == 1
+        is_found = self._numbers(candidate) is not None and placement.execution.chunks == 1
         self.inner = range(1, len(placement.stages)) if is_found else range(0)
 
     @cached_property
@@ -439,8 +442,8 @@ class _Borders:
         return evaluator.place(stages, placement.workers, execution, in_flight=placement.in_flight)
 
     def simulated(self, selected: Selected) -> Selected | None:
-        """Return the plan with its simulated time; None if that is above the limit."""
-        if not self._is_simulated:
+        """Return the plan with its simulated time, if it has one; None if that is above the limit."""
+        if selected.simulated_s is None:
             return selected
         candidate, evaluator = selected.candidate, self._search.evaluator
         placement = candidate.placement

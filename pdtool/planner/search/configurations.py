@@ -49,7 +49,6 @@ class Configurations:
 
     def __post_init__(self) -> None:
         program = self.program
-        _ = program.any_number_of_stages  # fills `candidates`
         self._stages = self._by_slot()
         done = np.full(program.space.cut_count, np.inf)
         done[-1] = 0.0

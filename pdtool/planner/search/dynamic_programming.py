@@ -83,6 +83,7 @@ class DynamicProgram:
             counted for a pipeline that ends at worker U.
 
     Attributes:
+        any_number_of_stages: V for any number of stages.
         candidates: for each cut but the last, from the last to the first, the stages that may begin there.
         values_by_count: V for at most 0, 1, ... stages, as far as they were asked for.
     """
@@ -98,9 +99,10 @@ class DynamicProgram:
     candidates: dict[int, _CandidateStages] = field(default_factory=dict, init=False)
     values_by_count: list[Array] = field(default_factory=list, init=False)
 
-    @cached_property
-    def any_number_of_stages(self) -> Array:
-        """V for any number of stages."""
+    def __post_init__(self) -> None:
+        self.any_number_of_stages = self._solved()
+
+    def _solved(self) -> Array:
         values = self._no_stage()
         is_continued = np.zeros(len(values), dtype=bool)  # cuts after which there is something within the bound
         is_continued[-1] = True
@@ -121,7 +123,6 @@ class DynamicProgram:
 
     def at_most(self, stages: int) -> list[Array]:
         """V for at most 0, 1, ... `stages` stages."""
-        _ = self.any_number_of_stages  # fills `candidates`
         if not self.values_by_count:
             self.values_by_count.append(self._no_stage())
         while len(self.values_by_count) <= stages:
@@ -132,7 +133,6 @@ class DynamicProgram:
 
     def exactly(self, stages: int) -> list[Array]:
         """V for exactly 0, 1, ... `stages` stages, each cut allowed where it would stand."""
-        _ = self.any_number_of_stages  # fills `candidates`
         tables = [self._no_stage()]
         for remaining in range(1, stages + 1):
             values = np.full_like(tables[0], np.inf)

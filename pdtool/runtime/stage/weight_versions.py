@@ -174,6 +174,11 @@ class WeightVersions:
             self._make_current(number, memory)
         self.peak_versions = max(self.peak_versions, len(self._alive))
 
+    @property
+    def _newest(self) -> WeightVersion:
+        """The version with the values of the Parameters."""
+        return self._exact or self._current
+
     def adopt_changes(self) -> bool:
         """After user code, update the newest version from the Parameters; return whether that changed it.
 
@@ -182,7 +187,7 @@ class WeightVersions:
         Raises:
             FieldError: a parameter was changed in a way that training cannot follow; its text ends with the remedy.
         """
-        newest = self._exact or self._current
+        newest = self._newest
         for p, leaf in zip(self.parameters.values(), newest.leaves, strict=True):
             if (
                 not p.is_set_to(leaf)
@@ -219,7 +224,7 @@ class WeightVersions:
 
     def _others_in_memory(self) -> dict[str, int]:
         """How many tensors hold each parameter's memory, besides the parameters and the newest leaves."""
-        known = (*self.parameters.values(), *(self._exact or self._current).leaves)
+        known = (*self.parameters.values(), *self._newest.leaves)
         own = Counter(tensor.untyped_storage().data_ptr() for tensor in known)
         storages = {name: p.untyped_storage() for name, p in self.parameters.items()}
         return {
@@ -240,7 +245,7 @@ class WeightVersions:
 
     def bind_newest(self) -> None:
         """Let the module compute with the Parameters' values."""
-        self.bind(self._exact or self._current)
+        self.bind(self._newest)
 
     def bind(self, version: WeightVersion) -> None:
         """Let the module compute with `version`."""
@@ -279,7 +284,7 @@ class WeightVersions:
             empty_in_same_place(p.data, storages) if id(p) in self._in_one_storage else torch.empty_like(p.data)
             for p in self.parameters.values()
         ]
-        return memory + [empty_in_same_place(view, storages) for view in (self._exact or self._current).views]
+        return memory + [empty_in_same_place(view, storages) for view in self._newest.views]
 
     def _new_version(self, memory: Sequence[Tensor], number: int) -> WeightVersion:
         """A version with fresh leaves over `memory`."""

@@ -29,7 +29,7 @@ from pdtool.frontend.user_modules import import_file, user_modules_importable
 from pdtool.runtime.groups import PeerErrorContext, ProcessGroups, all_gather
 from pdtool.runtime.worker.partial_build import build_partially
 
-_SMALL_BYTES = 4e9  # fraction of the memory of all stages together
+_SMALL_BYTES = 4e9
 
 
 @dataclass(frozen=True)
