@@ -24,8 +24,9 @@ INSTALL := $(BIN)/python tests/install.py
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-for-demo
 LOWEST_STAMP := $(VENV)/.installed-lowest
-# Two files of tests at a time, in the order of tests/conftest.py; what a file makes once is made in one process.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three files of tests at a time, because many wait, in the order of tests/conftest.py; what a file makes once is made in
+# one process.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 PDTOOL := $(BIN)/pdtool
 DEMO_NETWORK := profiles/demo-vgg16.json plans/demo-vgg16-4.yaml runs/demo-vgg16
 
@@ -57,7 +58,7 @@ $(LOWEST_STAMP): $(DEMO_STAMP) setup.cfg
 	$(BIN)/python -m compileall -q -j 2 $(VENV)/lowest
 	@touch $@
 
-test: $(STAMP) $(LOWEST_STAMP) ## run all tests, of large tables the rows of the day (about fifteen minutes on two cores)
+test: $(STAMP) $(LOWEST_STAMP) ## run all tests, of large tables the rows of the day (about thirteen minutes on two cores)
 	$(PYTEST)
 
 test-all: $(STAMP) $(LOWEST_STAMP) ## run all tests with all rows of the tables; `make test` runs a part of them each day
