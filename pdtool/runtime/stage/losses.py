@@ -157,7 +157,10 @@ class MetricTotals:
         self.undefined = frozenset(name for name, (_, count) in totals.items() if not count and name not in figures)
         for name, value in figures.items():
             if not math.isfinite(value):
-                raise PdtoolError(f"{where} gives {name} {value}", "try a lower learning rate")
+                remedy = "try a lower learning rate"
+                if name != "loss":
+                    remedy = f"look for a division by zero in metrics() or summarize_metrics(), or {remedy}"
+                raise PdtoolError(f"{where} gives {name} {value}", remedy)
         return figures
 
 
