@@ -41,6 +41,7 @@ from pdtool.files import check_no_link, open_in_place
 
 UNWRITABLE = (OSError, PdtoolError)  # of a full disk, say: a failed record must not end a run
 _FLOCK = struct.Struct("@hhqqi")  # struct flock of Linux: type, whence, start, length, process
+_HELD_HERE: set[str] = set()  # folders that this process has locked: to close their lock file again would unlock them
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # on a file system without locks, go on without one
 _MAX_RUNS = 5  # that an error lists
 StageFile = Annotated[str, StringConstraints(pattern=r"^stage-[0-9]{1,6}\.safetensors$")]
@@ -261,6 +262,9 @@ class RunDir:
             ArtifactError: a link in it leads elsewhere.
             PdtoolError: the folder cannot be written.
         """
+        folder = os.path.realpath(self.path)
+        if folder in _HELD_HERE:
+            raise _in_use(self.path, "this process")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.check_written()
@@ -272,10 +276,16 @@ class RunDir:
             _lock(file.fileno(), self.path)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-            yield
+            _HELD_HERE.add(folder)
+            try:
+                yield
+            finally:
+                _HELD_HERE.discard(folder)
 
     def is_running(self) -> bool:
         """Return whether a process has locked the folder, without taking the lock."""
+        if os.path.realpath(self.path) in _HELD_HERE:
+            return True
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         try:
             if not self._lock_file.is_file():  # a FIFO would block
@@ -360,13 +370,16 @@ class RunDir:
         return f": {', '.join(map(str, newest))}" if newest else ""
 
 
+def _in_use(out: Path, holder: str) -> UsageError:
+    return UsageError(f"{out} is in use by a run ({holder})", "wait for it, or name another folder with -o")
+
+
 def _lock(descriptor: int, out: Path) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not kept by a forked process
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-            remedy = "wait for it, or name another folder with -o"
-            raise UsageError(f"{out} is in use by a run ({holder})", remedy) from None
+            raise _in_use(out, holder) from None
         if error.errno not in _NO_LOCKS:
             raise PdtoolError(f"{out} cannot be locked ({error.strerror})", "name another folder with -o") from error

@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from chaos.bench import WORKERS, Bench, Command, Outcome, kill
@@ -82,10 +83,16 @@ def _is_there(command: Command, folder: Path, target: str, rank: int, is_trainin
     return _pid(command, folder, target, rank) is not None
 
 
+def _parent(pid: int) -> int:
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
 def _pid(command: Command, folder: Path, target: str, rank: int) -> int | None:
     if target == "command":
         return command.process.pid
     if target == "fork server":
-        servers = [pid for pid, text in command.processes().items() if "forkserver" in text]
-        return min(servers, default=None)
+        servers = [pid for pid, text in command.processes().items() if "forkserver" in text]  # and their workers
+        return next((pid for pid in servers if _parent(pid) == command.process.pid), None)
     return read_status(folder, rank).pid or None

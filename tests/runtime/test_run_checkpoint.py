@@ -44,12 +44,21 @@ def scheduler(optimizer):
 )
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+# its last stage has nothing to step, but counts the updates
+BARE2 = replace(
+    CONV1,
+    stages=((CONV1.stages[0][0], ("x",), ("z",)), (harness.stage(1, "", "z: return z * 1.0"), ("z",), ())),
+    tensors=(*CONV1.tensors, harness.tensor("z", 0, [1], 4)),
+)
+
+
+@pytest.mark.parametrize("toy", [DROPOUT, BARE2], ids=["dropout", "bare"])
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, toy: harness.Toy) -> None:
     """Bit for bit, with dropout, momentum and a learning-rate schedule; metrics.jsonl included, although the
     interrupted run had begun the epoch that is done again."""
-    whole = harness.job(tmp_path / "a", DROPOUT, epochs=3)
+    whole = harness.job(tmp_path / "a", toy, epochs=3)
     expected = weights(harness.run(whole))
-    part = harness.job(tmp_path / "b", DROPOUT, epochs=2)
+    part = harness.job(tmp_path / "b", toy, epochs=2)
     harness.run(part)
     with (part.out / "metrics.jsonl").open("a") as file:
         file.write('{"split": "train", "epoch": 3, "step": 15, "loss": 1.0}\n{"split": "tra')

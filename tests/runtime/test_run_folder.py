@@ -66,9 +66,12 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_lock_ends_with_its_context(tmp_path: Path) -> None:
-    """Seen by another process, since one process never refuses itself."""
+    """Also where the process that holds it looks whether anybody does."""
     take = f"import pathlib, pdtool.artifacts.run_dir as f\nwith f.RunDir(pathlib.Path({str(tmp_path)!r})).held(): pass"
     with RunDir(tmp_path).held():
+        assert RunDir(tmp_path).is_running()
+        with pytest.raises(UsageError, match="is in use by a run"), RunDir(tmp_path).held():
+            pass
         code, _, errors = ended(start([sys.executable, "-c", take]))
         assert code != 0
         assert f"is in use by a run (process {os.getpid()} on " in errors

@@ -6,6 +6,7 @@ import gc
 import mmap
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import time
@@ -219,6 +220,27 @@ def test_a_sender_or_receiver_that_waits_too_long_says_for_what() -> None:
     assert lost.value.peer == 1
     sender._pipes.close()
     receiver._pipes.close()
+
+
+def test_a_process_that_is_stopped_loses_little_of_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A poll that is under way goes on counting while Ctrl-Z has stopped the process."""
+    polled: list[float] = []
+
+    class Poll:
+        def register(self, *_: int) -> None:
+            pass
+
+        def poll(self, timeout_ms: float) -> list[Any]:
+            polled.append(timeout_ms)
+            return []
+
+    monkeypatch.setattr(select, "poll", Poll)
+    first, _second = open_pipes(4)
+    first.timeout_s = 300.5
+    with pytest.raises(TimeoutError):
+        first.read(8)
+    assert max(polled) <= 1000
+    assert sum(polled) == 300_500
 
 
 def test_what_was_sent_before_the_sender_ended_arrives(channel: Any) -> None:

@@ -49,14 +49,18 @@ class Reaper:
         self._pipe, pipe_of_reaper = context.Pipe()
         arguments = (pipe_of_reaper, util.get_temp_dir())
         self._process = context.Process(target=_lead_group, args=arguments, name="reaper", daemon=True)
-        self._process.start()
-        pipe_of_reaper.close()
         try:
+            self._process.start()
+            pipe_of_reaper.close()
             self.pid: int = self._pipe.recv()
         except EOFError as error:
             what = "the process that ends the workers died at its start"
             remedy = 'start it again; your own script must call pdtool.run under `if __name__ == "__main__":`'
             raise WorkerDiedError(what, remedy) from error
+        except BaseException:  # a signal; the launcher goes on, and needs the folder that the reaper would remove
+            if self._process.pid:
+                self._process.kill()
+            raise
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the whole group."""

@@ -38,7 +38,7 @@ from pdtool.runtime.messages.routes import Part, Receiver, Route, Sender
 _HEADER = struct.Struct("<qqq")  # minibatch, slot, bytes
 _SLOT = struct.Struct("=H")
 _ALIGNMENT_BYTES = 64
-_LONGEST_POLL_MS = 2**31 - 1  # 25 days
+_SLICE_S = 1.0  # of a wait; a process that is stopped (Ctrl-Z) loses at most one of them
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,12 @@ class SlotPipes:
             TimeoutError: none came.
             ConnectionError: the other worker is gone.
         """
+        left_s = self.timeout_s
         while not (records := self.read_now(size)):
-            if not self._poll.poll(min(self.timeout_s * 1e3, _LONGEST_POLL_MS)):
+            if left_s <= 0:
                 raise TimeoutError
+            if not self._poll.poll(1e3 * min(left_s, _SLICE_S)):
+                left_s -= _SLICE_S
         return records
 
     def read_now(self, size: int) -> bytes:

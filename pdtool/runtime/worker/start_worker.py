@@ -319,10 +319,14 @@ def resume(
 ) -> None:
     """Load the checkpoint that the run resumes into the stages; any plan of the same model may have made it."""
     checkpoint.load(resumed.path, [component for replica in stages.values() for component in replica.components])
-    for replica in stages.values():
+    manifest = resumed.manifest()
+    for s, replica in stages.items():
         replica.adopt_changes()
+        if not replica.optimizer.names:  # nothing of it is in the checkpoint, but it counts the updates
+            every = config.shape.update_every[s]
+            replica.optimizer.updates = sum(math.ceil(minibatches / every) for minibatches in manifest.minibatches)
     if place.assignment.rank == 0:
-        warn_of_length(config, data, resumed.manifest())
+        warn_of_length(config, data, manifest)
 
 
 def warn_of_length(config: RunConfig, data: TrainingData, manifest: CheckpointManifest) -> None:

@@ -40,6 +40,7 @@ from pdtool.artifacts.chrome_trace import MESSAGE_TRACKS, chrome_trace
 from pdtool.artifacts.metrics import MetricsLog, UpdateLine, ValidationLine, unix_time
 from pdtool.artifacts.report import Report
 from pdtool.artifacts.run_dir import CheckpointManifest, RunDir
+from pdtool.errors import PdtoolError
 from pdtool.files import write_atomically
 from pdtool.host import usable_cores
 from pdtool.runtime.config import RankAssignment, RunConfig
@@ -301,10 +302,17 @@ class Worker:
             local_workers=place.local_workers,
             includes_compilation=includes_compilation,
         )
+        error = None
         if place.assignment.rank == 0:
             events_of = {worker.name: worker.events for worker in workers}
             trace = chrome_trace(events_of, host_tracks=MESSAGE_TRACKS if is_on_gpu else ())
             run_dir = RunDir(self._config.out)
-            write_atomically(run_dir.trace_file, json.dumps(trace))
-            report.save(run_dir.report_file)
+            try:
+                write_atomically(run_dir.trace_file, json.dumps(trace))
+                report.save(run_dir.report_file)
+            except PdtoolError as fault:
+                error = fault
+        failure, *_ = all_gather(str(error or ""), str, place.groups.world, "word of the report")
+        if failure:  # on all machines
+            raise error or PdtoolError(failure)
         return report
