@@ -140,7 +140,7 @@ class OperatorSeeds:
         if hasattr(code, _FUNCTION):
             setattr(code, _FUNCTION, self._seed_named)
         for path, leaf in _leaves(module):
-            if module_draws(leaf):
+            if module_draws(leaf) and not isinstance(leaf, torch.jit.ScriptModule):  # which takes no hooks
                 seed = self.seed_user_code if is_user_module(leaf) else self.seed
                 leaf.register_forward_pre_hook(partial(self._before_call, seed, path), with_kwargs=True)
 

@@ -400,8 +400,9 @@ def _hooks_noted() -> Iterator[set[str]]:
 def _seed_by_path(module: nn.Module, paths: Sequence[str]) -> None:
     """Seed all generators before each call of these modules inside `module`."""
     for path in paths:
-        seed = derive_seed(path)
-        module.get_submodule(path).register_forward_pre_hook(lambda *_, seed=seed: seed_generators(seed))
+        seed, submodule = derive_seed(path), module.get_submodule(path)
+        if not isinstance(submodule, torch.jit.ScriptModule):  # it takes no hooks
+            submodule.register_forward_pre_hook(lambda *_, seed=seed: seed_generators(seed))
 
 
 @dataclass(frozen=True)

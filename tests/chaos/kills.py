@@ -29,7 +29,8 @@ def kills(bench: Bench, trials: int, seed: int) -> Iterator[Outcome]:
         target = draw.choice(["worker"] * 5 + ["command"] * 3 + ["fork server"])
         number = draw.choice(_SIGNALS[target])
         delay_s = draw.choice((draw.uniform(0, 2.5), draw.uniform(0, 0.3)))
-        is_training = draw.random() < 0.8  # the others are hit while they start
+        # The others are hit while they start. Python starts another fork server before there are workers.
+        is_training = draw.random() < 0.8 or target == "fork server"
         rank = draw.randrange(WORKERS)
         yield _kill(bench, trial, target, rank, number, delay_s, is_training)
 

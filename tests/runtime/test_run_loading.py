@@ -19,7 +19,7 @@ import pytest
 import samples
 import torch
 from conftest import NET, Folder
-from harness import CONV2, SKIP1, SKIP3, Toy, assert_same, weights
+from harness import CONV2, CONV3, SKIP1, SKIP3, Toy, assert_same, weights
 from test_run_endings import wait_until
 from test_run_failures import processes, workers_left
 from torch.utils.data import DataLoader
@@ -481,3 +481,25 @@ def test_a_run_with_loader_workers_reports_and_leaves_none(tmp_path: Path) -> No
     known = {pid for pid, _, _ in processes()}
     assert launch(spec).epochs == 2
     wait_until(lambda: not new_orphans(known))
+
+
+REUSED = """
+import numpy
+_arrays = numpy.zeros((BATCH, 2, 6, 6), numpy.float32)
+
+def collate(samples):
+    for array, (x, _) in zip(_arrays, samples):
+        array[...] = x.numpy()
+    return torch.from_numpy(_arrays[: len(samples)]), torch.stack([y for _, y in samples])
+"""
+
+
+def test_collate_may_fill_one_array_for_each_minibatch(tmp_path: Path) -> None:
+    """Although several minibatches are in flight."""
+    found = []
+    for name, toy in (("new", CONV3), ("reused", replace(CONV3, model=CONV3.model + REUSED.replace("BATCH", "4")))):
+        spec = harness.job(tmp_path / name, toy)
+        assert spec.plan.batch_size <= 4
+        found.append(harness.run(spec))
+    for new, reused in zip(*found, strict=True):
+        assert all(torch.equal(value, reused.state[name]) for name, value in new.state.items())

@@ -43,6 +43,7 @@ _AHEAD = 2  # minibatches that each loader worker loads ahead
 _ENDING_S = 1.0  # a killed process closes its connections a little before it is gone
 _SMALL = 0.02  # the part of a replica's time that it may spend on loading by itself
 _FETCH_S = 1e-3  # about the cost of taking a minibatch from a loader worker
+_OWN_USES = 2  # of a storage by one tensor
 _MARGIN = 1.2  # for minibatches that take longer than the median, and for handing them over
 _NO_CHILDREN = "daemonic processes are not allowed to have children"  # of multiprocessing
 _NO_CUDA = "Cannot re-initialize CUDA in forked subprocess"  # torch goes on with advice for its own DataLoader
@@ -128,6 +129,9 @@ class MinibatchSource:
         if isinstance(loaded, BaseException):
             self._kill()
             raise loaded
+        if self._loader is None:
+            inputs, target = loaded
+            return [_of_its_own(tensor) for tensor in inputs], [_of_its_own(tensor) for tensor in target]
         return loaded
 
     def _answer(self, ask: Callable[[], _T], minibatch: int) -> _T:
@@ -166,6 +170,14 @@ class MinibatchSource:
             what = f"{task} was not loaded within {format_seconds(self._timeout_s)}"
             return WorkerDiedError(what, "find out what dataset() waits for, or give a longer --timeout")
         return None
+
+
+def _of_its_own(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy if user code may hold its memory: collate() may fill one array for each minibatch,
+    but several minibatches are in flight."""
+    storage = tensor.untyped_storage()
+    is_only_holder = storage.resizable() and torch._C._storage_Use_Count(storage._cdata) <= _OWN_USES
+    return tensor if is_only_holder else tensor.clone()
 
 
 def _begin_loader_worker(_: int) -> None:
