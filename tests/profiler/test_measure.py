@@ -215,8 +215,8 @@ def test_scratch_is_what_is_held_only_while_computing():
     assert result[0] == 6
     _, none = measure_scratch_bytes(torch.device("cpu"), lambda: a + 1)
     assert none() < 2e6
-    _, small = measure_scratch_bytes(torch.device("cpu"), lambda: len([torch.ones(20_000) for _ in range(50)]))
-    assert small() == pytest.approx(4e6, rel=0.2), "also where glibc keeps what is freed"
+    _, small = measure_scratch_bytes(torch.device("cpu"), lambda: len([torch.ones(20_000) for _ in range(500)]))
+    assert small() == pytest.approx(40e6, rel=0.1), "also where glibc keeps what is freed"
 
 
 class Keeping(torch.autograd.Function):

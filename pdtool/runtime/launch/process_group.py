@@ -52,15 +52,19 @@ class Reaper:
         try:
             self._process.start()
             pipe_of_reaper.close()
-            self.pid: int = self._pipe.recv()
-        except EOFError as error:
-            what = "the process that ends the workers died at its start"
-            remedy = 'start it again; your own script must call pdtool.run under `if __name__ == "__main__":`'
-            raise WorkerDiedError(what, remedy) from error
+            self.pid: int = self._received_pid()
         except BaseException:  # a signal; the launcher goes on, and needs the folder that the reaper would remove
             if self._process.pid:
                 self._process.kill()
             raise
+
+    def _received_pid(self) -> int:
+        try:
+            return int(self._pipe.recv())
+        except EOFError as error:
+            what = "the process that ends the workers died at its start"
+            remedy = 'start it again; your own script must call pdtool.run under `if __name__ == "__main__":`'
+            raise WorkerDiedError(what, remedy) from error
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the whole group."""
