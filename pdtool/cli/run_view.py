@@ -276,7 +276,8 @@ def emulation_view(emulation: Emulation) -> Lines:
     rows = []
     for plan in emulation.plans:
         error = f"{plan.error:+.1%}" if plan.is_steady and not _is_crowded(emulation, plan) else ""
-        gain = "" if plan is own else f"{plan.bottleneck_s / own.bottleneck_s:.3g} ×"
+        has_gain = plan is not own and own.bottleneck_s
+        gain = f"{plan.bottleneck_s / own.bottleneck_s:.3g} ×" if has_gain else ""
         times = map(format_seconds, (plan.bottleneck_s, plan.simulated_s))
         speed = f"{plan.throughput_samples_per_s:.4g}"
         rows.append([plan.name, plan.config, *times, error, speed, gain, format_bytes(plan.sent_bytes)])
