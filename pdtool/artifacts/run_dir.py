@@ -265,6 +265,15 @@ class RunDir:
         folder = os.path.realpath(self.path)
         if folder in _HELD_HERE:
             raise _in_use(self.path, "this process")
+        _HELD_HERE.add(folder)
+        try:
+            with self._locked():
+                yield
+        finally:
+            _HELD_HERE.discard(folder)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.check_written()
@@ -276,11 +285,7 @@ class RunDir:
             _lock(file.fileno(), self.path)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-            _HELD_HERE.add(folder)
-            try:
-                yield
-            finally:
-                _HELD_HERE.discard(folder)
+            yield
 
     def is_running(self) -> bool:
         """Return whether a process has locked the folder, without taking the lock."""

@@ -11,7 +11,7 @@ import pytest
 import samples
 from conftest import Folder
 
-from pdtool.cli.artifact_views import bundle_view, cluster_view, plan_view, profile_table, worker_table
+from pdtool.cli.artifact_views import bundle_view, cluster_view, plan_view, profile_table, timeline, worker_table
 from pdtool.cli.run_view import checkpoint_view, emulation_view, report_view
 from pdtool.cli.table import PlainConsole, Table
 
@@ -93,3 +93,15 @@ def test_a_cluster_that_was_not_probed_has_no_measured_columns(folder: Folder) -
     shown = folder.pdtool("show", "lab.yaml").stdout
     assert "bandwidth" in shown
     assert "ring formula" not in shown
+
+
+def test_the_timeline_names_the_workers_of_the_plan() -> None:
+    plan = samples.plan()
+    numbers = [worker for stage in plan.stages[: plan.pipeline_depth] for worker in stage.workers]
+    renamed = dict(zip(numbers, reversed(numbers), strict=True))
+    stages = [
+        stage.model_copy(update={"workers": tuple(renamed[worker] for worker in stage.workers)})
+        for stage in plan.stages
+    ]
+    drawn = timeline(plan.model_copy(update={"stages": tuple(stages)}), 80)
+    assert [int(number) for number in re.findall(r"worker (\d+)", drawn)] == numbers[::-1] != numbers

@@ -404,6 +404,10 @@ def test_faulty_metrics_are_explained(returned, what, tmp_path):
     ("text", "what"),
     [
         ("def loss(o, t): return None\n", r"model.py:2: loss\(\) returned NoneType, not a scalar tensor"),
+        (
+            "import torch\ndef loss(o, t): return torch.tensor(1j)\n",
+            r"returned torch.complex64, not a real number; return",
+        ),
         ("def optimizer(named): return 3\n", r"model.py:2: optimizer\(\) returned int, not an Optimizer"),
         ("def dataset(split): return []\n", r"model.py:2: dataset\('train'\) is empty"),
         (

@@ -382,3 +382,9 @@ def test_the_numbers_differ_in_everything_that_decides_them(change: tuple[str, A
         return torch.rand(()).item()
 
     assert drawn() == drawn() != drawn(**dict([change]))
+
+
+def test_a_scripted_module_takes_no_hooks_and_computes_all_the_same() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Sequential(nn.Dropout(0.5))))
+    OperatorSeeds().attach(module)
+    assert module(torch.ones(3, 2)).shape == (3, 2)

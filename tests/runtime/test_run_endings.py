@@ -13,6 +13,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import util
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import harness
@@ -23,6 +25,7 @@ from pdtool.artifacts.run_dir import RunDir
 from pdtool.runtime import worker_end as shared_memory_files
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.launch import launcher
+from pdtool.runtime.launch.process_group import Reaper
 from pdtool.runtime.status import read_status
 
 SCRIPT = """
@@ -188,3 +191,19 @@ def test_ctrl_c_before_the_machines_have_met_is_recorded(tmp_path: Path, monkeyp
     state = RunDir(spec.out).state()
     assert state
     assert (state.end, state.reason) == ("stopped", "Ctrl-C")
+
+
+def test_a_reaper_whose_start_is_interrupted_ends_and_leaves_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[BaseProcess] = []
+
+    def interrupted(reaper: Reaper) -> int:
+        started.append(reaper._process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Reaper, "_received_pid", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Reaper()
+    [process] = started
+    process.join(20)
+    assert process.exitcode == -signal.SIGKILL
+    assert Path(util.get_temp_dir()).is_dir()

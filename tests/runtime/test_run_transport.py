@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import mmap
 import multiprocessing
@@ -453,6 +454,20 @@ def apart(rank: int, why: str, transport: str) -> None:
 @pytest.mark.parametrize("transport", ["auto", "shared"])
 def test_where_memory_cannot_be_shared_gloo_carries_the_tensors(tmp_path: Path, why: str, transport: str) -> None:
     assert together(tmp_path, 3, apart, why, transport) == [0, 0, 0]
+
+
+def test_where_pipes_may_not_be_large_enough_no_memory_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(fcntl, "fcntl", refused)
+    before = len(os.listdir("/proc/self/fd"))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("")
+        listener.listen()
+        layout = SlotLayout(depth=10_000, spare=0, starts=(0, 64))
+        assert shared_memory_setup.offer_memory(listener.getsockname(), 5, layout) is None
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_callers_that_are_no_workers_are_sent_away() -> None:
