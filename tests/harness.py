@@ -25,8 +25,9 @@ from pdtool.artifacts.plan import Plan, Stage
 from pdtool.artifacts.run_dir import RunDir
 from pdtool.files import file_sha256
 from pdtool.frontend.model_file import ModelFile
-from pdtool.runtime.config import RunConfig, assign_ranks
+from pdtool.runtime.config import RunConfig
 from pdtool.runtime.loading.minibatches import sample_order
+from pdtool.runtime.ranks import assign_ranks
 from pdtool.schedule import SCHEDULES
 
 DEVICE = "cpu"  # where workers compute; test_run_gpu.py sets it to cuda

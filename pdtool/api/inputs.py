@@ -1,15 +1,12 @@
 """Read a command's inputs: a plan, its profile and its model, which must still fit together.
 
-A plan edited by hand gets new figures. A run may have a different schedule than its plan, and different settings of
-model.py, as long as the model's operators stay the same. If no path is given, `candidate` finds the only file there is.
+A plan edited by hand gets new figures. If no path is given, `candidate` finds the only file there is.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,18 +16,14 @@ from pdtool.artifacts.artifact import Artifact, ModelRef, fields_checked
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.errors import ArtifactError, StaleError, UsageError, suggestion
+from pdtool.errors import ArtifactError, StaleError, UsageError
 from pdtool.files import file_sha256
-from pdtool.machines import is_first_worker
-from pdtool.options.run_options import RunOptions
 from pdtool.processes import start_server_of_workers
-from pdtool.schedule import SCHEDULES, schedule_names
 
 _KINDS = {"profile": ("profiles", "*.json", "pdtool profile"), "plan": ("plans", "*.yaml", "pdtool partition")}
-Settings = Mapping[str, str | int | float | bool]
 
 if TYPE_CHECKING:
-    from pdtool.frontend.model_file import ModelFile, Setting
+    from pdtool.frontend.model_file import ModelFile
 
 
 @dataclass(frozen=True)
@@ -243,42 +236,6 @@ def checked(plan: Plan, profile: Profile) -> Plan:
     return refresh(plan, profile)
 
 
-def rescheduled(inputs: Inputs, asked: RunOptions) -> Plan:
-    """Return the plan with the same stages, run as `asked` says; None keeps the plan's value.
-
-    Raises:
-        UsageError: the schedule excludes an option, or cannot have these stages.
-    """
-    plan, microbatches, weights, update_every = inputs.plan, asked.microbatches, asked.weights, asked.update_every
-    if asked.wire_dtype not in (None, plan.wire_dtype):
-        from pdtool.planner.choice.make_plan import refresh
-
-        plan = refresh(plan.model_copy(update={"wire_dtype": asked.wire_dtype}), inputs.profile)
-    if (asked.schedule, microbatches, weights, update_every) == (None,) * 4:
-        return plan
-    from pdtool.planner.choice.make_plan import reschedule
-
-    name = asked.schedule or plan.schedule
-    kind = SCHEDULES[name]
-    if not kind.flushes and microbatches not in (None, 1):
-        raise UsageError(f"schedule {name} has no microbatches", "use --update-every, or --schedule 1f1b-flush")
-    if kind.flushes and update_every:
-        raise UsageError(f"schedule {name} updates after its microbatches", "give --microbatches, not --update-every")
-    kept = plan.weights if name == plan.schedule else kind.policy_names[0]
-    if weights and weights not in kind.policy_names:
-        remedy = f"give {' or '.join(kind.policy_names)}" if len(kind.policies) > 1 else "leave --weights out"
-        raise UsageError(f"schedule {name} excludes --weights {weights}", remedy)
-    if kind.chunked != (plan.chunks > 1):
-        chunked = schedule_names(lambda other: other.chunked)
-        remedy = f"use another schedule, or partition with --schedule {chunked} for several stages"
-        raise UsageError(f"schedule {name} cannot have {plan.chunks} stage(s) on each worker", remedy)
-    if kind.flushes:
-        interval = {"microbatches": microbatches or max(plan.microbatches, 4), "update_every": None}
-    else:
-        interval = {"microbatches": 1, "update_every": update_every or plan.update_every}
-    return reschedule(plan, inputs.profile, {"schedule": name, "weights": weights or kept, **interval})
-
-
 def as_it_is(artifact: Artifact, file: str) -> tuple[Artifact, ArtifactError | None]:
     """Return (the artifact, or an edited plan with new figures; the reason if there are none).
 
@@ -296,59 +253,6 @@ def as_it_is(artifact: Artifact, file: str) -> tuple[Artifact, ArtifactError | N
     except ArtifactError as error:
         return artifact, error
     return checked(artifact, profile), None
-
-
-def with_settings(inputs: Inputs, given: Sequence[str]) -> Inputs:
-    """Return the inputs of a run with other settings of model.py, and note these; without any, return them unchanged.
-
-    Args:
-        given: settings, as `lr=0.01`.
-
-    Raises:
-        UsageError: no function of model.py takes one of them, or one changes the planned operators.
-        ModelError: the model cannot be built with them.
-    """
-    from pdtool.frontend.user_code import parse_settings, undoing_user_changes
-
-    if not given:
-        return inputs
-    changes = parse_settings(given)
-    model = inputs.model.model_copy(update={"settings": {**inputs.model.settings, **changes}})
-    changed = replace(inputs, model=model)
-    with undoing_user_changes():
-        file = changed.model_file()
-        _check_names(file, changes)
-        if any(inputs.model.settings.get(key) != value for key, value in file.model_settings.items()):
-            _check_operators(file, inputs.profile, changes)
-    if is_first_worker(os.environ):
-        note(f"settings of this run: {', '.join(f'{key}={value}' for key, value in changes.items())}")
-    return changed
-
-
-def _check_names(file: ModelFile, changes: Mapping[str, Setting]) -> None:
-    """Raise UsageError if no function has a parameter for a setting."""
-    for key in (key for key in changes if not file.takes_setting(key)):
-        takers = {function: names for function, names in file.setting_names.items() if names}
-        listed = ", ".join(f"{function}({', '.join(names)})" for function, names in takers.items())
-        known = f"you can set {listed}" if listed else "none of them has parameters to set"
-        add = f"give one a parameter, as in optimizer(..., {key}=...); {known}"
-        what = f"--set {key}: no function of {file.path.name} has a parameter {key}"
-        raise UsageError(what, suggestion(key, [name for names in takers.values() for name in names], add))
-
-
-def _check_operators(file: ModelFile, profile: Profile, changes: Mapping[str, Setting]) -> None:
-    """Raise UsageError if these settings change the model's operators since the profile."""
-    from pdtool.frontend.graph_digest import check_profile
-    from pdtool.frontend.tracing import trace_file
-
-    settings = " ".join(f"--set {key}={value}" for key, value in changes.items())
-    remedy = f"profile it with {settings} and partition it again"
-    if profile.graph_sha256 is None:
-        raise UsageError(f"{settings} changes {file.ref.function}(), but the profile records no operators", remedy)
-    try:
-        check_profile(trace_file(file, file.build(), profile.batch_size), profile, file.ref.source)
-    except StaleError as error:
-        raise UsageError(f"{settings} changes the model's operators: {error.what}", remedy) from error
 
 
 def candidate(kind: str, given: str | None) -> str:
@@ -398,16 +302,6 @@ def read_plan(plan: Plan | Path | str) -> tuple[Plan, Profile, str]:
     """Return a plan, its profile and its path; raises StaleError if the profile has changed since."""
     chosen, path = located_plan(plan)
     return chosen, profile_of(chosen, path), path
-
-
-def assignments(settings: Settings | None) -> tuple[str, ...]:
-    """Write settings as on the command line, with quotes around texts, so that "8" stays a text; raises UsageError."""
-    if not isinstance(settings, Mapping | None):
-        raise UsageError(f"settings={settings!r:.80} is not a dict of names and values", "pass one, as {'lr': 0.01}")
-    for name, value in (settings or {}).items():
-        if not isinstance(value, (str, int, float)) or (isinstance(value, float) and not math.isfinite(value)):
-            raise UsageError(f"setting {name}={value!r:.80} is not a str, number or bool", "pass one of these")
-    return tuple(f"{name}={value!r}" for name, value in (settings or {}).items())
 
 
 def path_text(path: Path | str) -> str:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pdtool.api.caller import unchanged_caller
 from pdtool.api.console import note, progress
-from pdtool.api.inputs import Settings, assignments, file_name, optional_text
+from pdtool.api.inputs import file_name, optional_text
+from pdtool.api.model_settings import Settings, assignments
 from pdtool.artifacts.device import DeviceSpec, Precision, find_device
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, UsageError

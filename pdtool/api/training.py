@@ -16,16 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pdtool.api.caller import unchanged_caller
 from pdtool.api.console import note, status, training_progress
-from pdtool.api.inputs import (
-    Inputs,
-    Settings,
-    assignments,
-    bundle_of,
-    candidate,
-    optional_text,
-    rescheduled,
-    with_settings,
-)
+from pdtool.api.inputs import Inputs, bundle_of, candidate, optional_text
+from pdtool.api.model_settings import Settings, assignments, with_settings
+from pdtool.api.rescheduling import rescheduled
 from pdtool.api.resuming import as_asked, note_options, note_resumption, plan_resumed, recorded
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan

@@ -16,7 +16,7 @@ from pdtool.artifacts.cluster import Cluster, check_levels
 from pdtool.artifacts.fields import Count, Digest, Figure, FigureBytes, FigureCount, Label, Number, Title
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.text_formats import with_values
-from pdtool.errors import ArtifactError, FieldError, ScheduleError
+from pdtool.errors import ArtifactError, FieldError
 from pdtool.options.plan_options import WIRE_BYTES
 from pdtool.schedule import (
     SCHEDULES,
@@ -40,7 +40,6 @@ StrategyName = Annotated[str, _one_of(*STRATEGIES)]
 WeightPolicyName = Annotated[str, _one_of(*WEIGHT_POLICIES)]
 
 MAX_IN_FLIGHT = 10_000  # a schedule is a list, and a typing error must not fill the memory
-_MAX_MINIBATCHES_TIMES_STAGES = 250_000  # data parallelism on MAX_WORKERS has 200,001
 ONE_WORKER = "one worker"  # a rival of every plan
 # Fields that do not affect predictions: names, and the predictions themselves.
 _NOT_PREDICTED_FROM = {"format", "tool_version", "sha256", "name", "model", "profile", "asked", "predicted", "why"}
@@ -408,13 +407,7 @@ class Plan(YamlArtifact):
         Raises:
             ScheduleError: the numbers in flight make it deadlock; it names numbers that do not. Or it is far too long.
         """
-        shape = self.shape()
-        minibatches = shape.representative_minibatches
-        if minibatches * len(self.stages) > _MAX_MINIBATCHES_TIMES_STAGES:
-            what = f"{minibatches} minibatches on {len(self.stages)} stages fill the pipeline and update it"
-            limit = f"at most {_MAX_MINIBATCHES_TIMES_STAGES // len(self.stages)}"
-            raise ScheduleError(f"{what}: {limit}", "use fewer in flight, fewer per update, or fewer replicas")
-        check_executable(self.kind, shape)
+        check_executable(self.kind, self.shape())
 
     @property
     def plan_sha256(self) -> str:

@@ -21,10 +21,11 @@ from pdtool.host import end_with_parent, safe_path
 from pdtool.machines import rank_variables
 from pdtool.processes import WorkerProcesses
 from pdtool.rendezvous import GLOO_VARIABLE
-from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
+from pdtool.runtime.config import RunConfig
 from pdtool.runtime.launch.diagnosis import diagnose
 from pdtool.runtime.launch.launcher import wait_for_workers
 from pdtool.runtime.launch.worker_main import worker_main
+from pdtool.runtime.ranks import RankAssignment, assign_ranks
 from pdtool.runtime.status import prepare_folder
 from pdtool.runtime.worker_end import record_failure
 

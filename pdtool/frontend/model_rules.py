@@ -1,4 +1,4 @@
-"""The rules of model.py: what `HINTS` and the constants may say, and what functions may return.
+"""The rules of model.py: what `HINTS` and the constants may say, and which optimizers and losses a pipeline can use.
 
 `HINTS` says which modules stay together, belong to a certain stage, or are opaque. The constants of training are
 `MAX_GRAD_NORM`, `SCHEDULER_STEP` and `DROP_LAST`. An optimizer or a loss that a pipeline cannot use is refused.

@@ -1,4 +1,4 @@
-"""The configuration of a run, and which rank executes which stages of the plan."""
+"""The configuration of a run, which each worker gets."""
 
 from __future__ import annotations
 
@@ -68,29 +68,3 @@ class RunConfig(WorkerOptions):
         stage_files, resume = (path and path.absolute() for path in (self.stage_files, self.resume))
         bundle_dir, out = self.bundle_dir.absolute(), self.out.absolute()
         return replace(self, bundle_dir=bundle_dir, stage_files=stage_files, out=out, resume=resume)
-
-
-@dataclass(frozen=True)
-class RankAssignment:
-    """The stage and replica that a rank executes; prints as `rank 1 (stage 1, replica 0)`.
-
-    Attributes:
-        rank: in torch.distributed.
-        worker: number in the cluster.
-        stage: the first of its stages; with chunks it has several.
-    """
-
-    rank: int
-    worker: int
-    stage: int
-    replica: int
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (stage {self.stage}, replica {self.replica})"
-
-
-def assign_ranks(plan: Plan) -> list[RankAssignment]:
-    """Return the assignment of each rank, in the order of the workers' numbers; unused workers have no rank."""
-    stages = plan.stages[: plan.pipeline_depth]
-    used = sorted((worker, s, k) for s, stage in enumerate(stages) for k, worker in enumerate(stage.workers))
-    return [RankAssignment(rank, *entry) for rank, entry in enumerate(used)]

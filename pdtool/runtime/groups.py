@@ -32,8 +32,9 @@ from pdtool.files import file_sha256, open_in_place
 from pdtool.frontend.user_code import find_source
 from pdtool.options.declaration import declared
 from pdtool.options.run_options import RunOptions
-from pdtool.runtime.config import RunConfig, assign_ranks
+from pdtool.runtime.config import RunConfig
 from pdtool.runtime.memory import is_out_of_memory
+from pdtool.runtime.ranks import assign_ranks
 from pdtool.runtime.status import ANY_PEER, PeerError, Status
 
 _DIGITS = 12  # characters of a digest to show

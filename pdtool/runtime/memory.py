@@ -20,7 +20,8 @@ from torch import nn
 from pdtool import host
 from pdtool.artifacts.plan import Plan
 from pdtool.errors import WorkerDiedError
-from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
+from pdtool.runtime.config import RunConfig
+from pdtool.runtime.ranks import RankAssignment, assign_ranks
 from pdtool.units import format_bytes
 
 # Messages of allocators: CUDA's, torch's for CPU tensors, C++'s and cuBLAS's.

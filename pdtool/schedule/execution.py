@@ -16,15 +16,23 @@ from pdtool.schedule.kinds import ScheduleKind
 from pdtool.schedule.policies import ForwardVersions
 from pdtool.schedule.shape import PipelineShape
 
+_MAX_MINIBATCHES_TIMES_STAGES = 250_000  # of a check; data parallelism on MAX_WORKERS has 200,001
+
 
 def check_executable(kind: ScheduleKind, shape: PipelineShape) -> None:
     """Execute the action lists for filling, steady state and draining on paper.
 
     Raises:
         ScheduleError: the schedule deadlocks, or breaks the bounds on minibatches in flight or weight versions; the
-            text holds the grid with the first fault marked, and says which numbers in flight would not.
+            text holds the grid with the first fault marked, and says which numbers in flight would not. Or it is far
+            too long to check.
     """
-    lists = kind.build(shape, shape.representative_minibatches)
+    minibatches, stages = shape.representative_minibatches, len(shape.replicas)
+    if minibatches * stages > _MAX_MINIBATCHES_TIMES_STAGES:
+        what = f"{minibatches} minibatches on {stages} stages fill the pipeline and update it"
+        limit = f"at most {_MAX_MINIBATCHES_TIMES_STAGES // stages}"
+        raise ScheduleError(f"{what}: {limit}", "use fewer in flight, fewer per update, or fewer replicas")
+    lists = kind.build(shape, minibatches)
     versions = shape.weights.forward_versions(lists, shape.replicas, shape.update_every)
     try:
         for worker, actions in enumerate(lists):

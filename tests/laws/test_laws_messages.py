@@ -10,7 +10,8 @@ from conftest import Folder
 from graphs import chain, with_nodes
 
 import pdtool
-from pdtool.api.inputs import Inputs, rescheduled
+from pdtool.api.inputs import Inputs
+from pdtool.api.rescheduling import rescheduled
 from pdtool.artifacts.device import Device
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.report import Report

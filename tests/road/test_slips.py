@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import pdtool
-from pdtool.api.inputs import assignments
+from pdtool.api.model_settings import assignments
 from pdtool.errors import UsageError
 from pdtool.frontend.user_code import parse_settings
 

@@ -42,13 +42,14 @@ from pdtool.errors import (
 from pdtool.frontend.compute_mode import compiler_error, is_compiler_error
 from pdtool.generator.verify import VerificationError
 from pdtool.host import MemoryLimit, memory_limits, oom_kills
-from pdtool.runtime.config import RunConfig, assign_ranks
+from pdtool.runtime.config import RunConfig
 from pdtool.runtime.groups import PeerErrorContext
 from pdtool.runtime.launch import diagnosis, launcher, worker_main
 from pdtool.runtime.launch import process_group as reaper
 from pdtool.runtime.launch.diagnosis import diagnose
 from pdtool.runtime.launch.launcher import launch
 from pdtool.runtime.memory import is_out_of_memory, out_of_memory_error
+from pdtool.runtime.ranks import assign_ranks
 from pdtool.runtime.status import (
     ANY_PEER,
     NOBODY,

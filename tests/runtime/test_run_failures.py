@@ -22,10 +22,11 @@ from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import PdtoolError, ScheduleError, StaleError, UsageError, WorkerDiedError
 from pdtool.machines import Machines
 from pdtool.options.target import Target
-from pdtool.runtime.config import RunConfig, assign_ranks
+from pdtool.runtime.config import RunConfig
 from pdtool.runtime.launch import worker_main
 from pdtool.runtime.launch.diagnosis import diagnose
 from pdtool.runtime.launch.launcher import launch, local_assignments
+from pdtool.runtime.ranks import assign_ranks
 from pdtool.runtime.status import PeerError, Status, WorkerFailure, prepare_folder, read_failure, write_failure
 from pdtool.runtime.worker import checkpoint
 

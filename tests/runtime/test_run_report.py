@@ -26,8 +26,8 @@ from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob, StageWork, TiedGroup
 from pdtool.planner.stage_costs import StageEdge
 from pdtool.reports.slowness import slowness_lines
-from pdtool.runtime.config import assign_ranks
 from pdtool.runtime.launch.launcher import launch
+from pdtool.runtime.ranks import assign_ranks
 from pdtool.schedule import SCHEDULES, ActionKind
 
 

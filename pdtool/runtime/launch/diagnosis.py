@@ -32,8 +32,9 @@ from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import PdtoolError, WorkerDiedError
 from pdtool.files import write_atomically
 from pdtool.processes import describe_exit
-from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
+from pdtool.runtime.config import RunConfig
 from pdtool.runtime.memory import killed_for_memory_error
+from pdtool.runtime.ranks import RankAssignment, assign_ranks
 from pdtool.runtime.status import ANY_PEER, NOBODY, LastStatus, WorkerFailure, read_failure, read_status
 from pdtool.runtime.worker_end import describe_end
 from pdtool.units import format_seconds

@@ -28,10 +28,11 @@ from pdtool.host import check_may_start_processes, end_with_parent, usable_cores
 from pdtool.machines import is_started_by_torchrun, rank_variables, worker_environment
 from pdtool.processes import WorkerProcesses
 from pdtool.rendezvous import gather_machines
-from pdtool.runtime.config import RankAssignment, RunConfig, assign_ranks
+from pdtool.runtime.config import RunConfig
 from pdtool.runtime.launch import process_group
 from pdtool.runtime.launch.diagnosis import diagnose, fork_server_end
 from pdtool.runtime.launch.worker_main import run_worker, worker_main
+from pdtool.runtime.ranks import RankAssignment, assign_ranks
 from pdtool.runtime.status import prepare_folder, read_failure, read_status
 from pdtool.runtime.worker_end import remove_counters
 from pdtool.schedule import check_executable

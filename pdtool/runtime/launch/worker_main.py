@@ -20,10 +20,11 @@ from pdtool.frontend.compute_mode import compiler_error, is_compiler_error
 from pdtool.machines import use_loopback
 from pdtool.rendezvous import loopback_hint
 from pdtool.runtime import worker_end
-from pdtool.runtime.config import RunConfig, assign_ranks
+from pdtool.runtime.config import RunConfig
 from pdtool.runtime.groups import PeerErrorContext, check_agreement, check_shared
 from pdtool.runtime.launch.process_group import join_group
 from pdtool.runtime.memory import choose_heap, is_out_of_memory, out_of_memory_error
+from pdtool.runtime.ranks import assign_ranks
 from pdtool.runtime.status import Status
 from pdtool.runtime.worker.start_worker import start_worker
 

@@ -24,7 +24,7 @@ from pdtool.frontend.graph_digest import check_bundle
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import dtype_of
 from pdtool.frontend.random_numbers import OperatorSeeds
-from pdtool.runtime.config import RunConfig, assign_ranks
+from pdtool.runtime.config import RunConfig
 from pdtool.runtime.groups import all_gather, broadcast, make_process_groups
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatch_source import MinibatchSource, usable_workers
@@ -34,6 +34,7 @@ from pdtool.runtime.messages.open_channels import Channels, open_channels
 from pdtool.runtime.messages.routes import describe_targets, list_edges, list_routes
 from pdtool.runtime.messages.stage_io import StageIO
 from pdtool.runtime.meter import WorkerMeter
+from pdtool.runtime.ranks import assign_ranks
 from pdtool.runtime.stage.averaging import ReplicaAverager
 from pdtool.runtime.stage.component import ModuleState
 from pdtool.runtime.stage.losses import LossReader

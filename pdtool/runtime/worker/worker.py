@@ -43,10 +43,11 @@ from pdtool.artifacts.run_dir import CheckpointManifest, RunDir
 from pdtool.errors import PdtoolError
 from pdtool.files import write_atomically
 from pdtool.host import usable_cores
-from pdtool.runtime.config import RankAssignment, RunConfig
+from pdtool.runtime.config import RunConfig
 from pdtool.runtime.groups import ProcessGroups, all_gather
 from pdtool.runtime.loading.minibatches import DataPass, Minibatches, TrainingData
 from pdtool.runtime.meter import WorkerMeter
+from pdtool.runtime.ranks import RankAssignment
 from pdtool.runtime.stage.losses import MetricTotals, RoundLoss
 from pdtool.runtime.stage.stage_replica import StageReplica
 from pdtool.runtime.status import Status
