@@ -44,14 +44,12 @@ class Machines:
                 missing or malformed.
         """
         if workers % self.count or not 0 <= self.node_rank < self.count:
-            raise UsageError(
-                f"machine {self.node_rank} of {self.count} cannot get an equal share of the {workers} workers",
-                "give --nnodes that divides them and --node-rank from 0",
-            )
+            what = f"machine {self.node_rank} of {self.count} cannot get an equal share of the {workers} workers"
+            raise UsageError(what, "pass --nnodes that divides them and --node-rank from 0")
         if self.count > 1:
             if not self.endpoint:
                 what = f"{self.count} machines need an endpoint to meet at"
-                raise UsageError(what, "give --rdzv-endpoint HOST:PORT of machine 0")
+                raise UsageError(what, "pass --rdzv-endpoint HOST:PORT of machine 0")
             parse_endpoint(self.endpoint)
         share = workers // self.count
         return range(self.node_rank * share, (self.node_rank + 1) * share)
@@ -66,10 +64,8 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     """Read `node0:29500` or `[fd00::1]:29500` as host and port; raises UsageError."""
     match = _ENDPOINT.fullmatch(text)
     if match is None or not 0 < int(match["port"]) <= _MAX_PORT:
-        raise UsageError(
-            f"endpoint {text!r} is not HOST:PORT with a port from 1 to {_MAX_PORT}",
-            "give the host name or address of machine 0 and a free port there, as node0:29500",
-        )
+        what = f"endpoint {text!r} is not HOST:PORT with a port from 1 to {_MAX_PORT}"
+        raise UsageError(what, "pass the host name or address of machine 0 and a free port there, as node0:29500")
     return match["host"] or match["ipv6"], int(match["port"])
 
 

@@ -131,10 +131,8 @@ def check_reachable(machines: Sequence[MachineFacts]) -> None:
     if affected and any(machine.is_remote for machine in machines):
         where = ", ".join(f"{machine.gloo_address} on {machine}" for machine in affected)
         settings = ", ".join(f"{GLOO_VARIABLE}=INTERFACE on {machine}" for machine in affected)
-        raise PdtoolError(
-            f"gloo would listen at the address of the host name, {where}, which no other machine can reach",
-            f"set {settings}",
-        )
+        what = f"gloo would listen at the address of the host name, {where}, which no other machine can reach"
+        raise PdtoolError(what, f"set {settings}")
 
 
 def _take_interface(own: MachineFacts, is_remote: bool, notify: Notify) -> None:
@@ -166,7 +164,7 @@ class _Meeting:
                 return await self._meet()
         except TimeoutError:
             raise PdtoolError(
-                f"{self._whom()} did not come to {self.endpoint} within {timeout_s:g} s{self._because()}",
+                f"{self._whom()} did not connect to {self.endpoint} within {timeout_s:g} s{self._because()}",
                 f"start what is missing, with --node-rank {_list(self.missing, 'or')}, and see that {self.endpoint} "
                 "can be reached from every machine",
             ) from None
@@ -228,7 +226,7 @@ class _MeetingServer(_Meeting):
             return any(_own_addresses(self.host))
         except OSError as error:
             what = f"machine 0 cannot resolve {self.host} of the endpoint {self.endpoint} ({error.strerror})"
-            raise PdtoolError(what, "give a name or address of machine 0 that every machine knows") from error
+            raise PdtoolError(what, "pass a name or address of machine 0 that every machine knows") from error
 
     async def _listen(self) -> asyncio.Server:
         try:
@@ -236,7 +234,7 @@ class _MeetingServer(_Meeting):
         except OSError as error:
             reason = "another program uses it" if error.errno == errno.EADDRINUSE else error.strerror
             what = f"machine 0 cannot listen on port {self.port} ({reason})"
-            raise PdtoolError(what, "give --rdzv-endpoint with another port, the same on all machines") from error
+            raise PdtoolError(what, "pass --rdzv-endpoint with another port, the same on all machines") from error
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Receive a machine's facts; it is present until it hangs up or sends anything more."""
@@ -301,7 +299,7 @@ class _MeetingServer(_Meeting):
             return PdtoolError(what, f"set {TOKEN_VARIABLE} to the same text on all machines")
         if machine.count != self.own.count:
             what = f"{machine} was started with --nnodes {machine.count}, {self.own} with --nnodes {self.own.count}"
-            return PdtoolError(what, "give all machines the same --nnodes")
+            return PdtoolError(what, "pass the same --nnodes on all machines")
         other = self._present.get(machine.node_rank)
         if other and (other.host, other.pid) != (machine.host, machine.pid):
             what = (

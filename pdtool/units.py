@@ -63,7 +63,7 @@ def _within(what: str, text: str, value: float, limits: tuple[float, float, str]
     low, high, words = limits
     if not low <= value <= high:
         fault = "too large" if value > high else "too small"
-        raise UsageError(f"{what} {_short(text)} is {fault}", f"give one from {words}")
+        raise UsageError(f"{what} {_short(text)} is {fault}", f"pass a value from {words}")
     return value
 
 

@@ -94,9 +94,8 @@ def check_emulation(asked: EmulateOptions) -> None:
         PdtoolError: a tool is missing.
     """
     if asked.compute == "sleep" and asked.target is not None:
-        raise UsageError(
-            f"sleeping workers do not learn, so they cannot reach --target {asked.target}", "add --compute real"
-        )
+        what = f"sleeping workers do not learn, so they cannot reach --target {asked.target}"
+        raise UsageError(what, "add --compute real")
     if asked.compute == "real" and any(factor not in (None, 1.0) for factor in (asked.scale, asked.slowdown)):
         what = "--compute real runs the model itself, so --scale and --slowdown do not apply"
         raise UsageError(what, "leave out --scale and --slowdown")

@@ -93,7 +93,7 @@ def partition(
         profile = path_of_profile(profile, "-")
     paths = [profile] if isinstance(profile, Path | str) else list(profile)
     if not paths:
-        raise UsageError("no profile is given", "give the path of one, or of several of the same model")
+        raise UsageError("no profile is given", "pass the path of one, or of several of the same model")
     plan = planned_for([str(path) for path in paths], asked)
     target = optional_text(output) or default_plan_path(plan)
     keep_edits(target)
@@ -136,7 +136,7 @@ def simulate(
     given = {"schedule": schedule, "minibatches": minibatches, "against": ",".join(names)}
     asked = read_options("simulate", SimulateOptions, given)
     if wrong := [rate for rate in rates if not isinstance(rate, Real) or not 0 < rate < math.inf]:
-        raise UsageError(f"bandwidth {wrong[0]} is not a rate in bytes per second", "give positive numbers, as 1.25e9")
+        raise UsageError(f"bandwidth {wrong[0]} is not a rate in bytes per second", "pass positive numbers, as 1.25e9")
     chosen, profile = planned(plan)
     return simulated(chosen, profile, asked.schedule, asked.minibatches, asked.against, rates)
 
@@ -203,7 +203,7 @@ class PlanRequest:
         samples, cluster = asked.samples_per_update, cluster_asked_for(asked)
         if samples is None:
             what = f"{len(paths)} profiles need --samples-per-update, which their batch sizes must divide"
-            raise UsageError(what, "give --samples-per-update, or name one profile")
+            raise UsageError(what, "pass --samples-per-update, or name one profile")
         profiles = {path: Profile.load(path) for path in paths}
         first, of_size = profiles[paths[0]], {profile.batch_size: path for path, profile in profiles.items()}
         for path, profile in profiles.items():
@@ -264,7 +264,7 @@ def keep_edits(path: str) -> None:
     except ArtifactError:  # a different file, which is refused, or an unusable one
         return
     if was_edited:
-        raise UsageError(f"{path} was edited by hand and would be overwritten", "give another -o, or delete it first")
+        raise UsageError(f"{path} was edited by hand and would be overwritten", "pass another -o, or delete it first")
 
 
 def cluster_asked_for(asked: PartitionOptions) -> Cluster:
@@ -273,12 +273,11 @@ def cluster_asked_for(asked: PartitionOptions) -> Cluster:
     if file:
         for name, figures in (("--topology", topology), ("--bandwidth", bandwidth), ("--latency", latency)):
             if figures:
-                raise UsageError(
-                    f"--cluster {file} excludes {name} {figures}", "give the file or the figures, not both"
-                )
+                what = f"--cluster {file} cannot be combined with {name} {figures}"
+                raise UsageError(what, "pass the file or the figures, not both")
         return ClusterFile.load(file, may_be_pipe=True).cluster()
     if topology is None:
-        raise UsageError("no cluster is given", "give --topology 4x4, or --cluster cluster.yaml from `pdtool probe`")
+        raise UsageError("no cluster is given", "pass --topology 4x4, or --cluster cluster.yaml from `pdtool probe`")
     sizes = parse_topology(topology)
     if bandwidth is None:
         bandwidth = ",".join([OUTER_BANDWIDTH, *[INNER_BANDWIDTH] * (len(sizes) - 1)])
@@ -312,9 +311,8 @@ def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) ->
             purpose = "a worker's share of process overhead, and gaps between tensors"
             memory_bytes = max(1, memory_bytes)  # no plan fits, and the error says what would help
         if memory_bytes <= 0:
-            raise UsageError(
-                f"{whole} of memory, but {reserved} are for {purpose}", "give the memory of the whole device"
-            )
+            what = f"{whole} of memory, but {reserved} are for {purpose}"
+            raise UsageError(what, "pass the memory of the whole device")
         note(f"leaving {reserved if tensor_bytes > 0 else 'all'} of {whole} of memory for {purpose}")
     return replace(cluster, memory_bytes=memory_bytes)
 

@@ -127,9 +127,8 @@ def _check_options(asked: ProfileOptions) -> None:
     if asked.calibrate:
         raise UsageError(f"--device {device} measures, but --calibrate is for estimates", "leave it out")
     if asked.precision not in (None, "fp32", "bf16"):
-        raise UsageError(
-            f"--device {device} measures with the precisions of `run`, not {asked.precision}", "give fp32 or bf16"
-        )
+        what = f"--device {device} measures with the precisions of `run`, not {asked.precision}"
+        raise UsageError(what, "pass fp32 or bf16")
 
 
 def _calibrated(spec: DeviceSpec, path: str, precision: Precision | None) -> DeviceSpec:

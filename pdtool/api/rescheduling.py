@@ -29,11 +29,11 @@ def rescheduled(inputs: Inputs, asked: RunOptions) -> Plan:
     if not kind.flushes and microbatches not in (None, 1):
         raise UsageError(f"schedule {name} has no microbatches", "use --update-every, or --schedule 1f1b-flush")
     if kind.flushes and update_every:
-        raise UsageError(f"schedule {name} updates after its microbatches", "give --microbatches, not --update-every")
+        raise UsageError(f"schedule {name} updates after its microbatches", "pass --microbatches, not --update-every")
     kept = plan.weights if name == plan.schedule else kind.policy_names[0]
     if weights and weights not in kind.policy_names:
-        remedy = f"give {' or '.join(kind.policy_names)}" if len(kind.policies) > 1 else "leave --weights out"
-        raise UsageError(f"schedule {name} excludes --weights {weights}", remedy)
+        remedy = f"pass {' or '.join(kind.policy_names)}" if len(kind.policies) > 1 else "leave --weights out"
+        raise UsageError(f"schedule {name} cannot be combined with --weights {weights}", remedy)
     if kind.chunked != (plan.chunks > 1):
         chunked = schedule_names(lambda other: other.chunked)
         remedy = f"use another schedule, or partition with --schedule {chunked} for several stages"

@@ -133,9 +133,9 @@ def _note_other_updates(before: Plan, plan: Plan) -> None:
         return
     minibatches, rest = divmod(earlier, plan.batch_size)
     if not rest and plan.kind.flushes:
-        remedy = f"give --microbatches {minibatches}"
+        remedy = f"pass --microbatches {minibatches}"
     elif not rest and minibatches >= max(stage.replicas for stage in plan.stages):
-        remedy = f"give --update-every {minibatches}"
+        remedy = f"pass --update-every {minibatches}"
     else:
         remedy = f"partition with --samples-per-update {earlier}"
         if rest:

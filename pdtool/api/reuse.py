@@ -165,9 +165,8 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
                 note(f"waiting for another pdtool that is writing files in {folder}/")
                 since = time.monotonic()
             if time.monotonic() - since > _MAX_WAIT_S:
-                raise PdtoolError(
-                    f"another pdtool has held {folder}/ for an hour", "end it, or train in another folder"
-                )
+                what = f"another pdtool has held {folder}/ for an hour"
+                raise PdtoolError(what, "end it, or train in another folder")
             time.sleep(_POLL_S)
         yield
     finally:

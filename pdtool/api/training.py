@@ -261,13 +261,12 @@ def check_run(asked: RunOptions, workers: int) -> None:
     if output == "-":
         raise UsageError("-o - is not possible: a run writes a folder, not a file", "name a folder")
     if asked.resume and resume is None:
-        raise UsageError(
-            "--resume does not say which run", "give its folder: --resume runs/NAME, or -o runs/NAME --resume"
-        )
+        what = "--resume does not say which run"
+        raise UsageError(what, "pass its folder: --resume runs/NAME, or -o runs/NAME --resume")
     if resume is not None:
         done = RunDir(resume).latest_checkpoint().manifest().epoch
         if done >= asked.epochs:
-            raise UsageError(f"{resume} has already trained its {done} epoch(s)", "give a larger --epochs")
+            raise UsageError(f"{resume} has already trained its {done} epoch(s)", "pass a larger --epochs")
     is_one_by_one = asked.nnodes > 1 or is_worker(os.environ)
     if output is None and is_one_by_one and (resume is None or not RunDir(resume).checkpoints_folder.is_dir()):
         raise UsageError("workers started one by one need a common folder for the run", "name it with -o")

@@ -32,7 +32,8 @@ def artifact_class(kind: str, path: Path | str = "") -> type[Artifact]:
     kinds = (Profile, Devices, ClusterFile, Plan, Bundle, Report, RunState, CheckpointManifest, Emulation)
     classes: dict[str, type[Artifact]] = {artifact.KIND: artifact for artifact in kinds}
     if kind not in classes:
-        raise ArtifactError(path, f"is of the unknown kind {kind!r}", f"known are {', '.join(classes)}", field="format")
+        what = f"has the unknown kind {kind!r}"
+        raise ArtifactError(path, what, f"it must be one of {', '.join(classes)}", field="format")
     return classes[kind]
 
 
@@ -64,9 +65,6 @@ def load_any(file: str) -> Artifact:
     if not kind:
         is_trace = path.name == RunDir(path.parent).trace_file.name
         remedy = "name a profile, cluster, plan, bundle, report, emulation or checkpoint"
-        raise ArtifactError(
-            path,
-            "is not an artifact of pdtool (it has no format field)",
-            "open it in https://ui.perfetto.dev" if is_trace else remedy,
-        )
+        what = "is not an artifact of pdtool (it has no format field)"
+        raise ArtifactError(path, what, "open it in https://ui.perfetto.dev" if is_trace else remedy)
     return artifact_class(kind, path).parse(text, path)

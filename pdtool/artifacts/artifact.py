@@ -141,9 +141,8 @@ class Artifact(FrozenModel):
         tag = content.get("format") if isinstance(content, dict) else None
         version = next((n for n in range(1, cls.VERSION + 1) if cls._tag(n) == tag), None)
         if not tag:
-            raise ArtifactError(
-                path, f"is not {with_article(cls.KIND)} (no format field)", f"write it with `{cls.MAKER}`"
-            )
+            what = f"is not {with_article(cls.KIND)} (no format field)"
+            raise ArtifactError(path, what, f"write it with `{cls.MAKER}`")
         if version is None:
             what = f"has format {tag!r:.80}, but this pdtool reads {cls._tag(cls.VERSION)!r}"
             raise cls._rewritable(path, what, field="format")
@@ -300,4 +299,4 @@ def title(text: str) -> str:
         return TypeAdapter[str](Title).validate_python(text)
     except ValidationError:
         what = f"name {text!r} holds a quote, a slash or a control character"
-        raise UsageError(what, "give another with --name") from None
+        raise UsageError(what, "pass another with --name") from None

@@ -125,7 +125,7 @@ class Bundle(YamlArtifact):
         described: set[str] = set()
         for i, tensor in enumerate(self.tensors):
             if tensor.name in described:
-                raise FieldError(f"tensors[{i}].name", f"{tensor.name!r} stands twice")
+                raise FieldError(f"tensors[{i}].name", f"{tensor.name!r} appears twice")
             described.add(tensor.name)
             if tensor.producer >= len(self.stages):
                 raise FieldError(f"tensors[{i}].producer", f"stage {tensor.producer} of {len(self.stages)} stages")

@@ -93,7 +93,7 @@ def parse_topology(text: str) -> tuple[int, ...]:
         raise UsageError(f"topology {text!r:.80} is not sizes joined by x", "write 4 or 2x8, the outermost level first")
     sizes = tuple(int(part) for part in text.split("x"))
     if 0 in sizes or math.prod(sizes) > MAX_WORKERS:
-        raise UsageError(f"topology {text!r} has {math.prod(sizes)} workers", f"give between 1 and {MAX_WORKERS}")
+        raise UsageError(f"topology {text!r} has {math.prod(sizes)} workers", f"pass between 1 and {MAX_WORKERS}")
     return sizes
 
 
@@ -108,11 +108,8 @@ def make_cluster(
     latencies = latencies or [0.0] * len(sizes)
     for what, values in (("bandwidth(s)", bandwidths), ("latencies", latencies)):
         if len(values) != len(sizes):
-            topology = "x".join(map(str, sizes))
-            raise UsageError(
-                f"{len(values)} {what} for the {len(sizes)} level(s) of topology {topology}",
-                "give one per level, the outermost first",
-            )
+            given = f"{len(values)} {what} for the {len(sizes)} level(s) of topology {'x'.join(map(str, sizes))}"
+            raise UsageError(given, "pass one per level, the outermost first")
     levels = zip(sizes, bandwidths, latencies, strict=True)
     return Cluster(
         levels=tuple(Level(size=n, bandwidth_bytes_per_s=b, latency_s=t) for n, b, t in levels),

@@ -104,7 +104,7 @@ def _in_words(fault: Mapping[str, Any]) -> str:
     """Say what is wrong with a value, and what would be right, in the words of a plan, not of its classes."""
     value = fault.get("input")
     if fault["type"] == "string_type" and isinstance(value, int | float):
-        return f"a text is needed: write it in quotes, '{value}'"
+        return f"a string is needed: write it in quotes, '{value}'"
     return _WORDS.get(fault["type"], "{msg}").format_map({**fault.get("ctx", {}), "msg": fault["msg"]})
 
 

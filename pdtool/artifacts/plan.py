@@ -320,14 +320,16 @@ class Plan(YamlArtifact):
         check_levels("cluster.levels", self.cluster.levels)
         policies = self.kind.policy_names
         if self.weights not in policies:
-            raise FieldError("weights", f"{self.weights!r}: schedule {self.schedule} goes with {' or '.join(policies)}")
+            fault = f"{self.weights!r}: schedule {self.schedule} allows only {' or '.join(policies)}"
+            raise FieldError("weights", fault)
         if not self.kind.flushes and self.microbatches != 1:
             raise FieldError("microbatches", f"{self.microbatches}: only flushing schedules have microbatches")
         if self.kind.flushes and self.update_every:
             raise FieldError("update_every", f"{self.update_every}: a flushing schedule updates after its microbatches")
         replicas = max(stage.replicas for stage in self.stages)
         if self.update_every and self.update_every < replicas:
-            raise FieldError("update_every", f"{self.update_every}: each of the {replicas} replicas needs one")
+            fault = f"{self.update_every}: it must be at least {replicas}, one minibatch for each replica"
+            raise FieldError("update_every", fault)
         if self.kind.chunked != (self.chunks > 1):
             chunked = schedule_names(lambda kind: kind.chunked, "and")
             raise FieldError("chunks", f"{self.chunks}: {chunked} have 2 or more on each worker, others have one")
@@ -348,7 +350,8 @@ class Plan(YamlArtifact):
         workers = self.cluster.workers
         depth, rest = divmod(len(self.stages), self.chunks)
         if rest:
-            raise FieldError("chunks", f"{len(self.stages)} stages do not divide into {self.chunks} on each worker")
+            fault = f"{len(self.stages)} stages cannot be divided evenly into {self.chunks} on each worker"
+            raise FieldError("chunks", fault)
         taken: dict[int, int] = {}
         for s, stage in enumerate(self.stages):
             where = f"stages[{s}]"
@@ -357,11 +360,12 @@ class Plan(YamlArtifact):
             if len(stage.workers) != stage.replicas:
                 raise FieldError(f"{where}.workers", f"{stage.replicas} replicas but {len(stage.workers)} workers")
             if stage.replicas % self.copies:
-                raise FieldError(f"{where}.replicas", f"{stage.replicas} do not divide into {self.copies} copies")
+                fault = f"{stage.replicas} cannot be divided evenly into {self.copies} copies"
+                raise FieldError(f"{where}.replicas", fault)
             if stage.workers != self.stages[s % depth].workers:
-                raise FieldError(f"{where}.workers", f"with {self.chunks} chunks they are those of stage {s % depth}")
+                raise FieldError(f"{where}.workers", f"with {self.chunks} chunks use those of stage {s % depth}")
             if stage.in_flight != self.stages[s % depth].in_flight:
-                raise FieldError(f"{where}.in_flight", f"with {self.chunks} chunks it is that of stage {s % depth}")
+                raise FieldError(f"{where}.in_flight", f"with {self.chunks} chunks use that of stage {s % depth}")
             repeated = len(set(stage.workers)) < len(stage.workers)
             for worker in stage.workers:
                 if worker >= workers:
@@ -381,7 +385,7 @@ class Plan(YamlArtifact):
         stage_of = {name: s for s, nodes in enumerate(stages) for name in nodes}
         for group in profile.together if not faults else ():
             if len({stage_of[name] for name in group}) > 1:
-                faults.append(f"{', '.join(group)} must stand in one stage")
+                faults.append(f"{', '.join(group)} must be in the same stage")
         for name, stage in profile.pin.items() if not faults else ():
             if stage_of[name] != stage % len(stages):
                 faults.append(f"{name} is pinned to stage {stage % len(stages)}, not {stage_of[name]}")

@@ -125,10 +125,11 @@ class Profile(Artifact):
         known: set[str] = set()
         for index, node in enumerate(self.nodes):
             if node.name in known:
-                raise FieldError(f"nodes[{index}].name", f"{node.name!r} stands twice")
+                raise FieldError(f"nodes[{index}].name", f"{node.name!r} appears twice")
             known.add(node.name)
             if node.exact_bytes > node.output_bytes or node.exact_gradient_bytes > node.gradient_bytes:
-                raise FieldError(f"nodes[{index}]", "it has more exact_bytes than output_bytes, or of its gradients")
+                fault = "its exact_bytes exceed output_bytes, or its exact_gradient_bytes exceed gradient_bytes"
+                raise FieldError(f"nodes[{index}]", fault)
         _ = self.graph  # raises FieldError when it is not in topological order
         for field, group in (
             *((f"shared[{i}].nodes", s.nodes) for i, s in enumerate(self.shared)),

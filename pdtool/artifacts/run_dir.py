@@ -351,10 +351,8 @@ class RunDir:
             return latest
         older = (path / "epoch.json" for path in (folder, *self.checkpoints_folder.glob("epoch-*")))
         if any(path.is_file() for path in older):
-            raise UsageError(
-                f"the checkpoints in {folder} are from an older pdtool, whose files could contain code",
-                "export them with the pdtool that wrote them",
-            )
+            what = f"the checkpoints in {folder} are from an older pdtool, whose files could contain code"
+            raise UsageError(what, "export them with the pdtool that wrote them")
         if not folder.is_dir():
             fault = "is not a folder" if folder.exists() else "is not there"
             raise UsageError(f"{folder} {fault}", f"name the folder of a run{self._runs_beside()}")
@@ -364,9 +362,8 @@ class RunDir:
     def check_no_other_run(self, resumed: Path | None) -> None:
         """Raise UsageError if the folder contains checkpoints of another run than the resumed one."""
         if self.checkpoints() and (resumed is None or resumed.resolve() != self.path.resolve()):
-            raise UsageError(
-                f"{self.path} holds a run already", "continue it with --resume, or name another folder with -o"
-            )
+            what = f"{self.path} already contains a run"
+            raise UsageError(what, "continue it with --resume, or name another folder with -o")
 
     def _runs_beside(self) -> str:
         """Return `: runs/a, runs/b`, the newest runs beside a missing folder; "" if there are none."""

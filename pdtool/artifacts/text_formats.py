@@ -203,7 +203,7 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         [(repeated, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"key {repeated[:80]!r} stands twice")
+        raise ValueError(f"key {repeated[:80]!r} appears twice")
     return content
 
 
@@ -233,7 +233,7 @@ class _StrictLoader(yaml.SafeLoader):
         for key, _ in node.value:
             here = key.start_mark.line + 1
             if key.value in lines:
-                raise yaml.YAMLError(f"key {key.value[:80]!r} stands twice (lines {lines[key.value]} and {here})")
+                raise yaml.YAMLError(f"key {key.value[:80]!r} appears twice (lines {lines[key.value]} and {here})")
             lines[key.value] = here
         return super().construct_mapping(node, deep)
 

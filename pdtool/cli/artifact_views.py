@@ -208,7 +208,7 @@ def worker_table(plan: Plan, nnodes: int) -> Table:
     cluster = plan.cluster
     if cluster.workers % nnodes:
         what = f"{nnodes} machines cannot share the {cluster.workers} workers of {cluster.topology} evenly"
-        raise UsageError(what, "give --nnodes that divides them")
+        raise UsageError(what, "pass --nnodes that divides them")
     per_machine = cluster.workers // nnodes
     used = sorted((w, s, k) for s, stage in enumerate(plan.stages) for k, w in enumerate(stage.workers))
     ranks = {worker: rank for rank, worker in enumerate(dict.fromkeys(worker for worker, _, _ in used))}

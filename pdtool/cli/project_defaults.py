@@ -91,7 +91,8 @@ def _toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # the first also for a number with thousands of digits
-        raise ArtifactError(path, f"is not TOML ({error})", "fix it, as `[partition]` and `topology = 4`") from error
+        remedy = "fix it: a valid file has `[partition]` in one line and `topology = 4` in the next"
+        raise ArtifactError(path, f"is not TOML ({error})", remedy) from error
 
 
 def _table(path: Path, name: str, values: Any, commands: Mapping[str, click.Command]) -> dict[str, Any]:
@@ -131,7 +132,7 @@ def _value(path: Path, key: str, value: Any, param: click.Option, is_on: bool) -
     """Write a value as on the command line, so that it is read and refused in the same way."""
     if param.is_flag:
         if not isinstance(value, bool):
-            raise ArtifactError(path, f"is {value!r:.80}, and not on or off", "write true or false", field=key)
+            raise ArtifactError(path, f"is {value!r:.80}", "write true or false", field=key)
         return value is is_on
     if isinstance(value, dict) and param.multiple:
         value = [f"{name}={each}" for name, each in value.items()]
@@ -139,6 +140,6 @@ def _value(path: Path, key: str, value: Any, param: click.Option, is_on: bool) -
     if not (values or param.multiple) or not all(
         isinstance(each, (str, int, float)) and not isinstance(each, bool) for each in values
     ):
-        raise ArtifactError(path, f"is {value!r:.80}", "write a text or a number", field=key)
+        raise ArtifactError(path, f"is {value!r:.80}", "write a string or a number", field=key)
     texts = [str(each) for each in values]
     return texts if param.multiple else ",".join(texts)

@@ -137,7 +137,7 @@ def check_minibatches(plan: Plan, profile: Profile, minibatches: int | None) -> 
     shape = _shape(plan, profile)
     if minibatches and not steady_minibatches(minibatches, shape):
         what = f"--minibatches {minibatches} is too few for the steady state of {plan.config}"
-        raise UsageError(what, f"give {steady_run(shape, 1)} or more, or leave it out")
+        raise UsageError(what, f"pass {steady_run(shape, 1)} or more, or leave it out")
 
 
 def scaled_cluster(cluster: Cluster, scaling: Scaling) -> Cluster:
@@ -197,7 +197,7 @@ def sleeping_config(plan: Plan, profile: Profile, folder: Path, scaling: Scaling
     if 0 < largest < _SMALLEST_MESSAGE_BYTES:
         what = f"with --scale {scaling.scale:g} the largest message between stages has {largest} bytes"
         most = max(1, _largest_message_bytes(plan, profile, Scaling()) // _SMALLEST_MESSAGE_BYTES)
-        raise UsageError(what, f"give --scale {most} or less, or leave out --scale and --slowdown")
+        raise UsageError(what, f"pass --scale {most} or less, or leave out --scale and --slowdown")
     minibatches = asked.minibatches or minibatches_to_steady_state(plan, profile, scaling.slowdown)
     stages = RunDir(folder).stages
     sleeping_plan, bundle = write_sleeping_model(stages, plan, profile, scaling, minibatches)
@@ -225,9 +225,8 @@ def _check_memory(plan: Plan) -> None:
     for limit in memory_limits():
         if needed > limit.free_bytes:
             what = f"{plan.workers} workers of {plan.config} need about {format_bytes(needed)}, and {limit.name} has "
-            raise PdtoolError(
-                f"{what}{format_bytes(limit.free_bytes)} left", "give a larger --scale, or simulate the plan"
-            )
+            what = f"{what}{format_bytes(limit.free_bytes)} left"
+            raise PdtoolError(what, "pass a larger --scale, or simulate the plan")
 
 
 def assemble_emulation(

@@ -193,7 +193,8 @@ class PretendCluster:
         if not _SLOWEST_BYTES_PER_S <= bandwidth <= _FASTEST_BYTES_PER_S:
             speeds = " and ".join(map(format_rate, (_SLOWEST_BYTES_PER_S, _FASTEST_BYTES_PER_S)))
             what = f"a link of {format_rate(bandwidth)} cannot be emulated"
-            raise PdtoolError(what, f"let bandwidth / (scale x slowdown) be between {speeds}, or simulate the plan")
+            choose = f"choose --scale and --slowdown so that bandwidth / (scale x slowdown) is between {speeds}"
+            raise PdtoolError(what, f"{choose}, or simulate the plan")
         bytes_per_s = _HEADERS * bandwidth
         burst = max(BURST_BYTES, round(_BURST_S * bytes_per_s))
         return f"qdisc add dev {device} root tbf rate {round(8 * bytes_per_s)}bit burst {burst} limit {_QUEUE_BYTES}"

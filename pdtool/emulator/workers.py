@@ -56,7 +56,7 @@ def links_of(cluster: Cluster) -> Iterator[Callable[[RunConfig], None]]:
         switch, pipe = processes.processes[0], processes.pipes[0]
 
         def wait_for(what: str, timeout_s: float | None) -> None:
-            late = PdtoolError(f"{what} did not come within {timeout_s} s", "check whether the machine is overloaded")
+            late = PdtoolError(f"{what} did not arrive within {timeout_s} s", "check whether the machine is overloaded")
             _receive(pipe, switch, timeout_s, late, f"the process that holds {what} ended with {{}}")
 
         def run(config: RunConfig) -> None:

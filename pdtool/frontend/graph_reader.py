@@ -115,9 +115,8 @@ class GraphReader:
         if spec.kind is InputKind.USER_INPUT and isinstance(spec.arg, ConstantArgument):
             return spec.arg.value
         if spec.kind is not InputKind.USER_INPUT or not isinstance(node.meta.get("val"), Tensor):
-            raise TraceError(
-                f"input {node.name!r} of the model is not a tensor", "pass tensors and constants to forward"
-            )
+            what = f"input {node.name!r} of the model is not a tensor"
+            raise TraceError(what, "pass tensors and constants to forward")
         name = self._builder.unique_name(node.name)
         value = self._builder.value(node.meta["val"], name, 0, differentiable=False)
         self._builder.operators.append(Operator(name=name, op="input", module="", outputs=(value,)))

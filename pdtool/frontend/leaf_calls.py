@@ -153,9 +153,8 @@ def record_calls(
     with unchanged(model):
         small, large = (_recorded(model, paths, minibatch) for minibatch in minibatches)
     if [call.path for call in small] != [call.path for call in large]:
-        raise TraceError(
-            "the minibatch size decides which modules forward calls", "call the same modules for each size"
-        )
+        what = "the minibatch size decides which modules forward calls"
+        raise TraceError(what, "call the same modules for each size")
     return list(zip(small, large, strict=True))
 
 

@@ -189,10 +189,8 @@ class DataFunctions(UserFile):
         allowed = LEAVES if any(isinstance(value, Tensor) for _, value in leaves) else (Tensor,)
         for name, value in leaves:
             if not isinstance(value, allowed):
-                raise self.error(
-                    f"input {name} of a minibatch is {type(value).__name__}, not a tensor",
-                    "return a tensor, or a tuple or dict of tensors, from example_inputs and dataset",
-                )
+                remedy = "return a tensor, or a tuple or dict of tensors, from example_inputs and dataset"
+                raise self.error(f"input {name} of a minibatch is {type(value).__name__}, not a tensor", remedy)
         return arguments
 
     def check_arguments(self, inputs: ModelInputs, expected: Sequence[str], where: str) -> None:

@@ -94,7 +94,7 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors in nested containers that torch's pytrees know."""
+    """Return the tensors in nested containers that torch's pytrees know, in order."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -171,10 +171,8 @@ class Structure:
         try:
             return self._made()
         except Exception as error:  # of the constructor of that class as well
-            raise ModelError(
-                f"a target's {self.kind!r:.200} cannot be made on this worker ({error!s:.200})",
-                "import the module of that class at the top of model.py",
-            ) from error
+            what = f"a target's {self.kind!r:.200} cannot be made on this worker ({error!s:.200})"
+            raise ModelError(what, "import the module of that class at the top of model.py") from error
 
     def _made(self) -> Any:
         if self.kind in _NUMBERS:

@@ -46,9 +46,8 @@ class Hints:
         no_split, opaque = (_paths(key, hints.get(key, ())) for key in ("no_split", "opaque"))
         pin = hints.get("pin", {})
         if not isinstance(pin, dict):
-            raise FieldError(
-                'HINTS["pin"]', f'{pin!r:.80} is not a dict of module paths and stages; write {{"head": -1}}'
-            )
+            fault = f'{pin!r:.80} is not a dict of module paths and stages; write {{"head": -1}}'
+            raise FieldError('HINTS["pin"]', fault)
         for path, stage in pin.items():
             _check_pin(path, stage)
         return cls(no_split, dict(pin), opaque)
@@ -95,9 +94,8 @@ class TrainingOptions:
         norm = names.get("MAX_GRAD_NORM")
         is_number = isinstance(norm, Real) and not isinstance(norm, bool)
         if norm is not None and not (is_number and 0 < norm <= sys.float_info.max):
-            raise FieldError(
-                "MAX_GRAD_NORM", f"{norm!r:.80} is not a positive finite number; write 1.0, or leave it out"
-            )
+            fault = f"{norm!r:.80} is not a positive finite number; write 1.0, or leave it out"
+            raise FieldError("MAX_GRAD_NORM", fault)
         step = names.get("SCHEDULER_STEP", "update")
         if step not in ("update", "epoch"):
             raise FieldError("SCHEDULER_STEP", f'{step!r:.80} is unknown; write "update" or "epoch"')
@@ -136,10 +134,8 @@ def check_gradient(loss: Tensor, output: Any) -> None:
     if loss.requires_grad or not torch.is_grad_enabled():
         return
     if any(tensor.requires_grad for tensor in tensors_of(output)):
-        raise ModelError(
-            "loss() returned a tensor without a gradient, so nothing can be trained",
-            "compute it from the model's output without detach(), item(), argmax() or torch.no_grad()",
-        )
+        remedy = "compute it from the model's output without detach(), item(), argmax() or torch.no_grad()"
+        raise ModelError("loss() returned a tensor without a gradient, so nothing can be trained", remedy)
 
 
 def hook_on_parameter(location: str) -> TraceError:

@@ -90,9 +90,8 @@ def _check_hooks(model: nn.Module) -> None:
             what = f"parameter {name} has a gradient hook, but stages have tensors of their own and would not call it"
             raise TraceError(what, "change gradients in the optimizer's step, or with MAX_GRAD_NORM")
     if _has_backward_hook(model):
-        raise TraceError(
-            "the model has a backward hook, but no stage would call it", "put it on modules inside the model"
-        )
+        what = "the model has a backward hook, but no stage would call it"
+        raise TraceError(what, "put it on modules inside the model")
 
 
 def _has_backward_hook(module: nn.Module) -> bool:
@@ -128,7 +127,7 @@ def _check_shared_memory(traced: Traced) -> None:
     for group in names_over_parameters(state):
         if used.intersection(group) and (name := next(filter(unused.__contains__, group), None)):
             other = next(filter(used.__contains__, group))
-            what = f"{name} shares the memory of {other}, which forward uses, but is not used itself: no stage has it"
+            what = f"{name} shares memory with {other}. forward uses only the latter, so no stage would have {name}"
             raise TraceError(what, "give it its own memory with clone(), or register the buffer as persistent=False")
 
 

@@ -55,7 +55,7 @@ def parse_settings(settings: Iterable[str]) -> dict[str, str | int | float | boo
         try:
             check_plain(values[key])
         except FieldError as fault:
-            raise UsageError(f"--set {key}: {fault}", "give a number within the range of a float, or a text") from None
+            raise UsageError(f"--set {key}: {fault}", "pass a number in the range of a float, or a string") from None
     return values
 
 

@@ -41,9 +41,7 @@ _MIN_AGE_S = 2.0  # of a file when its bytecode was written, so that later edits
 _Stamp = tuple[int, int]
 
 _imported: dict[Path, tuple[Path, str]] = {}  # model file -> its folder, and the name that it has
-_kept: dict[
-    Path, dict[str, ModuleType]
-] = {}  # model file -> modules that it has imported from its folder, to be restored
+_kept: dict[Path, dict[str, ModuleType]] = {}  # model file -> modules from its folder that it has imported
 _stamps: WeakKeyDictionary[ModuleType, _Stamp] = WeakKeyDictionary()  # of a module's file when it was imported
 
 

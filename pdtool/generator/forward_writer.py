@@ -181,10 +181,8 @@ class ForwardWriter:
                 return text
             if size.endswith("*batch"):
                 return f"{text} // {size.removesuffix('*batch')}"
-        raise TraceError(
-            f"stage {self.stage} needs the minibatch size, but none of its inputs has it",
-            "plan fewer stages, or keep modules together with HINTS no_split",
-        )
+        what = f"stage {self.stage} needs the minibatch size, but none of its inputs has it"
+        raise TraceError(what, "plan fewer stages, or keep modules together with HINTS no_split")
 
     # Which tensors have a name of their own.
 

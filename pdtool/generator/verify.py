@@ -41,6 +41,11 @@ from pdtool.frontend.user_modules import user_modules_importable
 Attributes = Mapping[tuple[str, str], object]  # (path of a module, name) -> a key that is equal while it is kept
 _TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 _STAGES = "the generated stages"
+_CHECK_STATE = (
+    "check whether a module keeps state on self between calls, overrides train(), or has an autograd.Function or a "
+    "random generator of its own; if so, name that module in HINTS opaque"
+)
+_REPORT = "this is a defect of pdtool: please report it with your model.py"
 _RANDOM = ("dropout", "attention", "lstm", "gru", "rnn", "rand", "bernoulli", "multinomial", "normal", "rrelu")
 _FILLING = ("uniform_", "normal_", "bernoulli_", "exponential_", "random_", "cauchy_", "log_normal_", "geometric_")
 _FILLING_WITHIN = {"gumbel_softmax": "exponential_"}  # function that fills a tensor of its argument's shape
@@ -82,7 +87,8 @@ def copy_state(model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle) ->
             stage_state = registered_state(stage)
             missing = set(stage_state) ^ {*spec.parameters, *spec.buffers}
             if missing:
-                raise VerificationError(f"{spec.file} and the model name their state differently: {sorted(missing)}")
+                what = f"{spec.file} and the model name their parameters and buffers differently: {sorted(missing)}"
+                raise VerificationError(what, _REPORT)
             for name, tensor in stage_state.items():
                 tensor.copy_(state[name])
 
@@ -236,7 +242,8 @@ def verify_shapes(texts: Mapping[str, str], bundle: Bundle, inputs: ModelInputs,
     composed = _run(_STAGES, partial(compose, stages, bundle, meta.tensors), "shapes")
     for name, a, b in _paired(output, composed, "shapes"):
         if isinstance(a, Tensor) and (a.shape, a.dtype) != (b.shape, b.dtype):
-            raise VerificationError(f"{name} is {tuple(b.shape)} {b.dtype}, not {tuple(a.shape)} {a.dtype}")
+            what = f"{name} is {tuple(b.shape)} {b.dtype} in the stages, but {tuple(a.shape)} {a.dtype} in the model"
+            raise VerificationError(what, _REPORT)
 
 
 def _call(model: nn.Module, inputs: ModelInputs) -> Any:
@@ -264,7 +271,7 @@ def _compare_outputs(expected: Any, composed: Any, where: str) -> None:
         if isinstance(a, Tensor):
             _compare(a, b, f"{name} ({where})")
         elif a != b and a == a:  # NaN differs from itself
-            raise VerificationError(f"{name} is {b!r} in the stages, {a!r} in the model ({where})")
+            raise VerificationError(f"{name} is {b!r} in the stages, but {a!r} in the model ({where})", _CHECK_STATE)
 
 
 def _paired(expected: Any, composed: Any, where: str) -> list[tuple[str, Any, Any]]:
@@ -273,7 +280,8 @@ def _paired(expected: Any, composed: Any, where: str) -> list[tuple[str, Any, An
     described = [[(name, isinstance(leaf, Tensor)) for name, leaf in leaves] for leaves in (in_model, in_stages)]
     if described[0] != described[1]:
         names = [", ".join(name for name, _ in leaves) for leaves in (in_stages, in_model)]
-        raise VerificationError(f"the stages return {names[0]}, but the model {names[1]} ({where})")
+        what = f"the stages return {names[0]}, but the model returns {names[1]} ({where})"
+        raise VerificationError(what, _CHECK_STATE)
     return [(name, a, b) for (name, a), (_, b) in zip(in_model, in_stages, strict=True)]
 
 
@@ -288,7 +296,8 @@ def _compare_gradients(model: nn.Module, stages: Sequence[nn.Module], expected: 
         if in_stages is None and (in_model is None or not in_model.any()):
             continue
         if in_stages is None or in_model is None:
-            raise VerificationError(f"the gradient of {name} reaches only one of the model and the stages ({where})")
+            what = f"the gradient of {name} reaches only one of the model and the stages ({where})"
+            raise VerificationError(what, _CHECK_STATE)
         dense_in_model, dense_in_stages = (g.to_dense() if g.is_sparse else g for g in (in_model, in_stages))
         _compare(dense_in_model, dense_in_stages, f"the gradient of {name} ({where})")
 
@@ -325,18 +334,15 @@ def _compare_buffers(model: nn.Module, stages: Sequence[nn.Module], where: str) 
 def _compare(expected: Tensor, composed: Tensor, what: str) -> None:
     if expected.shape != composed.shape or expected.dtype != composed.dtype:
         in_stages, in_model = (f"{tuple(t.shape)} {t.dtype}" for t in (composed, expected))
-        raise VerificationError(f"{what} is {in_stages} in the stages but {in_model} in the model")
+        raise VerificationError(f"{what} is {in_stages} in the stages, but {in_model} in the model", _CHECK_STATE)
     if torch.equal(expected, composed):  # almost always, and much faster than testing closeness
         return
     scale = expected.abs().max().item() if expected.is_floating_point() and expected.numel() else 0.0
     tolerance = {"rtol": _TOLERANCE["rtol"], "atol": _TOLERANCE["atol"] * max(1.0, scale)}
     if not torch.allclose(expected, composed, **tolerance, equal_nan=True):
         worst = (expected.double() - composed.double()).abs().max().item()
-        remedy = (
-            "it may keep state on self between calls, override train(), use an autograd.Function of its own, or draw "
-            "random numbers from a generator of its own"
-        )
-        raise VerificationError(f"{what} differs between the stages and the model by up to {worst:.3g}", remedy)
+        what = f"{what} differs between the stages and the model by up to {worst:.3g}"
+        raise VerificationError(what, _CHECK_STATE)
 
 
 class _SeedByInput(TorchFunctionMode):

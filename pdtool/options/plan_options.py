@@ -14,7 +14,7 @@ from pdtool.schedule import SCHEDULES, STRATEGIES, schedule_names
 
 OUTER_BANDWIDTH, INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3.0 x16
 _RUNNING, _CHUNKED = schedule_names(lambda kind: not kind.flushes, "and"), schedule_names(lambda kind: kind.chunked)
-ORDER_OF_WORK = f"Order of work. {_RUNNING} never stop, and keep old weights. The others empty the pipeline to update"
+ORDER_OF_WORK = f"Order of work. {_RUNNING} never flush the pipeline. The others flush it before each update"
 MICROBATCHES = "Minibatches in one update of a flushing schedule."
 MAX_MINIBATCHES = 10_000  # in an update; more is a slip
 # What `--wire-dtype` may be -> the bytes in messages between stages of so many of a float32 tensor; how it is sent,
@@ -126,8 +126,8 @@ class PartitionOptions:
     samples_per_update: int | None = _plan(
         "--global-batch-size, --samples-per-update N",
         Count(unset="from --microbatches"),
-        "Samples that an update of every stage averages, in minibatches of the profiled size. Plans with 1f1b-flush, "
-        "unless you pass another --schedule.",
+        "Samples in one update, the same for every stage: a multiple of the profiled batch size. The plan then has "
+        "schedule 1f1b-flush, unless you pass another --schedule.",
         excludes=("microbatches",),
     )
     wire_dtype: str = _plan(
@@ -137,9 +137,9 @@ class PartitionOptions:
     )
     in_flight: int | None = _plan(
         "--in-flight N",
-        Count(1, MAX_MINIBATCHES, unset="with a flush the fastest, else the schedule's number, or up to twice that"),
+        Count(1, MAX_MINIBATCHES, unset="with a flush the fastest, else the schedule's number, or up to twice as many"),
         "Minibatches in flight at each replica of the first stage. Later stages have fewer. With a flush, at most "
-        "those of an update.",
+        "the microbatches of one update.",
     )
     chunks: int = _plan("--chunks N", Count(2, 100, default=2), f"Stages on each worker with --schedule {_CHUNKED}.")
     recompute: bool = _plan(

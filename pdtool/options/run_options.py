@@ -38,7 +38,7 @@ class WorkerOptions:
     """How a plan is trained: the options for each worker, which `RunConfig` holds."""
 
     epochs: int = _training(
-        "--epochs N", Count(default=1), "Total number of epochs, with those of a resumed run.", same=True
+        "--epochs N", Count(default=1), "Total number of epochs, including those of a resumed run.", same=True
     )
     steps: int | None = _training(
         "--steps N",
@@ -49,8 +49,9 @@ class WorkerOptions:
     target: Target | None = _training(  # noqa: RUF009
         "--target METRIC<=VALUE",
         Text(lambda name, text: Target.parse(text)),
-        "Stop when the validation reaches 'nll<=4' or 'accuracy>=0.98', for example (also <, > and =). = means at most "
-        "for loss and perplexity, else at least. Exit with 6 if it is never reached.",
+        "Stop when the validation reaches 'nll<=4' or 'accuracy>=0.98', for example. You can also use <, > and =. With "
+        "=, the value is an upper limit for loss and perplexity, and a lower limit for every other metric. Exit with 6 "
+        "if it is never reached.",
         same=True,
     )
     seed: int = _training(
@@ -59,7 +60,7 @@ class WorkerOptions:
     resume: Path | None = _training(  # noqa: RUF009
         "--resume [RUN_DIR]",
         Text(lambda name, text: Path(text) if text else None, without=str(SAME_FOLDER)),
-        "Continue from the last checkpoint of RUN_DIR, with its plan and options unless you give others. Any plan of "
+        "Continue from the last checkpoint of RUN_DIR, with its plan and options unless you pass others. Any plan of "
         "the same model works.  [without RUN_DIR: the folder of -o]",
         in_file=False,
     )
@@ -71,7 +72,9 @@ class WorkerOptions:
         same=True,
     )
     device: Literal["auto", "cpu", "cuda"] = _computing(
-        "--device", Choice(("auto", "cpu", "cuda"), default="auto"), "Device to train on. auto is cuda if there is one."
+        "--device",
+        Choice(("auto", "cpu", "cuda"), default="auto"),
+        "Device to train on. auto uses a GPU if there is one.",
     )
     timeout_s: float = _computing(
         "--timeout TIME",
@@ -88,7 +91,7 @@ class WorkerOptions:
     transport: Literal["auto", "gloo", "shared"] = _computing(
         "--transport",
         Choice(("auto", "gloo", "shared"), default="auto"),
-        "How workers exchange tensors. auto shares memory within a machine, also between GPUs.",
+        "How workers exchange tensors. auto shares memory within a machine, including between GPUs.",
         same=True,
     )
     loader_workers: int | None = _computing(
@@ -103,7 +106,7 @@ class WorkerOptions:
     )
     threads: int | None = _computing(
         "--threads N",
-        Count(unset="as many as the profile was measured with, at most the cores"),
+        Count(unset="OMP_NUM_THREADS, else as many as the profile was measured with, at most the cores"),
         "CPU threads of each worker.",
     )
     compiled: bool = _computing(
@@ -116,7 +119,7 @@ class WorkerOptions:
     trust: bool = _computing(
         "--trust",
         Flag(default=False),
-        "Run stage files that you edited or got from elsewhere, without the check.",
+        "Run stage files that you edited or got from elsewhere, without checking that codegen would write the same.",
         in_file=False,
         same=True,
     )
@@ -191,8 +194,8 @@ class RunOptions(WorkerOptions, LaunchOptions):
     )
     log_every: int | None = _training(
         "--log-every N",
-        Count(unset="10 seconds"),
-        "Updates between two lines of output. On a terminal a bar is shown instead.",
+        Count(unset="one every 10 seconds"),
+        "Print a line after every N updates. On a terminal a bar is shown instead.",
     )
 
     @property

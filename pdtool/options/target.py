@@ -37,10 +37,8 @@ class Target:
         except ValueError:
             value = float("nan")
         if match is None or not match["metric"].isprintable() or not match["metric"] or not math.isfinite(value):
-            raise UsageError(
-                f"target {text!r} is not METRIC=NUMBER; <, <=, > and >= may stand for =",
-                "write accuracy=0.98, loss=0.5 or nll<=4",
-            )
+            what = f"target {text!r} is not METRIC=NUMBER, where = can also be <, <=, > or >="
+            raise UsageError(what, "write accuracy=0.98, loss=0.5 or nll<=4")
         return cls(match["metric"], match["relation"], value)
 
     def __str__(self) -> str:
@@ -76,7 +74,7 @@ class Target:
         share = replace(self, value=self.value / 100)
         return (
             f"target {self}: {self.metric} is {now:.4f} before training; if it is a share (at most 1), the "
-            f"target is never reached: give --target '{share}'"
+            f"target is never reached: pass --target '{share}'"
         )
 
     def is_reached(self, metrics: Mapping[str, float], undefined: Collection[str] = ()) -> bool:
@@ -91,8 +89,6 @@ class Target:
         if self.metric in undefined:
             return False
         if self.metric not in metrics:
-            raise UsageError(
-                f"target {self}: the model reports no metric {self.metric!r}",
-                f"{suggestion(self.metric, metrics)} it reports: {', '.join(metrics)}".lstrip(),
-            )
+            what = f"target {self}: the model reports no metric {self.metric!r}"
+            raise UsageError(what, f"{suggestion(self.metric, metrics)} it reports: {', '.join(metrics)}".lstrip())
         return bool(_RELATIONS[self.effective_relation](metrics[self.metric], self.value))

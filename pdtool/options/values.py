@@ -76,7 +76,7 @@ class Count(Range):
         except ValueError:
             number = None
         if number is None:
-            raise UsageError(f"{name}={value!r:.80} is not a whole number", "give one, as 8")
+            raise UsageError(f"{name}={value!r:.80} is not a whole number", "pass one, as 8")
         self.check(name, number, value)
         return number
 
@@ -126,7 +126,7 @@ class Text(OptionValue):
     def read(self, name: str, value: Any) -> Any:
         """Read a text; a number and a path also count as texts."""
         if isinstance(value, bool) or not isinstance(value, (str, Number, PathLike)):
-            raise UsageError(f"{name}={value!r:.80} is not a text", "write it in quotes")
+            raise UsageError(f"{name}={value!r:.80} is not a string", "write it in quotes")
         return self.parse(name, str(value))
 
 
@@ -141,7 +141,7 @@ def timeout(name: str, text: str) -> float:
     """Read `60s` or `60` as seconds, and check that these leave time to answer."""
     seconds = parse_seconds(f"{text}s" if re.fullmatch(r"[0-9.]+", text) else text)
     if seconds < _MIN_TIMEOUT_S:
-        raise UsageError(f"{name} {text} leaves no time to answer", f"give {_MIN_TIMEOUT_S:g}s or more, as 60s")
+        raise UsageError(f"{name} {text} leaves no time to answer", f"pass {_MIN_TIMEOUT_S:g}s or more, as 60s")
     return seconds
 
 
@@ -164,9 +164,8 @@ def rivals(name: str, text: str) -> tuple[str, ...]:
 def replicas(name: str, text: str) -> tuple[int, ...]:
     """Read `15-1`."""
     if not re.fullmatch(r"[1-9][0-9]{0,17}(-[1-9][0-9]{0,17})*", text):  # the cluster or the digits limit it
-        raise UsageError(
-            f"{name} {text!r:.80} is not a list of workers per stage", "write 15-1 for 15 workers and then one"
-        )
+        what = f"{name} {text!r:.80} is not a list of workers per stage"
+        raise UsageError(what, "write 15-1 for 15 workers and then one")
     return tuple(map(int, text.split("-")))
 
 

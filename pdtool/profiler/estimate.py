@@ -255,7 +255,5 @@ def _without_values() -> Iterator[None]:
         cause = error.__cause__ or error
         if not isinstance(cause, (DataDependentOutputException, DynamicOutputShapeException)):
             raise
-        raise ModelError(
-            f"{getattr(error, 'what', error)}: it depends on the values of tensors, which an estimate does not have",
-            "measure it with --device cpu or --device cuda",
-        ) from error
+        what = f"{getattr(error, 'what', error)}: it depends on the values of tensors, which an estimate does not have"
+        raise ModelError(what, "measure it with --device cpu or --device cuda") from error

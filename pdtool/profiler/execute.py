@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from pdtool.errors import ModelError
 from pdtool.frontend.compute_mode import RunPrecision, computing_in
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.model_io import ModelInputs, tensors_of
+from pdtool.frontend.model_io import ModelInputs, tensors_in, tensors_of
 from pdtool.frontend.model_rules import check_gradient
 from pdtool.frontend.operators import ByMode, Operator, Size, State, Traced, Value, named_state, values_in
 from pdtool.frontend.update_proof import set_mode
@@ -282,7 +282,7 @@ class ProfiledModel:
 
     def state_bytes_per_parameter_byte(self, optimizer: Optimizer) -> float:
         """Divide the optimizer's state by the bytes of parameters; scalars such as a step count are left out."""
-        state = [t for t in pytree.tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor) and t.dim()]
+        state = [t for t in tensors_in(list(optimizer.state.values())) if t.dim()]
         trained = sum(p.nbytes for p in self.traced.model.parameters() if p.requires_grad)
         return sum(t.nbytes for t in state) / max(1, trained)
 
@@ -314,11 +314,6 @@ class _Returned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return gradients[0]
-
-
-def tensors_in(result: Any) -> list[Tensor]:
-    """Return the tensors in an operator's result, in order."""
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 def requiring_gradients(tensors: Iterable[Tensor]) -> list[Tensor]:

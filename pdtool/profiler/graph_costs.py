@@ -16,9 +16,10 @@ from pdtool.artifacts.device import Device
 from pdtool.artifacts.profile import Node, Profile, SharedParameter
 from pdtool.errors import PdtoolError
 from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.model_io import tensors_in
 from pdtool.frontend.model_rules import unknown_module_remedy
 from pdtool.frontend.operators import Value, unique_name
-from pdtool.profiler.execute import ProfiledModel, tensors_in
+from pdtool.profiler.execute import ProfiledModel
 from pdtool.profiler.kernels import FLOP_FORMULAS
 
 _MAX_REASON = 300  # characters of the reason why a module is opaque

@@ -25,10 +25,11 @@ from pdtool.errors import UsageError
 from pdtool.frontend.compute_mode import RunPrecision, check_autocast
 from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.model_io import tensors_in
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.user_code import is_stream
 from pdtool.profiler.compiled import OnNote, apportion, compile_model
-from pdtool.profiler.execute import OnProgress, ProfiledModel, Work, disable_inplace_modules, tensors_in
+from pdtool.profiler.execute import OnProgress, ProfiledModel, Work, disable_inplace_modules
 from pdtool.profiler.graph_costs import GraphCosts, count_stash_and_flops, make_profile, minibatch_errors
 
 Reading = Callable[[], float]  # to be called once the device has finished

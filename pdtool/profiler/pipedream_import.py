@@ -96,10 +96,10 @@ def _parse(text: str, path: str) -> dict[str, _NodeLine]:
         line = line.removesuffix("\r")
         if match := _EDGE.fullmatch(line):
             if edges.setdefault((match[1], match[2]), number) != number:
-                raise _fault(path, number, f"the edge {match[1]} -- {match[2]} stands twice")
+                raise _fault(path, number, f"the edge {match[1]} -- {match[2]} appears twice")
         elif match := _NODE.fullmatch(line):
             if match[1] in nodes:
-                raise _fault(path, number, f"{match[1]} stands twice (first in line {nodes[match[1]].number})")
+                raise _fault(path, number, f"{match[1]} appears twice (first in line {nodes[match[1]].number})")
             nodes[match[1]] = _line(match, number, path)
         elif line:
             raise _fault(path, number, f"is neither a node nor an edge: {line[:60]!r}")

@@ -350,12 +350,10 @@ def _connect_store(request: ProbeRequest, address: tuple[str, int], *, is_master
         return dist.TCPStore(host, port, is_master=is_master, wait_for_workers=False, **options)  # type: ignore[attr-defined]
     except (RuntimeError, ValueError) as error:
         if is_master:
-            raise UsageError(
-                f"workers cannot meet at {host}:{port} ({error})", "name a free port of machine 0"
-            ) from error
-        raise WorkerDiedError(
-            f"machine 0 did not answer at {host}:{port}", "start it too, and check that this one can reach it"
-        ) from error
+            what = f"workers cannot meet at {host}:{port} ({error})"
+            raise UsageError(what, "name a free port of machine 0") from error
+        what = f"machine 0 did not answer at {host}:{port}"
+        raise WorkerDiedError(what, "start it too, and check that this one can reach it") from error
 
 
 def _probe_as_worker(request: ProbeRequest, environment: Mapping[str, str], on_step: OnStep) -> ClusterFile | None:

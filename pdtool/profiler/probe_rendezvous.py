@@ -11,7 +11,7 @@ from pdtool.artifacts.text_formats import FormatError, read_message, write_messa
 from pdtool.errors import WorkerDiedError
 
 _GRACE_S = 1.0  # for others to notice that a wait has failed
-_REMEDY = "check that it runs and can be reached, or give a longer --timeout"
+_REMEDY = "check that it runs and can be reached, or pass a longer --timeout"
 
 
 class Rendezvous:
@@ -51,7 +51,8 @@ class Rendezvous:
                 values.append(read_message(answer, kind))
             except FormatError as error:
                 what = f"{self.step}: the answer of worker {rank} cannot be read ({error})"
-                raise WorkerDiedError(what, "let nobody else reach the workers' ports (SECURITY.md)") from error
+                remedy = "make sure that only the workers can reach these ports (SECURITY.md)"
+                raise WorkerDiedError(what, remedy) from error
         return values
 
     def leave(self) -> None:
@@ -104,6 +105,5 @@ class Rendezvous:
 
     def _timeout_error(self, peers: Sequence[int], remedy: str = _REMEDY) -> WorkerDiedError:
         ranks = f"worker{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
-        return WorkerDiedError(
-            f"{self.step}: worker {self.rank} waited for {ranks} in vain (timeout {self._timeout_s:g} s)", remedy
-        )
+        what = f"{self.step}: worker {self.rank} waited for {ranks} in vain (timeout {self._timeout_s:g} s)"
+        return WorkerDiedError(what, remedy)

@@ -14,9 +14,7 @@ from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
 _NOTABLE = 0.01  # fraction of the predicted time per minibatch; smaller parts are not explained
 _MUCH_SLOWER = 1.25  # factor on the profiled time; name stages that compute longer
-_BUSY = (
-    0.7  # fraction of its predicted share; if no stage computes that large a share of the time, messages set the pace
-)
+_BUSY = 0.7  # fraction of its predicted share; if no stage computes that much of the time, messages set the pace
 _SLOWER = 1.1  # factor on the predicted time; the terminal explains larger times
 _MUCH_LOADING = 0.1  # fraction of the first stage's time; above it, say that loading slows a run
 _SMALL_MESSAGES_BYTES = 64_000  # per minibatch; for so few the bandwidth of a link matters little
@@ -93,7 +91,7 @@ def _loading_remedy(report: Report) -> str:
     loaded = f"{used} loader worker(s) loaded for each replica" if used else "no loader worker loaded ahead"
     taken = (report.local_workers or 0) + used * replicas
     if report.cores is None or taken + replicas <= report.cores:
-        return f"{loaded}: give --loader-workers {used + 1}"
+        return f"{loaded}: pass --loader-workers {used + 1}"
     return f"{loaded}, and all {report.cores} core(s) are in use: make samples cheaper to load, or use more cores"
 
 
@@ -147,5 +145,7 @@ def _computing_cause(report: Report, number: int, profiled_s: float) -> str:
             "were the cores busy with something else, or had workers fewer threads than the profile "
             "(--threads, OMP_NUM_THREADS)?"
         )
-    what = f"stage {number} computes {format_seconds(stage.busy_s)} for {format_seconds(profiled_s)} profiled"
+    what = (
+        f"stage {number} computes for {format_seconds(stage.busy_s)}, but the profile says {format_seconds(profiled_s)}"
+    )
     return f"{what}: {why}" + (" One epoch alone includes warming up" if report.epochs == 1 else "")

@@ -54,10 +54,8 @@ class DelayCompensation:
             "nesterov": number is None or 0 <= number < 1,
         }
         if not is_valid.get(kind):
-            raise UsageError(
-                f"correction {text!r} is unknown",
-                "give lr-discount, lr-discount=UPDATES, weight-prediction, nesterov, or nesterov=G with 0 <= G < 1",
-            )
+            remedy = "pass lr-discount, lr-discount=UPDATES, weight-prediction, nesterov, or nesterov=G with 0 <= G < 1"
+            raise UsageError(f"correction {text!r} is unknown", remedy)
         return cls(kind, number)
 
     @property

@@ -100,7 +100,7 @@ def all_gather(value: _T, kind: type[_T], group: Any, what: str) -> list[_T]:
     Raises:
         PeerError: a value did not come, is too long, or is not of that type.
     """
-    problem = f"{what} did not come from every worker"
+    problem = f"{what} did not arrive from every worker"
     content = write_message(value, kind)
     sizes = _gather(torch.tensor([len(content)]), group, problem)
     lengths = [_length(size, rank, what, _MAX_GATHERED_BYTES) for rank, size in enumerate(sizes)]
@@ -112,7 +112,7 @@ def all_gather(value: _T, kind: type[_T], group: Any, what: str) -> list[_T]:
 def broadcast(value: _T, kind: type[_T], source: int, what: str) -> _T:
     """Return the `value` of rank `source` on every rank; see `all_gather`."""
     content = write_message(value, kind) if dist.get_rank() == source else b""
-    size, problem = torch.tensor([len(content)]), f"{what} did not come from rank {source}"
+    size, problem = torch.tensor([len(content)]), f"{what} did not arrive from rank {source}"
     with PeerErrorContext(problem, source):
         dist.broadcast(size, source)
     tensor = _as_tensor(content, _length(size, source, what, _MAX_BROADCAST_BYTES))
@@ -271,10 +271,8 @@ def check_agreement(config: RunConfig, group: object) -> None:
     settings = all_gather(own, tuple[str, dict[str, str]], group, "the settings of the run")
     differences = describe_differences(settings)
     if differences:
-        raise UsageError(
-            f"the workers got different settings: {'; '.join(differences)}",
-            "start all with the same command and files: copy profiles/ and plans/ from machine 0",
-        )
+        what = f"the workers got different settings: {'; '.join(differences)}"
+        raise UsageError(what, "start all with the same command and files: copy profiles/ and plans/ from machine 0")
 
 
 def describe_differences(workers: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:

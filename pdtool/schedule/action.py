@@ -49,9 +49,8 @@ class Action(NamedTuple):
         """Read what `str` writes; raises ScheduleError."""
         match = re.fullmatch(r"([0-9]+)([FBIWU])([0-9]+)", text)
         if not match:
-            raise ScheduleError(
-                f"{text!r} is not an action", "write the stage, F, B, I, W or U, and the minibatch: 2F0"
-            )
+            what = f"{text!r} is not an action"
+            raise ScheduleError(what, "write the stage, F, B, I, W or U, and the minibatch: 2F0")
         return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
 
 

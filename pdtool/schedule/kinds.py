@@ -119,10 +119,8 @@ class ScheduleKind:
         """
         if self.equal_replicas and len(set(shape.replicas)) > 1:
             config = "-".join(map(str, shape.replicas[: shape.pipeline_depth]))
-            raise UsageError(
-                f"schedule {self.name} needs the same number of replicas for each stage, but the plan is {config}",
-                "use a straight plan, or 1f1b-flush",
-            )
+            what = f"schedule {self.name} needs the same number of replicas for each stage, but the plan is {config}"
+            raise UsageError(what, "use a straight plan, or 1f1b-flush")
         return [WorkerActions(self, shape, s, k, minibatches) for s, k in shape.stage_replicas()]
 
 

@@ -67,7 +67,7 @@ def test_less_than_processes_need_is_answered_with_what_would_do(folder):
     saved(MEASURED_CPU)
     stderr = folder.pdtool("partition", "--topology", "2", "--bandwidth", "1GB/s", "--memory", "10MB", code=4).stderr
     assert "leaving all of 10 MB of memory for a worker's share of process overhead" in stderr
-    assert "a worker has nothing left for them" in stderr
+    assert "and a worker has nothing left for them" in stderr
     enough = re.search(r"at least --memory ([\d.]+\w*B)", stderr)[1]
     folder.pdtool("partition", "--topology", "2", "--bandwidth", "1GB/s", "--memory", enough)
 

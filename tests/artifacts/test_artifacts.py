@@ -271,14 +271,14 @@ def test_many_keys_are_read_in_time_that_grows_with_their_number():
     """30,000 keys took 13.5 s: each was compared with all others."""
     metrics = "".join(f"  m{i}: 1.0\n" for i in range(10_000))
     began = time.process_time()
-    with pytest.raises(ArtifactError, match="m9999' stands twice"):
+    with pytest.raises(ArtifactError, match="m9999' appears twice"):
         Plan.parse(f"format: pdtool/plan/1\nmetrics:\n{metrics}  m9999: 2.0\n...\n")
     assert time.process_time() - began < 10  # about 2 s, most of it PyYAML's
 
 
 def test_repeated_keys_of_json_are_refused():
     text = samples.profile().dump().replace('"name": "net"', '"name": "net", "name": "other"')
-    with pytest.raises(ArtifactError, match="key 'name' stands twice"):
+    with pytest.raises(ArtifactError, match="key 'name' appears twice"):
         Profile.parse(text)
 
 
@@ -337,7 +337,7 @@ def test_numbers_that_nobody_means_are_refused(artifact, changes, match):
         ({"nodes": node(1, inputs=["loss"])}, r"nodes\[1\]\.inputs: node 'a' takes 'loss', which comes after it"),
         ({"nodes": node(1, inputs=["a"])}, r"nodes\[1\]\.inputs: node 'a' takes 'a', which comes after it"),
         ({"nodes": node(1, inputs=["nowhere"])}, r"nodes\[1\]\.inputs: .*which is not a node"),
-        ({"nodes": node(2, name="a")}, r"nodes\[2\]\.name: 'a' stands twice"),
+        ({"nodes": node(2, name="a")}, r"nodes\[2\]\.name: 'a' appears twice"),
         ({"nodes": []}, "nodes: at least 1 is needed"),
         ({"together": [["a", "gone"]]}, r"together\[0\]: 'gone' is not a node"),
         ({"pin": {"gone": 0}}, "pin: 'gone' is not a node"),
@@ -447,7 +447,7 @@ def test_ties_of_a_bundle_name_its_stages(changes, match):
 
 def test_a_tensor_of_a_bundle_is_described_once():
     content = json.loads(samples.bundle().model_dump_json())["tensors"]
-    with pytest.raises(ArtifactError, match=r"tensors\[2\]\.name: 'h' stands twice"):
+    with pytest.raises(ArtifactError, match=r"tensors\[2\]\.name: 'h' appears twice"):
         Bundle.parse(altered(samples.bundle(), tensors=[*content, {**content[1]}]))
     content[1] |= {"producer": 7, "consumers": []}
     with pytest.raises(ArtifactError, match=r"tensors\[1\]\.producer: stage 7 of 2 stages"):
@@ -474,7 +474,7 @@ def test_sizes_follow_the_minibatch():
     ("changes", "match"),
     [
         ({"stages": stages(0, replicas=3)}, r"stages\[0\]\.workers: 3 replicas but 2 workers"),
-        ({"copies": 2}, r"stages\[1\]\.replicas: 1 do not divide into 2 copies"),
+        ({"copies": 2}, r"stages\[1\]\.replicas: 1 cannot be divided evenly into 2 copies"),
         ({"stages": stages(1, workers=[4])}, r"stages\[1\]\.workers: worker 4: the cluster has 0\.\.3"),
         ({"stages": stages(1, workers=[1])}, r"stages\[1\]\.workers: worker 1 is already used by stage 0"),
         ({"stages": stages(0, workers=[1, 1])}, r"worker 1 is already used by stage 0"),
@@ -484,15 +484,21 @@ def test_sizes_follow_the_minibatch():
         ({"stages": stages(0, nodes=[])}, r"stages\[0\]\.nodes"),
         ({"stages": []}, "stages"),
         ({"schedule": "zigzag"}, "schedule"),
-        ({"schedule": "gpipe"}, "weights: 'stash': schedule gpipe goes with flush"),
-        ({"weights": "flush"}, "weights: 'flush': schedule 1f1b goes with stash or vertical-sync or none"),
-        ({"weights": "2bw"}, "weights: '2bw': schedule 1f1b goes with stash"),
+        ({"schedule": "gpipe"}, "weights: 'stash': schedule gpipe allows only flush"),
+        ({"weights": "flush"}, "weights: 'flush': schedule 1f1b allows only stash or vertical-sync or none"),
+        ({"weights": "2bw"}, "weights: '2bw': schedule 1f1b allows only stash"),
         ({"schedule": "gpipe", "weights": "flush", "update_every": 4}, "update_every: 4: a flushing schedule updates"),
-        ({"update_every": 1}, "update_every: 1: each of the 2 replicas needs one"),
+        ({"update_every": 1}, "update_every: 1: it must be at least 2, one minibatch"),
         ({"chunks": 2}, "chunks: 2: interleaved and looped-bfs have 2 or more"),
-        ({"schedule": "interleaved", "weights": "flush", "chunks": 3}, "chunks: 2 stages do not divide into 3"),
+        (
+            {"schedule": "interleaved", "weights": "flush", "chunks": 3},
+            "chunks: 2 stages cannot be divided evenly into 3",
+        ),
         ({"schedule": "interleaved", "weights": "flush"}, "chunks: 1: interleaved and looped-bfs have 2 or more"),
-        ({"schedule": "interleaved", "weights": "flush", "chunks": 2}, r"stages\[1\]\.workers: with 2 chunks they are"),
+        (
+            {"schedule": "interleaved", "weights": "flush", "chunks": 2},
+            r"stages\[1\]\.workers: with 2 chunks use those",
+        ),
         ({"microbatches": 4}, "only flushing schedules have microbatches"),
         ({"cluster": {"levels": []}}, r"cluster\.levels"),
     ],
@@ -506,7 +512,7 @@ def test_plans_that_do_not_hold_together_are_refused(changes, match):
     ("text", "match"),
     [
         ("a: &x [1]\nb: *x\nformat: pdtool/plan/1\n...\n", r"an alias: .* \(line 2\)\); write it .*, or fix it"),
-        ("format: pdtool/plan/1\nname: a\nname: b\n...\n", r"key 'name' stands twice \(lines 2 and 3\)"),
+        ("format: pdtool/plan/1\nname: a\nname: b\n...\n", r"key 'name' appears twice \(lines 2 and 3\)"),
         ("format: pdtool/plan/1\nname: !!python/object/apply:os.system [ls]\n...\n", "is not valid YAML"),
         ("format: pdtool/plan/1\nname: 2020-01-01\n...\n", r"name: .*is neither text nor a number"),
         ("format: pdtool/plan/1\nbatch_size: .nan\n...\n", "batch_size: nan is not a finite number"),
@@ -532,7 +538,7 @@ def test_yaml_that_no_artifact_needs_is_refused(text, match):
     ("old", "new", "match"),
     [
         ("replicas: 1", "replicas: 0", r"stages\[\d\]\.replicas: it must be 1 or more \(got 0\)"),
-        ("[x, a]", "[x, 2]", r"stages\[\d\]\.nodes\[\d\]: a text is needed: write it in quotes, '2' \(got 2\)"),
+        ("[x, a]", "[x, 2]", r"stages\[\d\]\.nodes\[\d\]: a string is needed: write it in quotes, '2' \(got 2\)"),
         ("name: net-2x2", "name: ../net", r"name: it is empty, or contains a character that is not allowed"),
     ],
 )
@@ -565,7 +571,7 @@ def test_edited_stages_keep_groups_and_pins():
             update={"stages": tuple(stage.model_copy(update={"nodes": nodes}) for stage, nodes in halves)}
         )
 
-    with pytest.raises(ArtifactError, match=r"block\.b, block\.relu@1 must stand in one stage"):
+    with pytest.raises(ArtifactError, match=r"block\.b, block\.relu@1 must be in the same stage"):
         moved(("x", "a", "block.b"), ("block.relu@1", "loss")).stage_nodes(samples.profile())
     with pytest.raises(ArtifactError, match=r"'block\.b' in stage 0 takes 'a' from the later stage 1"):
         moved(("x", "block"), ("a", "loss")).stage_nodes(samples.profile())
@@ -581,7 +587,7 @@ def test_numbers_in_flight_that_deadlock_are_refused():
         stage.model_copy(update={"replicas": 1, "workers": (s,), "in_flight": 1 + s})
         for s, stage in enumerate(fine.stages)
     )
-    with pytest.raises(ScheduleError, match=r"^deadlock: .*; give the stages in_flight [0-9, ]+, as 1f1b wants\n"):
+    with pytest.raises(ScheduleError, match=r"^deadlock: .*; set in_flight of the stages to [0-9, ]+, as 1f1b wants\n"):
         fine.model_copy(update={"stages": thrice}).check_schedule()
 
 
@@ -630,7 +636,7 @@ def test_the_numbers_in_flight_that_a_schedule_wants_do_not_deadlock(schedule):
         try:
             plan.check_schedule()
         except ScheduleError as error:
-            wanted = map(int, re.findall(r"in_flight ([0-9, ]+), as", str(error))[0].split(", "))
+            wanted = map(int, re.findall(r"to ([0-9, ]+), as", str(error))[0].split(", "))
             stages = [s.model_copy(update={"in_flight": w}) for s, w in zip(plan.stages, wanted, strict=True)]
             plan.model_copy(update={"stages": tuple(stages)}).check_schedule()
             remedied += 1

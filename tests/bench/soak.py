@@ -72,7 +72,7 @@ def _train(plan: Path, out: Path, epochs: int) -> float:
         sys.exit(f"the run ended with exit code {process.returncode}")
     quarter = len(sizes) // 4
     if quarter < 2:
-        sys.exit(f"{out.name} was over before its memory could be seen; give more --updates")
+        sys.exit(f"{out.name} was over before its memory could be seen; pass more --updates")
     early, late = median(sizes[quarter : 2 * quarter]), median(sizes[-quarter:])
     updates = sum('"train"' in line for line in (out / "metrics.jsonl").read_text().splitlines())
     sys.stdout.write(

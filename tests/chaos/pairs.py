@@ -23,7 +23,7 @@ def pairs(bench: Bench, trials: int, seed: int) -> Iterator[Outcome]:
             time.sleep(delay_s)
         both = sorted((command.ended() for command in commands), key=lambda ended: ended.code or 0)
         outcome.add(both[0], [0])
-        outcome.add(both[1], [2], "is in use by a run|holds a run already")
+        outcome.add(both[1], [2], "is in use by a run|already contains a run")
         outcome.losses += bench.losses(out, outcome.name)
         if not (bench.folder / out / "checkpoints" / f"epoch-{_EPOCHS}").is_dir():
             outcome.losses.append(f"{outcome.name}: the last epoch is not there")

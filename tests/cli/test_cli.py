@@ -235,10 +235,10 @@ def test_timeouts_have_limits(folder, command, timeout):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ([], "no cluster is given; give --topology 4x4, or --cluster cluster.yaml"),
+        ([], "no cluster is given; pass --topology 4x4, or --cluster cluster.yaml"),
         (
             ["--cluster", "c.yaml", "--topology", "2"],
-            "--cluster c.yaml excludes --topology 2; give the file or the figures",
+            "--cluster c.yaml cannot be combined with --topology 2; pass the file or the figures",
         ),
         (["--topology", "4y4"], "topology '4y4' is not sizes joined by x"),
         (["--topology", "0"], "topology '0' has 0 workers"),
@@ -247,19 +247,19 @@ def test_timeouts_have_limits(folder, command, timeout):
         (["--topology", "2", "--memory", "16"], "size '16' is not a positive number with a unit"),
         (["--topology", "2", "--latency", "5"], "time '5' is not a number with a unit"),
         (["--topology", "2x2", "--latency", "5us"], "1 latencies for the 2 level(s)"),
-        (["--topology", f"{10**15}"], "has 1000000000000000 workers; give between 1 and 100000"),
+        (["--topology", f"{10**15}"], "has 1000000000000000 workers; pass between 1 and 100000"),
         (["--topology", "9" * 500], "is not sizes joined by x"),
         (
             ["--topology", "2", "--bandwidth", "1e308B/s"],
-            "bandwidth '1e308B/s' is too large; give one from 0.001B/s to 1000PB/s",
+            "bandwidth '1e308B/s' is too large; pass a value from 0.001B/s to 1000PB/s",
         ),
-        (["--topology", "2", "--latency", "1e18s"], "time '1e18s' is too large; give one from 0.001ns to 30 days"),
-        (["--topology", "2", "--memory", "1e308GB"], "size '1e308GB' is too large; give one from 1B to 1000PB"),
+        (["--topology", "2", "--latency", "1e18s"], "time '1e18s' is too large; pass a value from 0.001ns to 30 days"),
+        (["--topology", "2", "--memory", "1e308GB"], "size '1e308GB' is too large; pass a value from 1B to 1000PB"),
         (["--topology", "2", "--simplest", "nan%"], "--simplest 'nan%' is not a share"),
         (["--topology", "2", "--simplest", "many"], "--simplest 'many' is not a share"),
         (["--topology", "2", "--simplest", "200%"], "--simplest '200%' is not a share"),
         (["--topology", "2", "--workers", "3"], "--workers 3, but the cluster has 2"),
-        (["--topology", "2", "--microbatches", "3"], "schedule 1f1b excludes --microbatches 3"),
+        (["--topology", "2", "--microbatches", "3"], "schedule 1f1b cannot be combined with --microbatches 3"),
     ],
 )
 def test_impossible_options_of_partition_exit_with_2_and_say_what_to_write(planned, options, match):
@@ -455,7 +455,7 @@ def test_a_run_is_shown_with_where_its_time_went_and_predicted_beside_measured(f
     ("text", "match"),
     [
         ("hello", "is not an artifact of pdtool"),
-        ("format: pdtool/pizza/1\n", "unknown kind 'pizza'"),
+        ("format: pdtool/pizza/1\n", "has the unknown kind 'pizza'; it must be one of"),
         ("format: pdtool/plan/9\n...\n", "has format 'pdtool/plan/9'"),
         ('{"format": "pdtool/report/1"', "not valid JSON"),
     ],

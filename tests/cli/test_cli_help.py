@@ -138,9 +138,9 @@ def test_a_pyproject_of_others_gives_no_defaults(profiled):
     [
         ("[partition]\nbandwith = '1GB/s'", "partition.bandwith: there is no such option; did you mean bandwidth?"),
         ("[partitoin]\ntopology = 2", "partitoin: there is no such command; did you mean partition?"),
-        ("[partition]\nstraight = 1", "partition.straight: is 1, and not on or off; write true or false"),
-        ("[partition]\ntopology = true", "partition.topology: is True; write a text or a number"),
-        ("[partition]\ntopology = []", "partition.topology: is []; write a text or a number"),
+        ("[partition]\nstraight = 1", "partition.straight: is 1; write true or false"),
+        ("[partition]\ntopology = true", "partition.topology: is True; write a string or a number"),
+        ("[partition]\ntopology = []", "partition.topology: is []; write a string or a number"),
         ("[run]\nhelp = true", "run.help: there is no such option"),
         ("[run]\ntrust = true", "run.trust: is for the command line only; leave it out here"),
         ("[export]\noutput = '/etc/passwd'", "export.output: is for the command line only"),

@@ -142,7 +142,7 @@ def test_a_start_that_fails_leaves_no_folder(road: Folder) -> None:
 def test_a_share_above_one_is_doubted(target: str, before: float, is_doubted: bool) -> None:
     doubt = Target.parse(target).doubt({target.partition(">")[0].partition("<")[0]: before})
     assert bool(doubt) == is_doubted
-    assert not is_doubted or "give --target 'accuracy>=0.98'" in doubt
+    assert not is_doubted or "pass --target 'accuracy>=0.98'" in doubt
 
 
 def test_a_faster_plan_that_was_passed_over_is_named(road: Folder) -> None:

@@ -252,7 +252,7 @@ def test_an_edited_plan_is_used_and_never_replaced(road, runs):
 
 def test_a_slip_is_found_before_anything_is_measured(folder, runs):
     folder.write("model.py", NET)
-    assert "no cluster is given; give --topology 4x4" in folder.pdtool("train", "model.py", code=2).stderr
+    assert "no cluster is given; pass --topology 4x4" in folder.pdtool("train", "model.py", code=2).stderr
     for slip in ("--timeout 0s", "--replicas x", "--epochs 0", "--device abacus", "--bandwidth 10", "--latency 1s,1s"):
         folder.pdtool(*TRAIN, *slip.split(), code=2)
     assert not PROFILE.exists()

@@ -67,7 +67,7 @@ def test_minibatches_are_counted_with_the_schedule_of_the_workers_whose_tied_sta
     net = tied_net()
     workers = [[0, 1, 2], [3, 4, 5, 6]]
     plan = refresh(plan_of(net, [["x", "a0"], ["a1"]], workers, make_cluster((7,), (1e6,))), net)
-    with pytest.raises(UsageError, match="--minibatches 30 is too few for the steady state of 3-4; give 36 or more"):
+    with pytest.raises(UsageError, match="--minibatches 30 is too few for the steady state of 3-4; pass 36 or more"):
         check_minibatches(plan, net, 30)
     config = sleeping_config(plan, net, tmp_path, Scaling(), EmulateOptions())
     assert config.shape.update_every == (12, 12)
@@ -184,7 +184,7 @@ def test_a_model_is_trained_until_its_target_and_one_that_misses_it_ends_with_6(
     assert "an IterableDataset without a length" in refused
     assert "give it with --minibatches" in refused
     missed = folder.pdtool(*train, "accuracy=1.1", "--epochs", "3", "--json", code=6)
-    assert "accuracy=1.1 was not reached by this plan in 3 epochs; give more --epochs" in missed.stderr
+    assert "accuracy=1.1 was not reached by this plan in 3 epochs; pass more --epochs" in missed.stderr
     assert "this plan: accuracy=1.1 not reached in 3 epoch(s)" in missed.stderr
     assert "epochs of 3 minibatches have no steady state" in missed.stderr
     [plan] = json.loads(missed.stdout)["plans"]

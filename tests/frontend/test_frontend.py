@@ -138,7 +138,7 @@ def test_operators_over_the_memory_of_one_parameter_stand_together():
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        ("unused", "row shares the memory of weight, which forward uses, but is not used itself.*clone"),
+        ("unused", "row shares memory with weight. forward uses only the latter.*clone"),
         ("in a list", r"test_frontend.py:\d+: .* the memory of parameter weight.*register_buf"),
     ],
 )

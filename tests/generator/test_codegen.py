@@ -254,7 +254,7 @@ def test_files_that_codegen_has_not_written_stay(tmp_path):
     profile = skeleton(model_file)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").touch()
-    with pytest.raises(UsageError, match="run is the folder of a run; give another -o"):
+    with pytest.raises(UsageError, match="run is the folder of a run; pass another -o"):
         generate(plan_of(profile, 2), profile, model_file, tmp_path / "run")
     own = tmp_path / "mine" / "stage_7.py"
     own.parent.mkdir()

@@ -111,5 +111,5 @@ def test_what_a_profile_does_not_say_counts_as_float32() -> None:
 def test_a_profile_that_says_more_than_there_is_is_refused() -> None:
     profile = chain([1.0, 1.0], crossing=1000)
     nodes = [node.model_copy(update={"exact_bytes": 1001}) for node in profile.nodes]
-    with pytest.raises(FieldError, match="more exact_bytes than output_bytes"):
+    with pytest.raises(FieldError, match="exact_bytes exceed output_bytes"):
         with_nodes(profile, nodes).check()

@@ -516,7 +516,7 @@ def test_update_adds_figures_where_there_are_none(planned):
     again = planned.pdtool("partition", "profiles/net.json", "--topology", "2", "-o", "plans/net.yaml", code=2)
     assert "was edited by hand" in again.stderr
     assert planned.pdtool("check", "--update", "-", stdin=text, code=2)
-    assert "give only one" in planned.pdtool("check", "--update", "--fresh", code=2).stderr
+    assert "pass only one" in planned.pdtool("check", "--update", "--fresh", code=2).stderr
     content = {**yaml.safe_load(text), "predicted": None}
     for written in (json.dumps(content), f"# a comment first\n{json.dumps(content)}\n...\n"):
         Path("plans/braces.yaml").write_text(written)
@@ -567,5 +567,5 @@ def test_partition_overwrites_no_plan_that_someone_edited(planned):
     ):
         Path("plans/net.yaml").write_text(text.replace(old, new))
         stderr = planned.pdtool(*again, code=2).stderr
-        assert "plans/net.yaml was edited by hand and would be overwritten; give another -o, or delete" in stderr
+        assert "plans/net.yaml was edited by hand and would be overwritten; pass another -o, or delete" in stderr
         assert Path("plans/net.yaml").read_text() == text.replace(old, new)

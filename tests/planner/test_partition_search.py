@@ -213,7 +213,7 @@ def test_another_schedule_that_would_fit_is_named():
 
 
 def test_a_straight_pipeline_on_more_workers_than_are_searched_is_refused():
-    with pytest.raises(UsageError, match="257 workers are too many for a straight pipeline; give at most 256"):
+    with pytest.raises(UsageError, match="257 workers are too many for a straight pipeline; pass at most 256"):
         make_plan(chain([1.0] * 4), "p", make_cluster((257,), (FAST,)), SearchOptions(straight=True))
 
 
@@ -256,7 +256,7 @@ def test_an_edited_plan_is_predicted_anew():
 def test_too_little_memory_says_what_lacks_and_what_would_do():
     profile = chain([1.0, 1.0], parameters=1000)
     with pytest.raises(
-        NoPlanError, match=r"lacks .* in stage 0 \(its tensors need 3 kB, a worker has 2.5 kB\)"
+        NoPlanError, match=r"is short of .* in stage 0: its tensors need 3 kB, and a worker has 2.5 kB for them"
     ) as error:
         make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=2500))
     enough = parse_bytes(error.value.remedy.split("--memory ")[1].split(",")[0])
@@ -281,7 +281,7 @@ def test_pins_that_no_plan_keeps_are_refused():
     ("options", "what"),
     [
         (SearchOptions(schedule="zigzag"), "schedule 'zigzag' is not searched"),
-        (SearchOptions(microbatches=2), "schedule 1f1b excludes --microbatches 2"),
+        (SearchOptions(microbatches=2), "schedule 1f1b cannot be combined with --microbatches 2"),
         (SearchOptions(schedule="gpipe", microbatches=0), "--microbatches 0"),
         (SearchOptions(workers=5), "--workers 5, but the cluster has 4"),
         (SearchOptions(workers=0), "--workers 0"),

@@ -140,7 +140,7 @@ def test_there_is_no_such_plan():
     with pytest.raises(NoPlanError, match="--replicas 1-1-1 needs 3 stages, but the model can be cut into at most 2"):
         planned(two, cluster, (1, 1, 1))
     small = make_cluster((4,), (FAST,), memory_bytes=5000)
-    lacks = r"no plan with replicas 3-1 fits: .* lacks 1 kB in .* give each worker at least --memory 6kB, .*"
+    lacks = r"no plan with replicas 3-1 fits .* is short of 1 kB in .* give each worker at least --memory 6kB, .*"
     lacks += "or leave --replicas out, or "
     with pytest.raises(NoPlanError, match=lacks):
         planned(chain([1.0] * 4, parameters=1000), small, (3, 1))
@@ -149,7 +149,7 @@ def test_there_is_no_such_plan():
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["3-2"], "--replicas 3-2 needs 5 workers, but the cluster has 4; give fewer replicas, or a larger --topology"),
+        (["3-2"], "--replicas 3-2 needs 5 workers, but the cluster has 4; pass fewer replicas, or a larger --topology"),
         (["3-x"], "--replicas '3-x' is not a list of workers per stage; write 15-1 for 15 workers and then one"),
         (["3-0"], "--replicas '3-0' is not a list of workers"),
         (
@@ -157,12 +157,15 @@ def test_there_is_no_such_plan():
             "--replicas 999999999999999999-1 needs 1000000000000000000 workers, but the cluster has 4;",
         ),
         (["9" * 5000], f"--replicas '{'9' * 79} is not a list of workers"),
-        (["2-1", "--straight"], "--replicas 2-1 and --strategy straight exclude each other; give only one"),
-        (["2-1", "--strategy", "hybrid"], "--replicas 2-1 and --strategy hybrid exclude each other; give only one"),
-        (["2-1", "--workers", "3"], "--replicas 2-1 and --workers 3 exclude each other; leave --workers out"),
-        (["2-1", "--schedule", "zb-h1"], "--schedule zb-h1 excludes --replicas 2-1; give all stages the same number"),
-        (["1-1", "--schedule", "interleaved"], "--schedule interleaved excludes --replicas 1-1; choose from 1f1b"),
-        (["4", "--strategy", "pipeline"], "--replicas 4 is one stage; --strategy pipeline has 2 or more"),
+        (["2-1", "--straight"], "--replicas 2-1 and --strategy straight cannot be combined; pass only one"),
+        (["2-1", "--strategy", "hybrid"], "--replicas 2-1 and --strategy hybrid cannot be combined; pass only one"),
+        (["2-1", "--workers", "3"], "--replicas 2-1 and --workers 3 cannot be combined; leave --workers out"),
+        (["2-1", "--schedule", "zb-h1"], "--schedule zb-h1 cannot be combined with --replicas 2-1"),
+        (["1-1", "--schedule", "interleaved"], "--schedule interleaved cannot be combined with --replicas 1-1; choose"),
+        (
+            ["4", "--strategy", "pipeline"],
+            "--replicas 4 is one stage, but --strategy pipeline needs 2 or more; pass more",
+        ),
     ],
 )
 def test_replicas_that_make_no_sense(folder, arguments, error):
@@ -179,7 +182,7 @@ def test_zb_h1_takes_as_many_replicas_of_each_stage(replicas):
 
 
 def test_more_replicas_than_one_pipeline_can_have():
-    with pytest.raises(UsageError, match="--replicas 256-1 needs 257 workers; give at most 256"):
+    with pytest.raises(UsageError, match="--replicas 256-1 needs 257 workers; pass at most 256"):
         planned(chain([1.0] * 4), make_cluster((300,), (FAST,)), (256, 1))
 
 

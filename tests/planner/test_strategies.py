@@ -265,20 +265,23 @@ def test_simulate_shows_samples_and_memory_of_each_rival(folder, monkeypatch):
     [
         (
             ["--strategy", "gpipe", "--schedule", "1f1b"],
-            "--strategy gpipe excludes --schedule 1f1b; leave --schedule out",
+            "--strategy gpipe cannot be combined with --schedule 1f1b; leave --schedule out",
         ),
-        (["--strategy", "hybrid", "--microbatches", "4"], "--strategy hybrid excludes --microbatches 4; leave --micro"),
+        (
+            ["--strategy", "hybrid", "--microbatches", "4"],
+            "--strategy hybrid cannot be combined with --microbatches 4; lea",
+        ),
         (
             ["--strategy", "gpipe", "--cost", "pipedream"],
-            "--strategy gpipe excludes --cost pipedream; leave --cost out",
+            "--strategy gpipe cannot be combined with --cost pipedream; leave --cost out",
         ),
         (
             ["--strategy", "hybrid", "--workers", "2"],
-            "--strategy hybrid cannot use 2 worker(s); give 3 or more, or another",
+            "--strategy hybrid cannot use 2 worker(s); pass 3 or more, or another",
         ),
         (
             ["--strategy", "pipeline", "--straight"],
-            "--straight and --strategy pipeline exclude each other; give only one",
+            "--straight and --strategy pipeline cannot be combined; pass only one",
         ),
     ],
 )
@@ -296,7 +299,7 @@ def test_a_model_in_one_piece_has_no_pipeline():
 
 def test_where_a_strategy_does_not_fit_another_one_may():
     net = chain([1.0] * 4, parameters=1000)
-    with pytest.raises(NoPlanError, match=r"lacks 4 kB in stage 0 .* --memory 8kB, or use --strategy auto"):
+    with pytest.raises(NoPlanError, match=r"is short of 4 kB in stage 0: .* --memory 8kB, or use --strategy auto"):
         planned(net, make_cluster((4,), (FAST,), memory_bytes=4000), "data-parallel")
     with pytest.raises(NoPlanError, match=r"--memory 2kB, .*or smaller minibatches"):
         planned(net, make_cluster((4,), (FAST,), memory_bytes=1000), "gpipe")
@@ -304,7 +307,7 @@ def test_where_a_strategy_does_not_fit_another_one_may():
 
 def test_asynchronous_data_parallelism_that_does_not_fit_says_what_it_needs():
     with pytest.raises(
-        NoPlanError, match=r"of 4 workers does not fit: one worker .* needs 5 kB, but has 4 kB; give fe"
+        NoPlanError, match=r"of 4 workers does not fit into memory: .* needs 5 kB, but has 4 kB; pass fe"
     ):
         planned(chain([1.0], parameters=1000), make_cluster((4,), (FAST,), memory_bytes=4000), "async-data-parallel")
 
@@ -319,7 +322,8 @@ def test_a_plan_without_pipelining_stays_one():
             more.check()
         more.model_copy(update={"strategy": "auto"}).check()
         with pytest.raises(
-            UsageError, match=f"a plan of strategy {strategy} cannot be run in another way; for another schedule"
+            UsageError,
+            match=f"a plan of strategy {strategy} has a fixed schedule and fixed weights; for another schedule",
         ):
             reschedule(plan, net, {"weights": "none"})
     straight = planned(net, make_cluster((4,), (FAST,)), "straight")
@@ -468,22 +472,22 @@ def test_the_search_counts_the_weight_versions_that_a_plan_keeps(every):
 @pytest.mark.parametrize(
     ("samples", "strategy", "options", "match"),
     [
-        (100, "auto", {}, "not a multiple of the profiled minibatch of 32; give 96 or 128, or profile with a"),
-        (16, "auto", {}, "not a multiple of the profiled minibatch of 32; give 32, or profile with a"),
+        (100, "auto", {}, "not a multiple of the profiled minibatch of 32; pass 96 or 128, or profile with a"),
+        (16, "auto", {}, "not a multiple of the profiled minibatch of 32; pass 32, or profile with a"),
         (
             96,
             "auto",
             {"schedule": "1f1b", "replicas": (4, 1)},
             "needs a minibatch for each replica, but an update has 3",
         ),
-        (96, "auto", {"microbatches": 3}, "and --microbatches 3 exclude each other; give only one"),
+        (96, "auto", {"microbatches": 3}, "and --microbatches 3 cannot be combined; pass only one"),
         (
             96,
             "hybrid",
             {},
-            "--strategy hybrid fixes the size of updates, so it excludes --samples-per-update 96; leave it out",
+            "--strategy hybrid fixes the size of updates, so it cannot be combined with --samples-per-update 96; leave",
         ),
-        (32 * 10**6, "auto", {}, "is 1000000 minibatches of 32; give at most 320000"),
+        (32 * 10**6, "auto", {}, "is 1000000 minibatches of 32; pass at most 320000"),
     ],
 )
 def test_samples_per_update_that_make_no_sense_are_refused(samples, strategy, options, match):

@@ -93,8 +93,8 @@ def test_the_minibatch_is_what_the_sizes_tell(text, batch, why):
     [
         ("", "f: has no nodes"),
         ("hello", "f: line 1: is neither a node nor an edge: 'hello'"),
-        (TEXT + "\n" + EDGES[0], r"f: line 11: the edge node10 -- node11 stands twice"),
-        (TEXT + "\n" + NODES[1], r"f: line 11: node1 stands twice \(first in line 2\)"),
+        (TEXT + "\n" + EDGES[0], r"f: line 11: the edge node10 -- node11 appears twice"),
+        (TEXT + "\n" + NODES[1], r"f: line 11: node1 appears twice \(first in line 2\)"),
         (TEXT + "\n\tnode1 -- node9", "f: line 11: the edge node1 -- node9 names node9, which is not a node"),
         (TEXT + "\n\tnode9 -- node1", "f: line 11: .* names node9, which is not a node"),
         (TEXT + "\n\tnode11 -- node2", "line .: the edges make a cycle: .*node11 -- node2( --|$|;)"),

@@ -152,7 +152,7 @@ def test_a_worker_that_is_killed_is_named_at_once():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_machine_that_does_not_come_is_named(rank):
     endpoint = f"127.0.0.1:{free_port()}"
-    with pytest.raises(PdtoolError, match=f"machine {1 - rank} of 2 did not come to {endpoint} within 0.5 s"):
+    with pytest.raises(PdtoolError, match=f"machine {1 - rank} of 2 did not connect to {endpoint} within 0.5 s"):
         probe(request(2, timeout_s=0.5), Machines(count=2, node_rank=rank, endpoint=endpoint), lambda step: None)
 
 
@@ -168,9 +168,9 @@ def test_a_machine_that_does_not_come_is_named(rank):
         (["--topology", "2", "--timeout", "0s"], "--timeout 0s leaves no time to answer"),
         (
             ["--topology", "2", "--timeout", "1e-324s"],
-            "--timeout 1e-324s leaves no time to answer; give 0.001s or more",
+            "--timeout 1e-324s leaves no time to answer; pass 0.001s or more",
         ),
-        (["--topology", "2", "--timeout", "1e18s"], "time '1e18s' is too large; give one from 0.001ns to 30 days"),
+        (["--topology", "2", "--timeout", "1e18s"], "time '1e18s' is too large; pass a value from 0.001ns to 30 days"),
         (["--topology", "2", "--timeout", "5x"], "time '5x' is not a number with a unit"),
         (["--topology", "2", "--name", "my/lab"], "name 'my/lab' holds a quote, a slash"),
         (["--topology", "3", "--nnodes", "2"], "machine 0 of 2 cannot get an equal share of the 3 workers"),

@@ -465,7 +465,7 @@ def test_crowded_workers_are_the_reason():
 def test_a_stage_that_computes_longer_than_was_profiled_is_named():
     """On the page as in the terminal, with both figures."""
     report = reported(cores=4, local_workers=3)
-    cause = "stage 0 computes 3 ms for 1.2 ms profiled: were the cores busy with something else, or "
+    cause = "stage 0 computes for 3 ms, but the profile says 1.2 ms: were the cores busy with something else, or "
     assert differences(report)[0].cause.startswith(cause)
     said = list(slowness_lines(report))
     assert said[0] == "a minibatch took 3 ms more than predicted:"
@@ -485,7 +485,7 @@ def test_a_slow_link_is_named_as_the_cause_where_no_stage_computes_all_the_time(
     assert said[1].startswith("  94 ms (85%) waiting for other stages: no stage computes all the time, so messages")
     assert "1.5 MB per minibatch each way between stages 0 and 1 went at 94.5 Mbit/s" in said[1]
     assert "`pdtool probe`" in said[1]
-    assert said[2].startswith("  17.1 ms (15%) computing: stage 0 computes 33 ms for 15.9 ms profiled")
+    assert said[2].startswith("  17.1 ms (15%) computing: stage 0 computes for 33 ms, but the profile says 15.9 ms")
     small = tuple(stage.model_copy(update={"sent_bytes": 8000}) for stage in slow.stages)
     [_, said, _] = slowness_lines(slow.model_copy(update={"stages": small}))
     assert "`pdtool probe`" not in said, "a link's bandwidth is not the cause"

@@ -56,7 +56,7 @@ def test_profile_to_export(road):
     assert "taken from the earlier run: --epochs 2 --target accuracy=1.5" in told
     assert "continuing after epoch 1 of runs/model-2, with 1 epoch(s) to train" in told, "what it was asked for"
     errors = road.pdtool("run", "--resume", "runs/model-2", code=2).stderr
-    assert "has already trained its 2 epoch(s); give a larger --epochs" in errors
+    assert "has already trained its 2 epoch(s); pass a larger --epochs" in errors
 
 
 def test_another_seed_and_other_steps_on_resuming_are_told(road):
@@ -89,7 +89,7 @@ def test_other_samples_per_update_on_resuming_are_told_and_the_remedy_gives_the_
     assert "averages 8 samples instead of 16" in (
         told := road.pdtool(*resumed, "--update-every", "1", "-o", "runs/w").stderr
     )
-    assert "To average 16 as before, give --update-every 2" in told
+    assert "To average 16 as before, pass --update-every 2" in told
     told = road.pdtool(*resumed, "--update-every", "2").stderr
     assert "an update now averages" not in told
 
@@ -375,7 +375,7 @@ def test_an_export_holds_what_no_operator_uses_and_every_name_of_what_one_does(f
 def test_a_folder_that_holds_a_run_is_left_alone(road):
     road.pdtool("run", "-o", "runs/a", "--epochs", "2")
     before = (road.path / "runs/a/metrics.jsonl").read_text()
-    assert "holds a run already" in road.pdtool("run", "-o", "runs/a", code=2).stderr
+    assert "already contains a run" in road.pdtool("run", "-o", "runs/a", code=2).stderr
     assert (
         "has already trained its 2 epoch(s)" in road.pdtool("run", "--resume", "runs/a", "--epochs", "2", code=2).stderr
     )

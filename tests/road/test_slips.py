@@ -59,7 +59,7 @@ def test_what_init_says_can_be_typed(folder):
         (lambda: pdtool.run(PLAN, settings=["width=8"]), "is not a dict of names and values"),
         (lambda: pdtool.run(PLAN, precision=["bf16"]), "precision=['bf16']: ['bf16'] is not one of"),
         (lambda: pdtool.run(PLAN, trust="yes"), "trust='yes' is not True or False"),
-        (lambda: pdtool.run(PLAN, timeout=b"60s"), "timeout=b'60s' is not a text"),
+        (lambda: pdtool.run(PLAN, timeout=b"60s"), "timeout=b'60s' is not a string"),
         (lambda: pdtool.run(PLAN, output=""), "a path is empty"),
         (lambda: pdtool.codegen(PLAN, model=Path("nowhere.py")), "nowhere.py"),
         (lambda: pdtool.simulate(PLAN, bandwidths=["1Gbit/s"]), "bandwidth 1Gbit/s is not a rate"),

@@ -238,7 +238,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     spec = harness.job(tmp_path, CONV1, epochs=1)
     launch(spec)
     with pytest.raises(
-        UsageError, match=r"the model has a.weight of shape .*, but the checkpoint .*epoch-1 none; resume"
+        UsageError, match=r"a.weight has shape .* in the model, but the checkpoint .*epoch-1 has no such tensor; resume"
     ):
         launch(harness.job(tmp_path / "other", SKIP1, epochs=2, resume=spec.out))
     wider = replace(
@@ -247,7 +247,8 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         stages=((CONV1.stages[0][0].replace("Linear(16, 4)", "Linear(16, 5)"), ("x",), ()),),
     )
     with pytest.raises(
-        UsageError, match=r"fc.weight of shape \[5, 16\], but the checkpoint .*epoch-1 one of shape \[4, 16\]"
+        UsageError,
+        match=r"fc.weight has shape \[5, 16\] in the model, but the checkpoint .*epoch-1 has shape \[4, 16\]",
     ):
         launch(harness.job(tmp_path / "wider", wider, epochs=2, resume=spec.out))
 

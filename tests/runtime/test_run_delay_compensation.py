@@ -69,5 +69,5 @@ def test_the_delay_of_a_stage_is_that_of_its_schedule() -> None:
 
 @pytest.mark.parametrize("text", ["adam", "nesterov=1", "nesterov=x", "lr-discount=0", "weight-prediction=2", ""])
 def test_what_is_no_correction_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"correction .* is unknown; give lr-discount"):
+    with pytest.raises(UsageError, match=r"correction .* is unknown; pass lr-discount"):
         DelayCompensation.parse(text)

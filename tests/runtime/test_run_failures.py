@@ -74,7 +74,7 @@ def processes() -> list[tuple[int, int, int]]:
         pytest.param(
             "time.sleep(600) if self.n == 4 else 0",
             WorkerDiedError,
-            r"^rank 1 \(stage 1, replica 0\) did not answer; it was last at 1F4 of epoch 1; others waited 3 s for it; ",
+            r"^rank 1 \(stage 1, replica 0\) did not answer for 3 s; it was last at 1F4 of epoch 1; if it is only",
             id="hangs",
         ),
         pytest.param(
@@ -109,7 +109,7 @@ def test_a_worker_that_others_wait_for_with_the_norm_of_all_stages_is_named(tmp_
         microbatches=2,
         timeout_s=3.0,
     )
-    message = r"^rank 1 .* did not answer; it was last at 1B4 of epoch 1; others waited 3 s for it"
+    message = r"^rank 1 .* did not answer for 3 s; it was last at 1B4 of epoch 1"
     with pytest.raises(WorkerDiedError, match=message):
         launch(spec)
     assert "the norm of the gradients was not summed over all workers" in (spec.out / "failure.txt").read_text()
@@ -297,7 +297,7 @@ def test_a_target_may_name_any_metric(tmp_path: Path) -> None:
     "text", ["accuracy", "accuracy==0.9", "accuracy=>1", "=1", "<=1", "loss=low", "loss<nan", "loss<inf", ""]
 )
 def test_a_target_that_cannot_be_read(text: str) -> None:
-    with pytest.raises(UsageError, match=r"is not METRIC=NUMBER;"):
+    with pytest.raises(UsageError, match="is not METRIC=NUMBER, where"):
         Target.parse(text)
 
 

@@ -96,7 +96,7 @@ def test_a_run_does_not_train_over_one_that_ended_after_its_first_check(tmp_path
     spec = harness.job(tmp_path, CONV2, (1, 1), epochs=1)
     launch(spec)
     before = {path: path.read_bytes() for path in spec.out.rglob("*") if path.is_file()}
-    with pytest.raises(UsageError, match="run holds a run already; continue it with --resume, or name another folder"):
+    with pytest.raises(UsageError, match="run already contains a run; continue it with --resume, or name"):
         launch(spec)
     assert {path: path.read_bytes() for path in before} == before
 

@@ -191,7 +191,7 @@ def test_new_loader_workers_see_what_the_dataset_has_become(tmp_path: Path) -> N
 
 
 def test_what_is_no_exception_is_named_in_a_loader_worker_too(tmp_path: Path) -> None:
-    message = r"^KeyboardInterrupt.* while minibatch 0 of dataset\('train'\) was loaded"
+    message = r"^the dataset raised KeyboardInterrupt.* while minibatch 0 of dataset\('train'\) was loaded"
     with source(tmp_path, 1, "raise KeyboardInterrupt") as minibatches, pytest.raises(WorkerDiedError, match=message):
         loaded(minibatches, one_pass(), range(1))
 

@@ -249,10 +249,12 @@ def test_a_report_says_which_stage_computes_longer_than_was_profiled() -> None:
         return [str(line).partition(start)[2] for line in report_view(report) if "profiled" in str(line)]
 
     [line] = said((4.6e-3, 3.1e-3))
-    assert line.startswith("stage 0 computes 4.6 ms for 1.5 ms profiled: were the cores busy with something else, or ")
+    assert line.startswith(
+        "stage 0 computes for 4.6 ms, but the profile says 1.5 ms: were the cores busy with something else, or "
+    )
     assert line.endswith("?")
     assert said((4.6e-3, 3.1e-3), epochs=1) == [f"{line} One epoch alone includes warming up"]
-    assert said((4.6e-3, 9e-3))[0].startswith("stage 1 computes 9 ms for 3 ms profiled: ")
+    assert said((4.6e-3, 9e-3))[0].startswith("stage 1 computes for 9 ms, but the profile says 3 ms: ")
     [on_gpu] = said((4.6e-3, 9e-3), cores=None, epochs=1)
     assert "was the GPU busy" in on_gpu
     assert on_gpu.endswith("? One epoch alone includes warming up")
@@ -306,10 +308,10 @@ def test_a_report_says_when_loading_slows_the_run() -> None:
 @pytest.mark.parametrize(
     ("workers", "cores", "remedy"),
     [
-        (0, 4, "no loader worker loaded ahead: give --loader-workers 1"),
-        (1, 4, "1 loader worker(s) loaded for each replica: give --loader-workers 2"),
+        (0, 4, "no loader worker loaded ahead: pass --loader-workers 1"),
+        (1, 4, "1 loader worker(s) loaded for each replica: pass --loader-workers 2"),
         (2, 4, "2 loader worker(s) loaded for each replica, and all 4 core(s) are in use: make samples cheaper"),
-        (3, None, "3 loader worker(s) loaded for each replica: give --loader-workers 4"),
+        (3, None, "3 loader worker(s) loaded for each replica: pass --loader-workers 4"),
     ],
 )
 def test_more_loader_workers_are_proposed_where_there_are_cores_for_them(workers, cores, remedy) -> None:

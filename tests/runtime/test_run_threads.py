@@ -103,7 +103,7 @@ def test_threads_that_are_asked_for_are_taken_before_all_others(tmp_path: Path) 
     launcher.launch(config)
     assert told.read_text() == str(cores)
     with pytest.raises(
-        UsageError, match=rf"--threads {cores + 1}, but this machine has {cores} core\(s\); give {cores} or fewer"
+        UsageError, match=rf"--threads {cores + 1}, but this machine has {cores} core\(s\); pass {cores} or fewer"
     ):
         launcher.launch(replace(config, threads=cores + 1))
 

@@ -165,10 +165,10 @@ def test_a_schedule_that_is_resumed_as_one_of_another_length_is_told(
 
 def test_epochs_that_go_on_with_another_number_of_minibatches_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     """Once more for a schedule that is stepped by updates; an older checkpoint does not say how many there were."""
-    told = "warning: epochs had 45 minibatches and now have 20: other --steps, "
+    told = "warning: an epoch had 45 minibatches before and now has 20. If you did not intend this, "
     said = warnings_of_length(capsys, epochs=4, minibatches=(45,))
     assert said.startswith(told)
-    assert "schedule was one of 4 epochs, of 45 minibatches each, and goes on as one of 4, 1 of them over" in said
+    assert "schedule was made for 4 epochs of 45 minibatches. It continues as one for 4 epochs, after epoch 1" in said
     for others in ({"takes_total": False}, {"scheduler_step": "epoch"}):
         said = warnings_of_length(capsys, epochs=4, minibatches=(45,), **others)
         assert said.startswith(told)

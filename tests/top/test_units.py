@@ -88,25 +88,25 @@ def test_printing():
 
 @pytest.mark.parametrize("text", ["1e400Gbit/s", "1e300GB/s", "1e-320B/s", "0B/s"])
 def test_rates_that_nobody_means_are_refused(text):
-    with pytest.raises(UsageError, match=r"too (large|small); give one from"):
+    with pytest.raises(UsageError, match=r"too (large|small); pass a value from"):
         parse_bandwidth(text)
 
 
 @pytest.mark.parametrize("text", ["1e400GB", "0.5B", "0GB"])
 def test_sizes_that_nobody_means_are_refused(text):
-    with pytest.raises(UsageError, match=r"too (large|small); give one from 1B to 1000PB"):
+    with pytest.raises(UsageError, match=r"too (large|small); pass a value from 1B to 1000PB"):
         parse_bytes(text)
 
 
 @pytest.mark.parametrize("text", ["1e400s", "1e18s", "31e6s"])
 def test_a_time_without_end_is_refused(text):
-    with pytest.raises(UsageError, match=r"time '.*' is too large; give one from 0\.001ns to 30 days"):
+    with pytest.raises(UsageError, match=r"time '.*' is too large; pass a value from 0\.001ns to 30 days"):
         parse_seconds(text)
 
 
 def test_a_time_that_is_no_time_is_refused():
     assert parse_seconds("0s") == 0
-    with pytest.raises(UsageError, match=r"time '1e-40s' is too small; give one from 0\.001ns"):
+    with pytest.raises(UsageError, match=r"time '1e-40s' is too small; pass a value from 0\.001ns"):
         parse_seconds("1e-40s")
 
 

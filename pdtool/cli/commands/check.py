@@ -47,7 +47,7 @@ def check(plan: str | None, fresh: bool, update: bool, as_json: bool) -> None:
 
     path = candidate("plan", plan)
     if fresh and update:
-        raise UsageError("--fresh and --update exclude each other", "give only one")
+        raise UsageError("--fresh and --update cannot be combined", "pass only one")
     if fresh:
         _check_freshness(path, as_json)
         return

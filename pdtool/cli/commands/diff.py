@@ -76,9 +76,8 @@ def diff(ctx: click.Context, first: str, second: str, exit_code: bool, as_json: 
         raise UsageError("A and B would both come from stdin", "name a file for one of them")
     a, b = _loaded(first), _loaded(second)
     if a.KIND != b.KIND:
-        raise UsageError(
-            f"{first} is {with_article(a.KIND)} and {second} {with_article(b.KIND)}", "name two artifacts of one kind"
-        )
+        what = f"{first} is {with_article(a.KIND)} and {second} {with_article(b.KIND)}"
+        raise UsageError(what, "name two artifacts of one kind")
     found, moved = differences(a, b), _moved(a, b, first)
     is_same = not found and not moved
     if as_json:

@@ -43,4 +43,4 @@ def emulate(plan: str | None, output: str | None, asked: EmulateOptions, as_json
     if missed := [each.name for each in emulation.plans if each.target_reached is False]:
         epochs = max(each.epochs for each in emulation.plans)
         what = f"target {emulation.target} was not reached by {' and '.join(missed)} in {epochs} epochs"
-        raise TargetMissedError(what, "give more --epochs")
+        raise TargetMissedError(what, "pass more --epochs")

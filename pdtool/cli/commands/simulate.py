@@ -95,11 +95,10 @@ def _rates(text: str) -> list[float]:
     match = re.fullmatch(r"bandwidth=([0-9.]+?)([A-Za-z/]*)\.\.([0-9.]+)([A-Za-z/]+)", text)
     if not match:
         near = suggestion(text.partition("=")[0], ["bandwidth"]) if not text.startswith("bandwidth=") else ""
-        raise UsageError(
-            f"--sweep {text!r} is not a range of bandwidths", f"{near} write bandwidth=0.1..25Gbit/s".lstrip()
-        )
+        what = f"--sweep {text!r} is not a range of bandwidths"
+        raise UsageError(what, f"{near} write bandwidth=0.1..25Gbit/s".lstrip())
     low, high = parse_bandwidth(match[1] + (match[2] or match[4])), parse_bandwidth(match[3] + match[4])
     if low >= high:
         falls = f"goes from {format_bits_rate(low)} down to {format_bits_rate(high)}"
-        raise UsageError(f"--sweep {text!r} {falls}", "give the lower one first")
+        raise UsageError(f"--sweep {text!r} {falls}", "put the lower one first")
     return bandwidth_grid(low, high)

@@ -46,8 +46,8 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
 def partition(profile: tuple[str, ...], asked: PartitionOptions, output: str | None, as_json: bool) -> None:
     """Divide PROFILE's model into stages for the fastest pipeline.
 
-    Give several profiles of the model, with different batch sizes, and --samples-per-update. The plan is for the
-    fastest of these sizes.
+    To let pdtool choose the batch size, pass several profiles of the model with different batch sizes, and
+    --samples-per-update. The plan is for the fastest of these sizes.
     """
     from pdtool.api.inputs import candidate, default_plan_path
     from pdtool.api.planning import keep_edits, planned_for

@@ -23,27 +23,25 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
         return NoPlanError(
             f"a straight pipeline on {search.workers} workers needs {search.workers} stages, but the model can be cut "
             f"into {max_stages} at most",
-            f"give --workers {max_stages}{', or loosen HINTS pin' if search.profile.pin else ''}",
+            f"pass --workers {max_stages}{', or loosen HINTS pin' if search.profile.pin else ''}",
         )
     smallest, limit = _smallest(search), search.cluster.memory_bytes
     if smallest is None or limit is None:
-        return NoPlanError(
-            "no division into stages keeps every pinned node where it is pinned",
-            "loosen HINTS pin, or allow another number of stages",
-        )
+        what = "no division into stages keeps every pinned node where it is pinned"
+        return NoPlanError(what, "loosen HINTS pin, or allow another number of stages")
     needed = max(smallest.cost.searched_memory_bytes)
     if options.in_flight and needed <= limit:
         what = f"no plan{options.with_replicas} was found that fits with {options.in_flight} minibatches in flight"
-        return NoPlanError(what, "give fewer, or leave --in-flight out")
+        return NoPlanError(what, "pass fewer, or leave --in-flight out")
     stage = smallest.cost.searched_memory_bytes.index(needed)
-    left = f"a worker has {format_bytes(limit)}" if limit > 1 else "a worker has nothing left for them"
+    left = f"a worker has {format_bytes(limit) if limit > 1 else 'nothing left'} for them"
     least = search.profile.memory_for(needed, search.cluster.levels[-1].size)
     recomputing = " with every stage recomputing" if options.recompute else ""
     recompute = "" if options.recompute else ", or leave out --no-recompute"
     return NoPlanError(
-        f"no plan{options.with_replicas} fits: the smallest, {smallest.placement.config}"
-        f"{recomputing}, lacks {format_bytes(needed - limit)} in stage {stage} "
-        f"(its tensors need {format_bytes(needed)}, {left})",
+        f"no plan{options.with_replicas} fits into memory. The one that needs least, {smallest.placement.config}"
+        f"{recomputing}, is short of {format_bytes(needed - limit)} in stage {stage}: "
+        f"its tensors need {format_bytes(needed)}, and {left}",
         f"give each worker at least --memory {bytes_option(least)}{recompute}"
         f"{_more_workers(search)}{_other_schedules(search)}{_other_replicas(search)}, or smaller minibatches",
     )

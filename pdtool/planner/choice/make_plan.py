@@ -289,10 +289,8 @@ def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan
         UsageError: the schedule cannot have these replicas, or a rule of the plan's strategy forbids it.
     """
     if STRATEGIES[plan.strategy].rule:
-        raise UsageError(
-            f"a plan of strategy {plan.strategy} cannot be run in another way",
-            "for another schedule or weights, partition again",
-        )
+        what = f"a plan of strategy {plan.strategy} has a fixed schedule and fixed weights"
+        raise UsageError(what, "for another schedule or weights, partition again")
     changed = plan.model_copy(update={"strategy": "auto", **changes})
     placement = Placement.of(changed, profile)
     evaluator = Evaluator.of(changed, profile)
@@ -324,10 +322,8 @@ def under_schedule(placement: Placement, profile: Profile, schedule: str, chunks
     """
     before = placement.execution
     if before.chunks > 1:
-        raise UsageError(
-            f"schedule {schedule} cannot have {before.chunks} stages on each worker",
-            "simulate a plan with one stage on each",
-        )
+        what = f"schedule {schedule} cannot have {before.chunks} stages on each worker"
+        raise UsageError(what, "simulate a plan with one stage on each")
     microbatches = before.microbatches if before.microbatches > 1 else MICROBATCHES_PER_STAGE * len(placement.stages)
     if SCHEDULES[schedule].chunked:
         execution = ExecutionConfig.of_schedule(schedule, microbatches, chunks)
@@ -346,7 +342,7 @@ def even_pieces(profile: Profile, count: int) -> Stages:
     """
     blocks = _blocks(profile)
     if len(blocks) < count:
-        raise NoPlanError(f"the model has {len(blocks)} operators, too few for {count} chunks", "take fewer stages")
+        raise NoPlanError(f"the model has {len(blocks)} operators, too few for {count} chunks", "use fewer stages")
     nodes = profile.by_name
     seconds = [sum(nodes[name].forward_s + nodes[name].backward_s for name in block) for block in blocks]
     cumulative = [0.0, *accumulate(seconds)]
@@ -388,13 +384,14 @@ def _in_chunks(
     """
     for name, stage in profile.pin.items():
         if name not in stages[stage % len(stages)]:
-            where = f"chunk {stage % len(stages)} of {len(stages)} even ones"
-            raise UsageError(f"{name} is pinned to stage {stage} but not in {where}", "take another schedule")
+            where = f"part {stage % len(stages)} of {len(stages)} even ones, as {execution.schedule} divides the model"
+            what = f"HINTS pins {name} to stage {stage}, but it is not in {where}"
+            raise UsageError(what, "use another schedule, or remove the pin")
     for holders in tied_bytes(profile, stages):
         if len({s % len(workers) for s in holders}) < len(holders):
             numbers = ", ".join(map(str, holders))
             what = f"{execution.schedule} stages {numbers} share a parameter, and two of them are on one worker"
-            raise UsageError(what, "take another number of --chunks or --workers, or another schedule")
+            raise UsageError(what, "use another number of --chunks or --workers, or another schedule")
     return Placement(
         stages=stages,
         workers=workers * execution.chunks,

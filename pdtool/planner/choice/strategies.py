@@ -66,17 +66,16 @@ class Planner:
         workers = asked.workers or cluster_workers
         name = f"--strategy {strategy.name}"
         if workers < strategy.min_workers:
-            raise UsageError(
-                f"{name} cannot use {workers} worker(s)", f"give {strategy.min_workers} or more, or another strategy"
-            )
+            what = f"{name} cannot use {workers} worker(s)"
+            raise UsageError(what, f"pass {strategy.min_workers} or more, or another strategy")
         if strategy.schedule and schedule not in (None, strategy.schedule):
-            raise UsageError(
-                f"{name} excludes --schedule {schedule}", f"leave --schedule out: it uses {strategy.schedule}"
-            )
+            what = f"{name} cannot be combined with --schedule {schedule}"
+            raise UsageError(what, f"leave --schedule out: it uses {strategy.schedule}")
         if strategy.fixes_updates and microbatches not in (None, 1):
-            raise UsageError(f"{name} excludes --microbatches {microbatches}", "leave --microbatches out")
+            what = f"{name} cannot be combined with --microbatches {microbatches}"
+            raise UsageError(what, "leave --microbatches out")
         if _flushes(strategy.schedule) and asked.cost_model != "ours":
-            raise UsageError(f"{name} excludes --cost {asked.cost_model}", "leave --cost out")
+            raise UsageError(f"{name} cannot be combined with --cost {asked.cost_model}", "leave --cost out")
         schedule = schedule or strategy.schedule or ONE_F_ONE_B.name
         given: dict[str, Any] = {
             field.name: getattr(asked, field.name) for field in fields(SearchOptions) if hasattr(asked, field.name)
@@ -128,10 +127,9 @@ class Planner:
         if max_stages < options.min_stages:
             asked, remedy = f"--strategy {options.strategy}", "use --strategy data-parallel"
             if options.replicas:
-                asked, remedy = f"--replicas {options.replicas_text}", "give fewer stages"
-            raise NoPlanError(
-                f"{asked} needs {options.min_stages} stages, but the model can be cut into at most {max_stages}", remedy
-            )
+                asked, remedy = f"--replicas {options.replicas_text}", "pass fewer stages"
+            what = f"{asked} needs {options.min_stages} stages, but the model can be cut into at most {max_stages}"
+            raise NoPlanError(what, remedy)
         return search.fastest_plans()
 
     def searches_all_updates(self, search: PlanSearch) -> bool:
@@ -195,20 +193,19 @@ class Planner:
         samples = asked.samples_per_update or 0
         text = f"--samples-per-update {samples}"
         if asked.microbatches:
-            raise UsageError(f"{text} and --microbatches {asked.microbatches} exclude each other", "give only one")
+            raise UsageError(f"{text} and --microbatches {asked.microbatches} cannot be combined", "pass only one")
         if self._has_own_updates:
-            what = f"--strategy {self.strategy.name} fixes the size of updates, so it excludes {text}"
+            what = f"--strategy {self.strategy.name} fixes the size of updates, so it cannot be combined with {text}"
             raise UsageError(what, "leave it out")
         schedule = asked.schedule or self.strategy.schedule or "1f1b-flush"
         count, rest = divmod(samples, batch_size)
         if rest or not count:
             near = " or ".join(str(batch_size * n) for n in (count, count + 1) if n)
-            remedy = f"give {near}, or profile with a --batch-size that divides {samples}"
+            remedy = f"pass {near}, or profile with a --batch-size that divides {samples}"
             raise UsageError(f"{text} is not a multiple of the profiled minibatch of {batch_size}", remedy)
         if count > MAX_IN_FLIGHT:
-            raise UsageError(
-                f"{text} is {count} minibatches of {batch_size}", f"give at most {MAX_IN_FLIGHT * batch_size}"
-            )
+            what = f"{text} is {count} minibatches of {batch_size}"
+            raise UsageError(what, f"pass at most {MAX_IN_FLIGHT * batch_size}")
         return schedule, count
 
     def _default_microbatches(self, workers: int, schedule: str) -> int:
@@ -218,38 +215,38 @@ class Planner:
         """Raise UsageError if these replicas clash with the other options or do not fit on the cluster."""
         asked, workers, strategy = f"--replicas {options.replicas_text:.80}", sum(options.replicas or ()), self.strategy
         if strategy.is_straight or not strategy.is_own:
-            raise UsageError(f"{asked} and --strategy {strategy.name} exclude each other", "give only one")
+            raise UsageError(f"{asked} and --strategy {strategy.name} cannot be combined", "pass only one")
         if options.workers is not None:
-            raise UsageError(f"{asked} and --workers {options.workers} exclude each other", "leave --workers out")
+            raise UsageError(f"{asked} and --workers {options.workers} cannot be combined", "leave --workers out")
         kind = SCHEDULES.get(options.schedule)
         if kind and kind.chunked:
             allowed = ", ".join(name for name, kind in SCHEDULES.items() if not kind.chunked)
-            raise UsageError(f"--schedule {options.schedule} excludes {asked}", f"choose from {allowed}")
+            raise UsageError(f"--schedule {options.schedule} cannot be combined with {asked}", f"choose from {allowed}")
         if kind and kind.planned_as and kind.equal_replicas and len(set(options.replicas or ())) > 1:
-            remedy = f"give all stages the same number, or take {kind.planned_as.name}"
-            raise UsageError(f"--schedule {kind.name} excludes {asked}", remedy)
+            remedy = f"use the same number for all stages, or {kind.planned_as.name}"
+            raise UsageError(f"--schedule {kind.name} cannot be combined with {asked}", remedy)
         if options.min_stages < strategy.min_stages:
-            raise UsageError(f"{asked} is one stage", f"--strategy {strategy.name} has {strategy.min_stages} or more")
+            what = f"{asked} is one stage, but --strategy {strategy.name} needs {strategy.min_stages} or more"
+            raise UsageError(what, "pass more, for example --replicas 1-1, or use --strategy auto")
         if max(options.replicas or ()) > (options.update_every or math.inf):
             what = f"{asked} needs a minibatch for each replica, but an update has {options.update_every}"
-            raise UsageError(what, "give fewer replicas, more --samples-per-update, or --schedule 1f1b-flush")
+            raise UsageError(what, "pass fewer replicas, more --samples-per-update, or --schedule 1f1b-flush")
         if workers > cluster_workers:
-            raise UsageError(
-                f"{asked} needs {workers} workers, but the cluster has {cluster_workers}",
-                "give fewer replicas, or a larger --topology",
-            )
+            what = f"{asked} needs {workers} workers, but the cluster has {cluster_workers}"
+            raise UsageError(what, "pass fewer replicas, or a larger --topology")
         if workers > MAX_WORKERS_PER_COPY:
-            raise UsageError(f"{asked} needs {workers} workers", f"give at most {MAX_WORKERS_PER_COPY}")
+            raise UsageError(f"{asked} needs {workers} workers", f"pass at most {MAX_WORKERS_PER_COPY}")
 
     def _check_in_flight(self, options: SearchOptions) -> None:
         """Raise UsageError if the schedule or the strategy fixes how many minibatches are in flight."""
         execution = ExecutionConfig(schedule=options.schedule, strategy=options.strategy)
         asked, strategy = f"--in-flight {options.in_flight}", self.strategy
         if strategy.fixes_updates:
-            raise UsageError(f"--strategy {strategy.name} fixes its own number, so it excludes {asked}", "leave it out")
+            what = f"--strategy {strategy.name} sets the number of minibatches in flight itself"
+            raise UsageError(what, f"leave {asked} out")
         if options.schedule in SCHEDULES and not execution.has_choice_in_flight:
-            what = f"schedule {options.schedule} keeps all microbatches of an update in flight, so it excludes {asked}"
-            raise UsageError(what, "leave --in-flight out, or use --schedule 1f1b-flush")
+            what = f"schedule {options.schedule} keeps all microbatches of an update in flight"
+            raise UsageError(what, f"leave {asked} out, or use --schedule 1f1b-flush")
 
     def _size_of_update(self, placement: Placement) -> str:
         return ""
@@ -397,9 +394,9 @@ class _AsyncDataParallelPlanner(Planner):
         if not evaluator.fits(plan):
             needed = format_bytes(max(plan.cost.searched_memory_bytes))
             raise NoPlanError(
-                f"{self.strategy.label} of {search.workers} workers does not fit: one worker computes for all of them "
-                f"and needs {needed}, but has {format_bytes(search.cluster.memory_bytes or 0)}",
-                "give fewer --workers, or smaller minibatches",
+                f"{self.strategy.label} of {search.workers} workers does not fit into memory: one worker computes for "
+                f"all of them. It needs {needed}, but has {format_bytes(search.cluster.memory_bytes or 0)}",
+                "pass fewer --workers, or smaller minibatches",
             )
         return [plan]
 
@@ -424,7 +421,7 @@ def planner_asked_for(asked: PartitionOptions) -> Planner:
     if not asked.straight:
         return PLANNERS[asked.strategy]
     if asked.strategy not in ("auto", "straight"):
-        raise UsageError(f"--straight and --strategy {asked.strategy} exclude each other", "give only one")
+        raise UsageError(f"--straight and --strategy {asked.strategy} cannot be combined", "pass only one")
     return PLANNERS["straight"]
 
 

@@ -98,21 +98,16 @@ class PlanSearch:
         has_microbatches = options.schedule == "auto" or SCHEDULES[options.schedule].flushes
         if options.microbatches < 1 or (options.microbatches > 1 and not has_microbatches):
             flushing = schedule_names(lambda kind: kind.has_formulas and kind.flushes)
-            raise UsageError(
-                f"schedule {options.schedule} excludes --microbatches {options.microbatches}",
-                f"give 1 or more to {flushing}; {ONE_F_ONE_B.name} has none",
-            )
+            what = f"schedule {options.schedule} cannot be combined with --microbatches {options.microbatches}"
+            raise UsageError(what, f"pass 1 or more to {flushing}; {ONE_F_ONE_B.name} has none")
         if not 1 <= self.workers <= self.cluster.workers:
-            raise UsageError(
-                f"--workers {self.workers}, but the cluster has {self.cluster.workers}",
-                f"give between 1 and {self.cluster.workers}",
-            )
+            what = f"--workers {self.workers}, but the cluster has {self.cluster.workers}"
+            raise UsageError(what, f"pass between 1 and {self.cluster.workers}")
         if options.straight and self.workers > MAX_WORKERS_PER_COPY:
-            raise UsageError(
-                f"{self.workers} workers are too many for a straight pipeline", f"give at most {MAX_WORKERS_PER_COPY}"
-            )
+            what = f"{self.workers} workers are too many for a straight pipeline"
+            raise UsageError(what, f"pass at most {MAX_WORKERS_PER_COPY}")
         if options.max_cuts < _MIN_CUTS:
-            raise UsageError(f"--cuts {options.max_cuts} is too few", f"give {_MIN_CUTS} or more")
+            raise UsageError(f"--cuts {options.max_cuts} is too few", f"pass {_MIN_CUTS} or more")
 
     @cached_property
     def evaluator(self) -> Evaluator:

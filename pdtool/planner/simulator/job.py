@@ -91,9 +91,8 @@ class SimulationJob:
         shape = placement.shape(sizes)
         limit = max(MAX_ACTIONS // (2 * len(placement.stages)), steady_run(shape))
         if minibatches and minibatches > limit:
-            raise UsageError(
-                f"--minibatches {minibatches} of {len(placement.stages)} stages take too long", f"give at most {limit}"
-            )
+            what = f"--minibatches {minibatches} of {len(placement.stages)} stages take too long"
+            raise UsageError(what, f"pass at most {limit}")
         loads = stage_loads(profile, placement.stages)
         return cls(
             shape=shape,

@@ -117,13 +117,11 @@ class WorkersLeft:
             what = f"{place} sent no message that arrived within {format_seconds(self._config.timeout_s)}, but all "
             return WorkerDiedError(
                 f"{what}workers waited for messages: a message is lost or still on its way; {last_seen}",
-                "check whether the links are too slow for these messages, or give a longer --timeout",
+                "check whether the links are too slow for these messages, or pass a longer --timeout",
             )
-        how = "is stopped (SIGSTOP)" if is_stopped else "did not answer"
-        return WorkerDiedError(
-            f"{place} {how}; {last_seen}; others waited {format_seconds(self._config.timeout_s)} for it",
-            "find out what it does there, or give a longer --timeout if it is only slow",
-        )
+        how = f"did not answer for {format_seconds(self._config.timeout_s)}"
+        what = f"{place} {'is stopped (SIGSTOP)' if is_stopped else how}; {last_seen}"
+        return WorkerDiedError(what, "if it is only slow, pass a longer --timeout")
 
     def write_story(self, error: PdtoolError) -> bool:
         """Write how every worker ended to the run's folder; return whether that worked."""

@@ -209,26 +209,19 @@ def check_config(config: RunConfig) -> None:
     """
     plan, bundle = config.plan, config.bundle
     if len(plan.stages) != len(bundle.stages):
-        raise StaleError(
-            config.bundle_dir / Bundle.FILE,
-            f"it has {len(bundle.stages)} stages, but the plan has {len(plan.stages)}",
-            "run `pdtool codegen` again",
-        )
+        what = f"it has {len(bundle.stages)} stages, but the plan has {len(plan.stages)}"
+        raise StaleError(config.bundle_dir / Bundle.FILE, what, "run `pdtool codegen` again")
     if config.delay_compensation and plan.kind.flushes:
-        raise UsageError(
-            f"--correction {config.delay_compensation} has no effect with schedule {plan.schedule}",
-            "leave it out: after a flush, no gradient is late",
-        )
+        what = f"--correction {config.delay_compensation} has no effect with schedule {plan.schedule}"
+        raise UsageError(what, "leave it out: after a flush, no gradient is late")
     cores = len(usable_cores())
     if config.threads_given and (config.threads or 0) > cores:  # more than a worker can have at the same time
-        raise UsageError(f"--threads {config.threads}, but this machine has {cores} core(s)", f"give {cores} or fewer")
+        raise UsageError(f"--threads {config.threads}, but this machine has {cores} core(s)", f"pass {cores} or fewer")
     check_autocast(config.precision, bundle.autocast_off)
     for tied in bundle.tied:
         if len({s % plan.pipeline_depth for s in tied.stages}) < len(tied.stages):
-            raise UsageError(
-                f"stages {', '.join(map(str, tied.stages))} share {tied.names[0]}, but two of them are on one worker",
-                "partition with another number of --chunks or --workers",
-            )
+            what = f"stages {', '.join(map(str, tied.stages))} share {tied.names[0]}, but two of them are on one worker"
+            raise UsageError(what, "partition with another number of --chunks or --workers")
     bundle.check_files(config.bundle_dir)
     check_executable(plan.kind, config.shape)
 

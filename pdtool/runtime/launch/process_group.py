@@ -63,7 +63,7 @@ class Reaper:
             return int(self._pipe.recv())
         except EOFError as error:
             what = "the process that ends the workers died at its start"
-            remedy = 'start it again; your own script must call pdtool.run under `if __name__ == "__main__":`'
+            remedy = 'start the run again; a script of your own must call pdtool.run under `if __name__ == "__main__":`'
             raise WorkerDiedError(what, remedy) from error
 
     def send(self, number: signal.Signals) -> None:

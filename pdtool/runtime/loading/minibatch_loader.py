@@ -146,10 +146,8 @@ class MinibatchLoader:
         expected = [((samples, *shape[1:]), dtype) for shape, dtype in self._described.shapes]
         loaded = shapes_of(leaves)
         if loaded != expected:
-            raise self.file.error(
-                f"{self.where} gives targets {_shapes(loaded)}, but the first sample alone gives {_shapes(expected)}",
-                "give targets one row per sample, and pad to a fixed length",
-            )
+            what = f"{self.where} gives targets {_shapes(loaded)}, but the first sample alone gives {_shapes(expected)}"
+            raise self.file.error(what, "give targets one row per sample, and pad to a fixed length")
         return leaves
 
 
@@ -193,9 +191,8 @@ class SampleStream:
         self._next, self._pass, self._read_of_pass = 0, 0, 0
         self._samples: Iterator[Any] | None = None
         self._has_warned, self._is_empty = False, True
-        self._generator_states: tuple[Any, ...] | None = (
-            None  # states of torch's, numpy's and Python's generators between reads
-        )
+        # The states of torch's, numpy's and Python's generators between reads.
+        self._generator_states: tuple[Any, ...] | None = None
 
     def read(self, pass_number: int | None, numbers: Sequence[int]) -> list[Any]:
         """Return consecutive samples.
@@ -228,7 +225,7 @@ class SampleStream:
                     raise self._file.error(
                         f"{self._name} has no length and did not end within {format_seconds(within_s)}, after "
                         f"{self._read_of_pass} samples",
-                        "define __len__, which limits the validation, or give a longer --timeout",
+                        "define __len__, which limits the validation, or pass a longer --timeout",
                     )
         return self._read_of_pass
 
@@ -280,7 +277,7 @@ class SampleStream:
             return self._file.error(what, "start again each time __iter__ is called")
         return self._file.error(
             f"{self._name} ends after {self._read_of_pass} samples, before its length",
-            "give each pass as many samples as __len__ says, or remove __len__ and give --steps",
+            "give each pass as many samples as __len__ says, or remove __len__ and pass --steps",
         )
 
     @contextmanager

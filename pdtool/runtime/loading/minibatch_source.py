@@ -51,7 +51,7 @@ _REMEDY_FOR_CUDA = "make samples on the CPU, or load in the training process: --
 _REMEDIES = {
     -signal.SIGBUS: "give /dev/shm more room (docker run --shm-size), or load in the training process: "
     "--loader-workers 0",
-    -signal.SIGKILL: "if memory ran out, give fewer --loader-workers",
+    -signal.SIGKILL: "if memory ran out, pass fewer --loader-workers",
 }
 _REMEDY_FOR_ENDS = "use --loader-workers 0: the training process then loads and names the sample"
 
@@ -168,7 +168,7 @@ class MinibatchSource:
                 return WorkerDiedError(what, _REMEDIES.get(process.exitcode or 0, _REMEDY_FOR_ENDS))
         if "timed out" in str(error):
             what = f"{task} was not loaded within {format_seconds(self._timeout_s)}"
-            return WorkerDiedError(what, "find out what dataset() waits for, or give a longer --timeout")
+            return WorkerDiedError(what, "find out what dataset() waits for, or pass a longer --timeout")
         return None
 
 
@@ -269,7 +269,8 @@ class TaskDataset(Dataset[LoadedMinibatch | BaseException]):
         except BaseException as error:  # KeyboardInterrupt and the like would end a loader worker silently
             if get_worker_info() is None:
                 raise
-            return WorkerDiedError(f"{describe_error(error)} while {task} was loaded", "raise an Exception instead")
+            what = f"the dataset raised {describe_error(error)} while {task} was loaded"
+            return WorkerDiedError(what, "raise a subclass of Exception instead")
         finally:
             torch.set_num_threads(threads)
 

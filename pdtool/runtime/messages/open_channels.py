@@ -69,10 +69,8 @@ def open_channels(
     by_nccl = [r for r in routes if uses_nccl and r.number not in by_ipc and can_use_nccl(r, config.plan)]
     by_gloo = [r for r in routes if not r.is_local and r.number not in agreed and r not in by_nccl]
     if by_gloo and config.transport == "shared":
-        raise UsageError(
-            f"rank {by_gloo[0].sender} and rank {by_gloo[0].receiver} cannot share memory",
-            "leave out --transport: workers on one Linux machine share memory, others use the network",
-        )
+        remedy = "leave out --transport: workers on one Linux machine share memory, others use the network"
+        raise UsageError(f"rank {by_gloo[0].sender} and rank {by_gloo[0].receiver} cannot share memory", remedy)
     opener = _ChannelOpener(
         layouts,
         device_memory,

@@ -109,8 +109,8 @@ class ModuleState:
         for name in self.names:
             value, shape = state[name].get(""), list(current[name].shape)
             if value is None or list(value.shape) != shape:
-                described = "none" if value is None else f"one of shape {list(value.shape)}"
-                raise FieldError(f"{name} of shape {shape}", described)
+                described = "no such tensor" if value is None else f"shape {list(value.shape)}"
+                raise FieldError(f"{name} has shape {shape}", described)
             with torch.no_grad():
                 without_repetition(current[name]).copy_(without_repetition(value, current[name]))
 

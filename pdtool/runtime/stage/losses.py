@@ -116,10 +116,8 @@ def _read(
     for i, copy in copies.items():
         loss = copy.read()
         if not math.isfinite(loss):
-            raise PdtoolError(
-                f"the loss is {loss} in minibatch {i} of epoch {epoch}",
-                "try a lower learning rate, and check the data and the loss for division by zero or log(0)",
-            )
+            remedy = "try a lower learning rate, and check the data and the loss for division by zero or log(0)"
+            raise PdtoolError(f"the loss is {loss} in minibatch {i} of epoch {epoch}", remedy)
         total += weights[i] * loss
     return RoundLoss(step, total, sum(weights.values()), lr)
 

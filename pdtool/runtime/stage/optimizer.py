@@ -204,7 +204,7 @@ class NamedOptimizer:
                     self._has_warned = True
                     sys.stderr.write(
                         f"warning: {type(self.optimizer).__name__} keeps {key!r}, {error}: checkpoints hold tensors, "
-                        "numbers, texts and containers of them, so a resumed run starts without it\n"
+                        "numbers, strings and containers of them, so a resumed run starts without it\n"
                     )
         return packable
 
@@ -406,9 +406,7 @@ class LearningRateSchedule:
             self._scheduler.step(*metrics)
             self._note(self._own)
         except TypeError as error:
-            raise self._file.error(
-                f"the learning-rate schedule {name} cannot be stepped ({error})",
-                "use ReduceLROnPlateau, or one whose step() takes no argument",
-            ) from error
+            what = f"the learning-rate schedule {name} cannot be stepped ({error})"
+            raise self._file.error(what, "use ReduceLROnPlateau, or one whose step() takes no argument") from error
         except Exception as error:
             raise self._file.error_at(error, f"the learning-rate schedule {name}") from error

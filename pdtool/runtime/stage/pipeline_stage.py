@@ -229,7 +229,7 @@ class PipelineStage:
             if own:
                 raise ModelError(
                     f"loss() depends on a parameter of its own, of shape {list(own[0].shape)}, which no stage trains",
-                    "make it a parameter of the model and return it for the loss, or let it not require a gradient",
+                    "move it into the model and return it as part of the output, or set requires_grad=False on it",
                 )
         return loss
 

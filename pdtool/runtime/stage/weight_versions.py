@@ -164,8 +164,8 @@ class WeightVersions:
             if self.kept_memory:
                 raise FieldError(
                     self.kept_memory,
-                    "is kept by its memory, as p.data or a view of it, but that moves while minibatches are in flight; "
-                    "use the parameter itself in each step, or plan with --schedule 1f1b-flush",
+                    "moves to other memory while minibatches are in flight, but your code keeps a reference to its "
+                    "p.data or a view of that; read p.data anew in each step, or plan with --schedule 1f1b-flush",
                 )
             memory = self._take_memory()
             _copy_all(memory, [*(parameter.data for parameter in self.parameters.values()), *self._current.views])
@@ -309,7 +309,7 @@ def _check_change(name: str, parameter: nn.Parameter, leaf: Tensor) -> None:
         raise FieldError(
             name,
             "has a hook that waits for its accumulated gradient, which is complete only after the sum over "
-            "microbatches and replicas; step in the optimizer, or change gradients with register_hook()",
+            "microbatches and replicas; update it in the optimizer, or change gradients with register_hook()",
         )
 
 

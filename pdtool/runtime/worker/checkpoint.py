@@ -83,7 +83,7 @@ def load(checkpoint: Path, components: Sequence[Component]) -> None:
         try:
             part.load_state_dict({name: entries[f"{part.key}.{name}"] for name in part.names})
         except FieldError as fault:
-            what = f"the model has {fault.field}, but the checkpoint {checkpoint} {fault}"
+            what = f"{fault.field} in the model, but the checkpoint {checkpoint} has {fault}"
             raise UsageError(what, "resume from a run of the same model") from fault
 
 
@@ -181,10 +181,8 @@ def _on_all_workers(group: Any, step: Callable[[], _Written]) -> list[_Written]:
     outcomes = all_gather((failure, result), tuple[str, _Written], group, "word of the checkpoint")
     failures = [failure for failure, _ in outcomes if failure]
     if failures:
-        raise PdtoolError(
-            f"the checkpoint could not be written ({failures[0]})",
-            "make sure that the folder can be written. Earlier checkpoints are complete",
-        )
+        what = f"the checkpoint could not be written ({failures[0]})"
+        raise PdtoolError(what, "make sure that the folder can be written. Earlier checkpoints are complete")
     return [result for _, result in outcomes]
 
 
@@ -231,9 +229,8 @@ def _publish(partial: Checkpoint, checkpoint: Checkpoint, manifest: CheckpointMa
     for name, stored in manifest.files.items():
         path = partial.path / name
         if not path.is_file() or path.stat().st_size != stored.bytes:
-            raise FileNotFoundError(
-                f"{path}, which another worker wrote, is not there: do all machines share {folder}?"
-            )
+            what = f"{path}, which another worker wrote, is not there: do all machines share {folder}?"
+            raise FileNotFoundError(what)
     manifest.save(partial.manifest_file)
     _sync(partial.path)
     if folder.exists():

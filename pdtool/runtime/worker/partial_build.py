@@ -228,9 +228,8 @@ class _PartialBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator that reads or writes followed tensors; follow its outputs too."""
         written = written_by(func, args, kwargs)
         if not all(tensor.is_meta for tensor in written):
-            raise MissingValuesError(
-                f"model() writes a value computed from a parameter into another tensor, with {func}"
-            )
+            what = f"model() writes a value computed from a parameter into another tensor, with {func}"
+            raise MissingValuesError(what)
         result = self._result(func, args, kwargs, written)
         sources = {s for tensor in tensors_in((args, kwargs)) for s in self._sources.get(storage_address(tensor), ())}
         for tensor in (*tensors_in(result), *written):

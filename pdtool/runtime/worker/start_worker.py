@@ -336,17 +336,17 @@ def warn_of_length(config: RunConfig, data: TrainingData, manifest: CheckpointMa
     before = next(reversed(manifest.minibatches), 0) or now
     if before != now:
         sys.stderr.write(
-            f"warning: epochs had {before} minibatches and now have {now}: other --steps, another training set, "
-            "or minibatches of another size\n"
+            f"warning: an epoch had {before} minibatches before and now has {now}. If you did not intend this, check "
+            "--steps, the training set and the batch size\n"
         )
     by_epoch = data.file.training.scheduler_step == "epoch"
-    other_length = "" if by_epoch or before == now else f", of {before} minibatches each"
+    other_length = "" if by_epoch or before == now else f" of {before} minibatches"
     epochs_before = manifest.epochs or config.epochs
     if data.file.scheduler_takes_total and (epochs_before != config.epochs or other_length):
         sys.stderr.write(
-            f"warning: the learning-rate schedule was one of {epochs_before} epochs{other_length}, and goes on as one "
-            f"of {config.epochs}, {manifest.epoch} of them over: train with the same --epochs and --steps for the same "
-            "learning rates\n"
+            f"warning: the learning-rate schedule was made for {epochs_before} epochs{other_length}. It continues as "
+            f"one for {config.epochs} epochs, after epoch {manifest.epoch}. To keep the learning rates, pass the same "
+            "--epochs and --steps as before\n"
         )
 
 

@@ -156,7 +156,8 @@ class Worker:
         figures = totals.summarize(self._place.groups.world, where)
         undefined = self.progress.undefined = totals.undefined
         if undefined and self._log:
-            sys.stderr.write(f"warning: {where} gives no {', '.join(sorted(undefined))}: the count is 0\n")
+            named = ", ".join(sorted(undefined))
+            sys.stderr.write(f"warning: {where} gives no {named}: metrics() returned a total count of 0 for it\n")
         return figures
 
     def run(self) -> Report:

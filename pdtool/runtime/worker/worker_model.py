@@ -187,11 +187,8 @@ def _take_over(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> No
             if value is None and original is None:
                 continue
             if _description(value) != _description(original):
-                raise ArtifactError(
-                    path,
-                    f"its {name} is {_description(value)}, but the model's is {_description(original)}",
-                    "run `pdtool codegen` again",
-                )
+                what = f"its {name} is {_description(value)}, but the model's is {_description(original)}"
+                raise ArtifactError(path, what, "run `pdtool codegen` again")
             setattr(owner, key, original)  # nn.LSTM makes its list of weights here
 
 
@@ -246,7 +243,7 @@ def _digest(tensor: Tensor) -> str:
 def _broadcast(tensor: Tensor, source: int, group: Any) -> None:
     """Give a tensor its values at rank `source`, by a gloo group."""
     values = tensor.detach().cpu().contiguous()
-    with PeerErrorContext(f"the initial weights did not come from rank {source}", source):
+    with PeerErrorContext(f"the initial weights did not arrive from rank {source}", source):
         dist.broadcast(values, source, group=group)
     with torch.no_grad():
         tensor.copy_(values)
