@@ -275,7 +275,7 @@ REFUSED = [
     (AFTER.format(name="b.weight", statement="p.data = p.data[:4]"), r"b.weight became float32\[4, 5\] on cpu"),
     (
         AFTER.format(name="b.bias", statement="p.register_post_accumulate_grad_hook(print)"),
-        r"model.py:\d+: the parameter b.bias has a hook that waits for its accumulated gradient, .*; step in the opt",
+        r"model.py:\d+: the parameter b.bias has a hook that waits for its accumulated gradient, .*; update it in",
     ),
     (
         AFTER.format(name="b.bias", statement="p.register_hook(lambda gradient: gradient)"),

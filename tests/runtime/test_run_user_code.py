@@ -221,7 +221,7 @@ def test_state_that_no_checkpoint_holds_is_told_once(tmp_path, capsys):
     saved = [list(optimizer.state_dict()) for _ in range(2)]
     record = unpack({entry: tensor for name, entry, tensor in saved[1] if name == "body.bias"})
     assert record["state"] == {"momentum_buffer": None, "step": 3}
-    assert capsys.readouterr().err.count("keeps 'closure', a function: checkpoints hold tensors, numbers, text") == 1
+    assert capsys.readouterr().err.count("keeps 'closure', a function: checkpoints hold tensors, numbers, string") == 1
 
 
 def test_what_an_optimizer_keeps_is_packed_as_it_is():

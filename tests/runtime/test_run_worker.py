@@ -159,7 +159,7 @@ def test_a_schedule_that_is_resumed_as_one_of_another_length_is_told(
 ) -> None:
     """Not where it takes no length; 0: an older checkpoint does not know how long its run was to be."""
     said = warnings_of_length(capsys, takes_total=takes_total, epochs=before)
-    assert ("one of 2 epochs, and goes on as one of 4, 1 of them over" in said) == is_told
+    assert ("made for 2 epochs. It continues as one for 4 epochs, after epoch 1" in said) == is_told
     assert "minibatches" not in said
 
 

@@ -66,6 +66,9 @@ class Link:
         remaining, unfilled: while shares are computed, the bandwidth left and the messages without a share.
     """
 
+    direction: str
+    level: int
+    member: int
     bandwidth: float
     flows: dict[Flow, int] = field(default_factory=dict)
     messages: int = 0
@@ -140,7 +143,7 @@ class Network:
 
     def _link(self, direction: str, level: int, member: int) -> Link:
         bandwidth = self.cluster.levels[level].bandwidth_bytes_per_s
-        return self._links.setdefault((direction, level, member), Link(bandwidth))
+        return self._links.setdefault((direction, level, member), Link(direction, level, member, bandwidth))
 
     def send(self, flow: Flow) -> None:
         """Start a flow, or queue it in its channel."""
