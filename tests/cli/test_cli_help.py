@@ -143,6 +143,7 @@ def test_a_pyproject_of_others_gives_no_defaults(profiled):
         ("[partition]\ntopology = []", "partition.topology: is []; write a string or a number"),
         ("[run]\nhelp = true", "run.help: there is no such option"),
         ("[run]\ntrust = true", "run.trust: is for the command line only; leave it out here"),
+        ("[check]\nupdate = true", "check.update: is for the command line only"),
         ("[export]\noutput = '/etc/passwd'", "export.output: is for the command line only"),
         ("partition = 3", "partition: is 3, not a table of options; write [partition]"),
         ("[partition", "is not TOML"),

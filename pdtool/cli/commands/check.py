@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pdtool.cli.click_options import option
 from pdtool.cli.command_line import command
 from pdtool.cli.terminal import note, print_data, show
 from pdtool.errors import ArtifactError, StaleError, UsageError, printable
@@ -27,9 +28,15 @@ _MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "")}
 
 @command(epilog="\b\nExamples:\n  pdtool check plans/mnist-2.yaml\n  pdtool check plans/mnist-2.yaml --update")
 @click.argument("plan", required=False)
-@click.option("--fresh", is_flag=True, help="Instead, say which of profile, plan, bundle and stage files are stale.")
-@click.option(
+@option(
+    "--fresh",
+    in_file=False,
+    is_flag=True,
+    help="Instead, say which of profile, plan, bundle and stage files are stale.",
+)
+@option(
     "--update",
+    in_file=False,
     is_flag=True,
     help="Write the new figures into the file of a plan, if you edited it or profiled again. Comments and order stay.",
 )
