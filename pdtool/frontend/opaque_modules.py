@@ -43,7 +43,7 @@ def failing_module(error: BaseException, model: nn.Module) -> str | None:
     return None
 
 
-def modules_writing_data(model: nn.Module) -> list[str]:
+def modules_using_data(model: nn.Module) -> list[str]:
     """The paths of modules whose code uses `.data`, which torch.export traces into tensors without values."""
     found = []
     for path, module in model.named_modules():

@@ -36,6 +36,10 @@ from pdtool.frontend.operators import (
 )
 
 _TORCH = str(Path(torch.__file__).parent)
+# Operators that take only the form of a tensor, or overwrite it: no gradient flows back to it.
+_WITHOUT_GRADIENT = {f"{value}_like" for value in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")}
+_WITHOUT_GRADIENT |= {f"new_{value}" for value in ("empty", "empty_strided", "zeros", "ones", "full")}
+_WITHOUT_GRADIENT |= {"uniform", "normal_functional", "exponential", "log_normal", "cauchy", "geometric", "random"}
 
 
 class OperatorBuilder:
@@ -75,6 +79,7 @@ class OperatorBuilder:
         buffers = (*op.buffers, *filter(self.buffers.__contains__, names))
         takes_gradient = any(leaf.differentiable for leaf in leaves if isinstance(leaf, Value))
         takes_gradient = takes_gradient or any(self.parameters[name].requires_grad for name in parameters)
+        takes_gradient = takes_gradient and op.op not in _WITHOUT_GRADIENT
         outputs = tuple(
             self.value(tensor, op.name, i, takes_gradient and flow)
             for i, (tensor, flow) in enumerate(zip(results, flows, strict=False))

@@ -27,7 +27,7 @@ from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.model_rules import unknown_module_remedy
-from pdtool.frontend.opaque_modules import FixedSize, failing_module, fixed_sizes, modules_writing_data, without_inner
+from pdtool.frontend.opaque_modules import FixedSize, failing_module, fixed_sizes, modules_using_data, without_inner
 from pdtool.frontend.operator_builder import operators_sharing_state
 from pdtool.frontend.operators import Traced, named_state, names_over_parameters
 from pdtool.frontend.user_code import user_line
@@ -240,9 +240,11 @@ def _explained(
             module=fixed[0].module if fixed else None,
         )
     reason = lines[0].partition(" (unhinted")[0]
-    writers = modules_writing_data(model) if "constant's list" in reason else []
-    return TraceError(
-        f"{user_line(error, path)}torch.export cannot trace this line: {name}: {reason}",
-        "move this line into a module of its own: pdtool then keeps that module in one piece",
-        module=next(iter(writers), None) or failing_module(error, model),
-    )
+    writers = modules_using_data(model) if "constant's list" in reason else []
+    module = next(iter(writers), None) or failing_module(error, model)
+    remedy = "move this line into a module of its own: pdtool then keeps that module in one piece"
+    if writers:
+        what = f"{path.name}: forward of {writers[0] or 'the model'} uses .data, which torch.export cannot trace"
+        return TraceError(what, f"use .detach() to read a tensor without its gradient; or {remedy}", module=module)
+    what = f"{user_line(error, path)}torch.export cannot trace this line: {name}: {reason}"
+    return TraceError(what, remedy, module=module)

@@ -59,6 +59,11 @@ _TEMPLATES = {
     "split_with_sizes": "{self}.split({split_sizes}, dim={dim})",
     "stack": "torch.stack({tensors}, dim={dim})",
     "broadcast_tensors": "torch.broadcast_tensors({tensors*})",
+    "block_diag": "torch.block_diag({tensors*})",
+    "cartesian_prod": "torch.cartesian_prod({tensors*})",
+    "tensordot": "torch.tensordot({self}, {other}, dims=({dims_self}, {dims_other}))",
+    "adaptive_max_pool2d": "F.adaptive_max_pool2d({self}, {output_size}, return_indices=True)",
+    "adaptive_max_pool3d": "F.adaptive_max_pool3d({self}, {output_size}, return_indices=True)",
     "einsum": "torch.einsum({equation}, {tensors*})",
     "where.self": "torch.where({condition}, {self}, {other})",
     "cross_entropy_loss": "F.cross_entropy({self}, {target})",
@@ -80,6 +85,7 @@ _TEMPLATES = {
 _INTERPOLATION = re.compile(r"_?upsample_(\w+)\dd")
 # The Python functions of these names take different arguments, or do more than the operator.
 _UNLIKE_PYTHON = {"stft", "istft", "max_unpool2d", "max_unpool3d", "fractional_max_pool2d", "fractional_max_pool3d"}
+_REDUCTIONS = ("none", "mean", "sum")  # by the operator's number; the losses in torch.nn.functional take these names
 _FIELD = re.compile(r"\{(\w+)(\*?)\}")
 Write = Callable[[Any], str]
 Tree = dict[str, Any]  # child -> the text of a leaf module's constructor call, or the Tree below a container
@@ -103,19 +109,23 @@ def expression(op: Operator, write: Write) -> str:
         return _FIELD.sub(
             lambda m: ", ".join(map(write, arguments[m[1]])) if m[2] else _operand(arguments[m[1]], write), template
         )
+    function = _function(op)
+    if function.startswith("F.") and "reduction" in changed:
+        arguments = {**arguments, "reduction": _REDUCTIONS[arguments["reduction"]]}
     required, options = _call_arguments(schema, arguments, changed, write)
     is_method = schema.arguments[0].name == "self" and "out" not in arguments and hasattr(Tensor, name)
     if is_method and isinstance(arguments["self"], (Value, State)) and _has_python_form(op):
         if not callable(getattr(Tensor, name)):
             return f"{required[0]}.{name}"  # a property, such as x.mT
         return f"{required[0]}.{name}({', '.join(required[1:] + options)})"
-    return f"{_function(op)}({', '.join(required + options)})"
+    return f"{function}({', '.join(required + options)})"
 
 
 def _has_python_form(op: Operator) -> bool:
     """Whether torch's function or method of the operator's name takes its arguments; they take no None in a list."""
     has_none = any(isinstance(value, list) and None in value for value in op.kwargs.values())
-    return op.op not in _UNLIKE_PYTHON and not has_none
+    is_cdist_with_mode = op.op == "cdist" and op.kwargs["compute_mode"] is not None  # a number there, a name in Python
+    return op.op not in _UNLIKE_PYTHON and not has_none and not is_cdist_with_mode
 
 
 def _function(op: Operator) -> str:

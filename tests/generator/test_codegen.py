@@ -21,6 +21,7 @@ from pdtool.generator.generate import generate
 from pdtool.generator.stage_file import StageWriter
 from pdtool.generator.verify import VerificationError, compose, copy_state, load_stages, verify_values
 from pdtool.generator.wiring import Wiring
+from pdtool.profiler.measure import measure
 
 MODELS = Path(__file__).parents[1] / "models" / "small.py"
 INPUTS = {
@@ -450,3 +451,54 @@ def test_who_draws_before_whom_is_no_difference(tmp_path: Path, noise: str) -> N
     ]
     plan = plan.model_copy(update={"stages": tuple(stages)})
     assert generate(plan, profile, file, tmp_path / "bundle").proof == "values"
+
+
+FUNCTIONAL = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        h = self.second(self.first(x))
+        p, image = h.sigmoid(), h.view(-1, 1, 2, 3)
+        sums = [RESULTS]
+        return torch.stack([value.sum() for value in sums])
+
+def model(): return Net()
+def example_inputs(samples): return torch.randn(samples, 8)
+def loss(output, target): return output.sum()
+"""
+RESULTS = [
+    *(f"F.{name}(h, p, reduction='none')" for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")),
+    "F.mse_loss(h, p, reduction='sum')",
+    "F.binary_cross_entropy(p, p.detach(), reduction='none')",
+    "F.soft_margin_loss(h, p.detach().sign(), reduction='sum')",
+    "F.adaptive_max_pool2d(image, 1)",
+    "F.adaptive_max_pool2d(image, 1, return_indices=True)[1]",
+    "F.adaptive_max_pool3d(image, (1, 2, 1))",
+    "torch.tensordot(h, self.second.weight, dims=([1], [1]))",
+    "torch.cdist(h, p, compute_mode='donot_use_mm_for_euclid_dist')",
+    "torch.block_diag(self.first.weight, self.second.weight)",
+    "torch.cartesian_prod(h.sum(0), p.sum(0))",
+]
+# Their results have no gradient, though their arguments have one.
+MADE = [
+    "h * torch.empty_like(h).normal_()",
+    "h * torch.zeros_like(h).normal_()",
+    "h * h.new_empty(h.shape).bernoulli_(0.5)",
+    "h * torch.zeros_like(h).scatter_(1, h.argmax(1, keepdim=True), 2.0, reduce='add')",
+]
+
+
+@pytest.mark.parametrize("results", [RESULTS, MADE], ids=["functions", "without gradient"])
+def test_functions_are_profiled_and_written_as_they_are_called(tmp_path: Path, results: list[str]) -> None:
+    """Those of Python take other arguments than the operators of their names; no backward is asked of what has none."""
+    (tmp_path / "functions.py").write_text(FUNCTIONAL.replace("RESULTS", ", ".join(results)))
+    file = ModelFile.load(ModelRef(source=str(tmp_path / "functions.py")), trusted=True)
+    profile = measure(file, batch_size=4)
+    assert generate(plan_of(profile, 2), profile, file, tmp_path / "bundle").proof == "values"
