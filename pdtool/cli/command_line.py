@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from pathlib import Path
+from traceback import walk_stack
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 
 _FEW = 9  # up to this many options need no groups
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
-_LATER_S = 0.05  # when the object is gone
+_LATER_S = 0.05  # when the object is gone, or the import done
+_LIBRARIES = ("torch", "numpy")
 _FLAGS = {
     "quiet": ("-q", "--quiet", "Print only results, warnings and errors."),
     "verbose": ("-v", "--verbose", "Also print what is loaded and searched, and tracebacks of errors."),
@@ -68,20 +71,36 @@ def command(name: str | None = None, **settings: Any) -> Callable[[Callable[...,
 
 
 def keep_interrupts() -> None:
-    """Repeat a signal a moment later if its exception was lost."""
+    """Repeat a signal a moment later if its exception was lost, or would be: torch and numpy lose it in an import."""
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            _send_later(int(getattr(unraisable.exc_value, "number", signal.SIGINT)))  # that of a run has one
+        else:
             before(unraisable)
-            return
-        number = int(getattr(unraisable.exc_value, "number", signal.SIGINT))  # that of a run has one
-        # to the thread that handles it, even if that waits
-        timer = threading.Timer(_LATER_S, signal.pthread_kill, (threading.main_thread().ident, number))
-        timer.daemon = True
-        timer.start()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if any(map(_is_import_of_library, (f for f, _ in walk_stack(frame)))):
+            _send_later(number)
+        else:
+            signal.default_int_handler(number, frame)
 
     sys.unraisablehook = hook
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+
+
+def _send_later(number: int) -> None:
+    """Send a signal to the thread that handles it, even if that waits."""
+    timer = threading.Timer(_LATER_S, signal.pthread_kill, (threading.main_thread().ident, number))
+    timer.daemon = True
+    timer.start()
+
+
+def _is_import_of_library(frame: FrameType) -> bool:
+    """Whether the frame executes a module of a library whose C code drops exceptions while it imports."""
+    return frame.f_code.co_name == "<module>" and frame.f_globals["__name__"].partition(".")[0] in _LIBRARIES
 
 
 def verbosity_options() -> Sequence[click.Option]:

@@ -1,12 +1,14 @@
-"""A Ctrl-C that comes while an object is destroyed is not forgotten."""
+"""A Ctrl-C that comes while an object is destroyed, or torch is imported, is not forgotten."""
 
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import time
 
 import pytest
+from conftest import NET
 
 from pdtool.cli.command_line import keep_interrupts
 from pdtool.runtime.launch.process_group import StopSignal
@@ -42,3 +44,28 @@ def test_other_errors_during_the_end_of_an_object_are_printed_as_before(monkeypa
     keep_interrupts()
     Destroyed()
     assert printed == ["mine"]
+
+
+LATE = """
+import os, signal, sys
+
+class Interrupting:  # while the C code of torch imports numpy
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy._core.numerictypes":
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+from pdtool.__main__ import main
+main()
+"""
+
+
+def test_an_interrupt_while_torch_is_imported_comes_again(folder):
+    """Once: codegen wrote its files and exited with 0, because the C code of torch forgot the exception."""
+    folder.write("model.py", NET)
+    done = subprocess.run(
+        [sys.executable, "-c", LATE, "profile", "model.py"], cwd=folder.path, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    assert not (folder.path / "profiles").exists()
