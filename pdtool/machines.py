@@ -10,6 +10,7 @@ import re
 import zlib
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 
 from pdtool.errors import UsageError
 
@@ -70,7 +71,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 def rank_variables(
-    rank: int | str, local_rank: int | str, workers: int | str, local_workers: int | str, address: tuple[str, int]
+    rank: int, local_rank: int, workers: int, local_workers: int, address: tuple[str, int]
 ) -> dict[str, str]:
     """Return torch's environment variables of a worker.
 
@@ -94,21 +95,45 @@ def worker_environment(environment: Mapping[str, str], endpoint: str = "") -> di
     Args:
         environment: this process's environment; torchrun sets RANK in it and srun sets SLURM_PROCID.
         endpoint: `host:port` where the workers meet; by default from torchrun or SLURM.
+
+    Raises:
+        UsageError: a variable is missing or not a number, or the numbers contradict each other.
     """
+    number = partial(_number, environment)
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
-        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
-        given = {name: environment[name] for name in names if name in environment}
-        return {"LOCAL_RANK": environment.get("LOCAL_RANK", "0"), **given}
-    if "SLURM_STEP_ID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
-        own = environment.get("SLURM_LAUNCH_NODE_IPADDR", "localhost"), _slurm_port(environment)
-        return rank_variables(
-            environment["SLURM_PROCID"],
-            environment.get("SLURM_LOCALID", "0"),
-            environment["SLURM_NTASKS"],
-            environment.get("SLURM_NTASKS_PER_NODE", "1"),
-            parse_endpoint(endpoint) if endpoint else own,
-        )
-    return {}
+        rank, workers = number("RANK"), number("WORLD_SIZE")
+        local_rank, local_workers = number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", 1)
+        address: tuple[str, int] = environment["MASTER_ADDR"], number("MASTER_PORT")
+    elif "SLURM_STEP_ID" in environment and number("SLURM_NTASKS", 1) > 1:
+        rank, workers = number("SLURM_PROCID"), number("SLURM_NTASKS")
+        local_rank, local_workers = number("SLURM_LOCALID", 0), _slurm_tasks_here(environment)
+        address = environment.get("SLURM_LAUNCH_NODE_IPADDR", "localhost"), _slurm_port(environment)
+        if endpoint:
+            address = parse_endpoint(endpoint)
+    else:
+        return {}
+    if rank >= workers:
+        what = f"this process is worker {rank} of {workers}, by RANK and WORLD_SIZE or SLURM_PROCID and SLURM_NTASKS"
+        raise UsageError(what, "start the workers with torchrun or srun, which number them from 0")
+    return rank_variables(rank, local_rank, workers, local_workers, address)
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return the whole number in a variable; raises UsageError."""
+    text = environment.get(name, "" if default is None else str(default))
+    if not (text.isascii() and text.isdigit()):
+        is_set = f"is {text!r:.80}, not a whole number" if name in environment else "is not set"
+        raise UsageError(f"the environment variable {name} {is_set}", "start the workers with torchrun or srun")
+    return int(text)
+
+
+def _slurm_tasks_here(environment: Mapping[str, str]) -> int:
+    """Return the tasks on this node: SLURM lists those of all nodes, as `2(x3),1`."""
+    listed = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "")
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", listed, re.ASCII)
+    tasks = [int(each) for each, times in found for _ in range(int(times or 1))]
+    node = _number(environment, "SLURM_NODEID", 0)
+    return tasks[node] if node < len(tasks) else _number(environment, "SLURM_NTASKS_PER_NODE", 1)
 
 
 def _slurm_port(environment: Mapping[str, str]) -> int:
@@ -128,7 +153,7 @@ def is_started_by_torchrun(environment: Mapping[str, str]) -> bool:
 
 def is_worker(environment: Mapping[str, str]) -> bool:
     """Whether torchrun or srun started this process as one of several workers."""
-    return "RANK" in environment or int(environment.get("SLURM_NTASKS", "1")) > 1
+    return "RANK" in environment or _number(environment, "SLURM_NTASKS", 1) > 1
 
 
 def is_first_worker(environment: Mapping[str, str]) -> bool:

@@ -58,7 +58,7 @@ def test_machines_meet_at_the_endpoint_and_one_machine_at_a_port_of_its_own() ->
 
 
 def test_inside_torchrun_or_srun_the_process_is_a_worker() -> None:
-    assert worker_environment(TORCHRUN) == TORCHRUN
+    assert worker_environment(TORCHRUN) == {**TORCHRUN, "LOCAL_WORLD_SIZE": "1"}
     assert (
         worker_environment(SLURM, "head:29400").items()
         >= {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29400"}.items()
@@ -69,6 +69,29 @@ def test_inside_torchrun_or_srun_the_process_is_a_worker() -> None:
     assert worker_environment({}) == {}
     assert [is_worker(e) for e in (TORCHRUN, SLURM, {})] == [True, True, False]
     assert [is_first_worker(e) for e in (TORCHRUN, SLURM, {}, {**TORCHRUN, "RANK": "0"})] == [False, False, True, True]
+
+
+def test_slurm_lists_the_tasks_of_all_nodes() -> None:
+    """Without --ntasks-per-node each worker took itself for the only one of its machine, and all of its cores."""
+    for listed, tasks in {"2(x3),1": [2, 2, 2, 1], "4": [4], "1,2(x2)": [1, 2, 2]}.items():
+        for node, count in enumerate(tasks):
+            step = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": listed, "SLURM_NODEID": str(node)}
+            assert worker_environment(step)["LOCAL_WORLD_SIZE"] == str(count)
+    assert worker_environment({**SLURM, "SLURM_NTASKS_PER_NODE": "2"})["LOCAL_WORLD_SIZE"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("environment", "match"),
+    [
+        ({**TORCHRUN, "RANK": "zero"}, "variable RANK is 'zero', not a whole number; start the workers with torchrun"),
+        ({**TORCHRUN, "RANK": "2"}, "this process is worker 2 of 2, by RANK"),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_PROCID"}, "variable SLURM_PROCID is not set; start"),
+        ({**SLURM, "SLURM_NTASKS": "many"}, "variable SLURM_NTASKS is 'many', not a whole number"),
+    ],
+)
+def test_variables_that_no_launcher_sets_are_refused(environment: dict[str, str], match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        worker_environment(environment)
 
 
 def test_jobs_that_share_a_node_meet_at_different_ports() -> None:
