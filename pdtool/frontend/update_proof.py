@@ -42,8 +42,15 @@ def keep_parameters(optimizer: Optimizer, kept: set[int]) -> None:
         for key in NAMES_OF_GROUP:  # names where the optimizer was given them
             if key in group:
                 group[key] = [value for value, keep in zip(group[key], is_kept, strict=True) if keep]
-    for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in kept]:
-        del optimizer.state[parameter]
+    for each in (optimizer, *wrapped_optimizers(optimizer).values()):
+        for parameter in [p for p in each.state if isinstance(p, Tensor) and id(p) not in kept]:
+            del each.state[parameter]
+
+
+def wrapped_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Return the optimizers in an optimizer's attributes, by name; they have states of their own, as in Lookahead."""
+    own = vars(optimizer).items()
+    return {name: o for name, o in own if isinstance(o, Optimizer) and o.state is not optimizer.state}
 
 
 def set_mode(optimizer: Optimizer, *, training: bool) -> None:

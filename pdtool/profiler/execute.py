@@ -19,7 +19,7 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs, tensors_in, tensors_of
 from pdtool.frontend.model_rules import check_gradient
 from pdtool.frontend.operators import ByMode, Operator, Size, State, Traced, Value, named_state, values_in
-from pdtool.frontend.update_proof import set_mode
+from pdtool.frontend.update_proof import set_mode, wrapped_optimizers
 from pdtool.frontend.user_code import defaults_kept
 
 Environment = dict[Value, Tensor]
@@ -282,7 +282,8 @@ class ProfiledModel:
 
     def state_bytes_per_parameter_byte(self, optimizer: Optimizer) -> float:
         """Divide the optimizer's state by the bytes of parameters; scalars such as a step count are left out."""
-        state = [t for t in tensors_in(list(optimizer.state.values())) if t.dim()]
+        optimizers = (optimizer, *wrapped_optimizers(optimizer).values())
+        state = [t for each in optimizers for t in tensors_in(list(each.state.values())) if t.dim()]
         trained = sum(p.nbytes for p in self.traced.model.parameters() if p.requires_grad)
         return sum(t.nbytes for t in state) / max(1, trained)
 

@@ -32,11 +32,33 @@ OPTIMIZERS = {name: f"torch.optim.{name}(parameters, lr=0.01)" for name in (*OF_
     "schedule-free SGD": "schedulefree.SGDScheduleFree(parameters, lr=0.1)",
     "schedule-free RAdam": "schedulefree.RAdamScheduleFree(parameters, lr=0.01)",
     "Lion": "lion_pytorch.Lion(parameters, lr=0.001, weight_decay=0.1)",
+    "Lookahead": "Lookahead(torch.optim.Adam(parameters, lr=0.01))",
 }
+# As timm has it: the state of both is in the wrapped optimizer.
+LOOKAHEAD = """
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, base):
+        super().__init__([{"params": [torch.nn.Parameter(torch.zeros(1))]}], {})
+        self.base, self.param_groups = base, base.param_groups
+        for group in self.param_groups:
+            group["calls"] = 0
+
+    @torch.no_grad()
+    def step(self):
+        self.base.step()
+        for group in self.param_groups:
+            group["calls"] += 1
+            for p in group["params"]:
+                state = self.base.state[p]
+                slow = state.setdefault("slow", p.clone())
+                if group["calls"] % 2 == 0:
+                    p.copy_(slow.lerp_(p, 0.5))
+"""
 
 
 def with_optimizer(code: str, more: str = "") -> Toy:
     imports = "\n".join(f"import {name}" for name in ("schedulefree", "lion_pytorch", "prodigyopt") if name in code)
+    more += LOOKAHEAD if "Lookahead" in code else ""
     made = f"\n{imports}\n{more}\ndef optimizer(named):\n    parameters = [p for _, p in named]\n    return {code}\n"
     return replace(SKIP3, model=SKIP3.model + made)
 

@@ -31,6 +31,7 @@ from pdtool.frontend.update_proof import (
     schedules_by_user_code,
     set_mode,
     steps_by_user_code,
+    wrapped_optimizers,
 )
 from pdtool.runtime.corrections import CompensatedSteps, DelayCompensation
 from pdtool.runtime.stage.component import CannotPackError, pack, unpack
@@ -77,6 +78,7 @@ class NamedOptimizer:
         self._seed = derive_seed(seed, "update", *parameters)
         self.updates, self._has_warned = 0, False
         self.optimizer = _user_optimizer(file, model_parameters, self.parameters)
+        self._wrapped = wrapped_optimizers(self.optimizer) if self.optimizer else {}
         stepped = list(self.parameters.values()) if self.optimizer else []
         self.steps = CompensatedSteps(compensation, stepped, delay)
         self._is_step_by_user_code = self.optimizer is not None and steps_by_user_code(file, self.optimizer)
@@ -164,6 +166,9 @@ class NamedOptimizer:
             state = self.optimizer.state.get(parameter, {}) if self.optimizer else {}
             record = {"updates": self.updates, "state": self._packable(state), "group": group_of.get(parameter, {})}
             record["optimizer"] = whole
+            if self._wrapped:
+                states = {attribute: wrapped.state.get(parameter, {}) for attribute, wrapped in self._wrapped.items()}
+                record["wrapped"] = {attribute: self._packable(state) for attribute, state in states.items()}
             if parameter.requires_grad != self._first_trained[name]:
                 record["is_trained"] = parameter.requires_grad
             record |= self.steps.state_dict(parameter)
@@ -219,6 +224,9 @@ class NamedOptimizer:
             self.steps.load_state_dict(parameter, record)
             if self.optimizer and record["state"]:
                 self.optimizer.state[parameter] = self._placed(record["state"], parameter)
+            for attribute, saved in record.get("wrapped", {}).items():
+                if saved and attribute in self._wrapped:
+                    self._wrapped[attribute].state[parameter] = self._placed(saved, parameter)
         self._load_whole_optimizer(next((record.get("optimizer", {}) for record in records.values()), {}))
         for group, _ in self._groups_and_first():
             members = {id(p) for p in group["params"]}
