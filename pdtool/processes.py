@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -46,7 +48,7 @@ class WorkerProcesses:
         """Start a worker, which calls `target` with its end of a pipe and the arguments; return its process id."""
         self.pipes[rank], theirs = self._context.Pipe()
         process = self._context.Process(target=target, args=(theirs, *arguments), name=f"worker {rank}")
-        with theirs:
+        with theirs, readable_main():
             process.start()
         self.processes[rank] = process
         return int(process.pid)
@@ -91,6 +93,21 @@ class WorkerProcesses:
             process.join()
         for pipe in self.pipes.values():
             pipe.close()
+
+
+@contextmanager
+def readable_main() -> Iterator[None]:
+    """Let the processes that start in this context not read the main program if it is no file, as with `python -`."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if path is None or os.path.isfile(path):
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = path
 
 
 def start_fork_server(modules: Sequence[str]) -> None:

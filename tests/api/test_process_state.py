@@ -130,3 +130,18 @@ def test_run_in_a_pool_says_what_to_do(road: Folder) -> None:
     assert "a worker of multiprocessing.Pool" in refused
     assert "ProcessPoolExecutor" in refused
     assert trained == "['1-1']"
+
+
+FROM_STDIN = """
+import pdtool
+
+if __name__ == "__main__":
+    print(pdtool.run("plans/model-2.yaml", steps=2, timeout="60s").config)
+"""
+
+
+def test_run_in_a_program_from_stdin(road: Folder) -> None:
+    """Workers do not look for a file of that name."""
+    command = [sys.executable, "-"]
+    ran = subprocess.run(command, input=FROM_STDIN, cwd=road.path, capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stdout) == (0, "1-1\n"), ran.stderr

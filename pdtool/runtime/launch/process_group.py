@@ -22,7 +22,7 @@ from types import FrameType
 
 from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import WorkerDiedError
-from pdtool.processes import start_server_of_workers
+from pdtool.processes import readable_main, start_server_of_workers
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -50,7 +50,8 @@ class Reaper:
         arguments = (pipe_of_reaper, util.get_temp_dir())
         self._process = context.Process(target=_lead_group, args=arguments, name="reaper", daemon=True)
         try:
-            self._process.start()
+            with readable_main():
+                self._process.start()
             pipe_of_reaper.close()
             self.pid: int = self._received_pid()
         except BaseException:  # a signal; the launcher goes on, and needs the folder that the reaper would remove
