@@ -16,7 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver
+from functools import cache
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Self
@@ -122,9 +123,26 @@ def start_fork_server(modules: Sequence[str]) -> None:
     try:
         with safe_path(), joining_freed_memory():
             forkserver.ensure_running()
+        _end_server_at_exit()
     finally:
         if is_main:
             signal.signal(signal.SIGINT, handler)
+
+
+@cache
+def _end_server_at_exit() -> None:
+    """End the fork server with this process, after the processes that come from it.
+
+    It would end by itself, but only when it has imported torch, and until then it keeps stdout and stderr open.
+    """
+
+    def end() -> None:
+        pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    util.Finalize(None, end, exitpriority=-1)
 
 
 def start_server_of_workers() -> None:

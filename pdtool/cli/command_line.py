@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 _FEW = 9  # up to this many options need no groups
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
 _LATER_S = 0.05  # when the object is gone, or the import done
-_LIBRARIES = ("torch", "numpy")
 _FLAGS = {
     "quiet": ("-q", "--quiet", "Print only results, warnings and errors."),
     "verbose": ("-v", "--verbose", "Also print what is loaded and searched, and tracebacks of errors."),
@@ -71,7 +70,10 @@ def command(name: str | None = None, **settings: Any) -> Callable[[Callable[...,
 
 
 def keep_interrupts() -> None:
-    """Repeat a signal a moment later if its exception was lost, or would be: torch and numpy lose it in an import."""
+    """Repeat a signal a moment later if its exception was lost.
+
+    While torch is imported it waits until that is done: torch's C code would drop the exception, or abort.
+    """
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -81,7 +83,7 @@ def keep_interrupts() -> None:
             before(unraisable)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if any(map(_is_import_of_library, (f for f, _ in walk_stack(frame)))):
+        if any(map(_is_import_of_torch, (f for f, _ in walk_stack(frame)))):
             _send_later(number)
         else:
             signal.default_int_handler(number, frame)
@@ -98,9 +100,9 @@ def _send_later(number: int) -> None:
     timer.start()
 
 
-def _is_import_of_library(frame: FrameType) -> bool:
-    """Whether the frame executes a module of a library whose C code drops exceptions while it imports."""
-    return frame.f_code.co_name == "<module>" and frame.f_globals["__name__"].partition(".")[0] in _LIBRARIES
+def _is_import_of_torch(frame: FrameType) -> bool:
+    """Whether the frame executes a module of torch, or of numpy, which torch imports."""
+    return frame.f_code.co_name == "<module>" and frame.f_globals["__name__"].partition(".")[0] in ("torch", "numpy")
 
 
 def verbosity_options() -> Sequence[click.Option]:
