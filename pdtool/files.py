@@ -11,6 +11,7 @@ import errno
 import hashlib
 import os
 import secrets
+import shlex
 import shutil
 import stat
 import sys
@@ -26,7 +27,7 @@ from pdtool.units import format_bytes
 MAX_FILE_BYTES = 256 * 10**6  # limit for artifacts and the source files that they name; a large artifact has a few MB
 _OTHER_FOLDER = "remove it, or name another folder with -o"
 _HEAD_BYTES = 4096  # first bytes of an artifact, which contain its format
-_FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk, or of a limit such as `ulimit -f`
 
 
 def read_text(path: Path | str, remedy: str = "", *, may_be_pipe: bool = False) -> str:
@@ -51,6 +52,12 @@ def read_text(path: Path | str, remedy: str = "", *, may_be_pipe: bool = False) 
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ArtifactError(path, f"cannot be read ({reason})", remedy) from error
+
+
+def quoted(path: Path | str) -> str:
+    """Return a path as an argument in a shell, which no command takes for an option."""
+    text = str(path)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
 def file_sha256(path: Path | str) -> str:

@@ -20,7 +20,6 @@ import errno
 import fcntl
 import os
 import re
-import shlex
 import socket
 import struct
 from collections.abc import Iterator
@@ -37,7 +36,7 @@ from pdtool.artifacts.fields import Bytes, Count, Digest, Label, Number
 from pdtool.artifacts.metrics import MetricsLine, read_metrics
 from pdtool.artifacts.report import Report
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
-from pdtool.files import check_no_link, open_in_place
+from pdtool.files import check_no_link, open_in_place, quoted
 
 UNWRITABLE = (OSError, PdtoolError)  # of a full disk, say: a failed record must not end a run
 _FLOCK = struct.Struct("@hhqqi")  # struct flock of Linux: type, whence, start, length, process
@@ -315,7 +314,7 @@ class RunDir:
 
     def resume_command(self) -> str:
         """Return the command that continues the run, or starts it again if it has no checkpoint yet."""
-        return f"pdtool run -o {shlex.quote(str(self.path))} --resume"
+        return f"pdtool run -o {quoted(self.path)} --resume"
 
     def put_report_aside(self, epochs_done: int) -> None:
         """Rename the report of the resumed run in this folder, because it does not belong to this run."""

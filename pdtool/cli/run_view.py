@@ -20,6 +20,7 @@ from pdtool.artifacts.run_dir import Checkpoint, CheckpointManifest, RunDir, Run
 from pdtool.cli.table import Lines, Table
 from pdtool.cli.terminal import above, console, doing, is_progress_shown, note
 from pdtool.errors import ArtifactError
+from pdtool.files import quoted
 from pdtool.reports.sentences import caveats, crowded, not_steady, scaling_phrase
 from pdtool.reports.slowness import slowness_lines
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
@@ -346,7 +347,9 @@ def run_view(state: RunState, folder: Path | None) -> Iterator[str]:
         yield _place(state, update)
     checkpoints = run_dir.checkpoints()
     yield _last_checkpoint(checkpoints)
-    if not goes_on and state.end != "done":
+    if state.epochs_done == state.epochs and state.end != "done":
+        yield f"all epochs are trained: `pdtool export {quoted(folder)}` writes the weights"
+    elif not goes_on and state.end != "done":
         yield f"{'continue' if checkpoints else 'start it again'} with `{run_dir.resume_command()}`"
 
 

@@ -247,7 +247,8 @@ def run_settings(config: RunConfig) -> dict[str, str]:
         for name, option in declared(RunOptions).items()
         if option.same
     }
-    settings["--set"] = printable(" ".join(f"{key}={value}" for key, value in sorted(config.model.settings.items())))
+    changed = " ".join(f"{key}={value}" for key, value in sorted(config.model.settings.items()))
+    settings["--set"] = printable(changed) or "none"
     digests = {
         "the plan": config.plan.plan_sha256,
         Bundle.FILE: config.bundle.content_sha256,
@@ -272,7 +273,7 @@ def check_agreement(config: RunConfig, group: object) -> None:
     differences = describe_differences(settings)
     if differences:
         what = f"the workers got different settings: {'; '.join(differences)}"
-        raise UsageError(what, "start all with the same command and files: copy profiles/ and plans/ from machine 0")
+        raise UsageError(what, "start all with the same command and the same files, for example machine 0's")
 
 
 def describe_differences(workers: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -51,6 +50,7 @@ def check(plan: str | None, fresh: bool, update: bool, as_json: bool) -> None:
     one is stale.
     """
     from pdtool.api.inputs import candidate
+    from pdtool.files import quoted
 
     path = candidate("plan", plan)
     if fresh and update:
@@ -63,7 +63,7 @@ def check(plan: str | None, fresh: bool, update: bool, as_json: bool) -> None:
     if update:
         _update(path, plan_there, profile)
     elif plan_there.model or profile.model:
-        note(f"the model was not checked: `pdtool check {shlex.quote(path)} --fresh` compares it with the plan")
+        note(f"the model was not checked: `pdtool check {quoted(path)} --fresh` compares it with the plan")
 
 
 def _read(path: str, is_to_be_updated: bool) -> tuple[Plan, Profile]:

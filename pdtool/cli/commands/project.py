@@ -4,7 +4,6 @@ artifact holds, `completion` makes a shell complete commands, `help` explains on
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import click
@@ -67,7 +66,7 @@ def init(folder: Path, force: bool) -> None:
     Writes into FOLDER, by default the current one: a model.py that explains every function, a pdtool.toml with defaults
     for the commands, a Makefile, a .gitignore, and a job for GitHub Actions. Keeps existing files.
     """
-    from pdtool.files import write_atomically
+    from pdtool.files import quoted, write_atomically
 
     for name, starter in _FILES.items():
         path = folder / name
@@ -76,7 +75,7 @@ def init(folder: Path, force: bool) -> None:
             continue
         write_atomically(path, (STARTER / starter).read_text(encoding="utf-8"))
         note(f"wrote {path}")
-    where = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+    where = "" if folder == Path() else f"cd {quoted(folder)} && "
     note(f"next: {where}pdtool train model.py")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from pathlib import Path
 
 import click
@@ -100,6 +99,7 @@ def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> No
     from pdtool.api.training import to_train, trained
     from pdtool.cli.artifact_views import worker_table
     from pdtool.cli.run_view import report_view
+    from pdtool.files import quoted
 
     inputs, chosen, asked = to_train(plan, asked, options.typed(click.get_current_context()), is_dry=dry_run)
     if asked.compiled and chosen.kind.splits_backward:
@@ -114,7 +114,7 @@ def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> No
             print_json(report)
         show(*report_view(report))
         note(f"wrote {config.out}/ (report.json, metrics.jsonl, trace.json, checkpoints/)")
-        folder = shlex.quote(str(config.out))
+        folder = quoted(config.out)
         note(f"see the run: pdtool report {folder}; export its weights: pdtool export {folder}")
     if report.target_reached is False:
         from pdtool.artifacts.run_dir import RunDir

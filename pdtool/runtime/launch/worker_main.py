@@ -28,6 +28,8 @@ from pdtool.runtime.ranks import assign_ranks
 from pdtool.runtime.status import Status
 from pdtool.runtime.worker.start_worker import start_worker
 
+_MOST_THREADS = 1024  # of a worker; OMP_NUM_THREADS may be a slip, and threads take memory
+
 
 def worker_main(
     launcher: Connection,
@@ -123,7 +125,7 @@ def choose_threads(environment: Mapping[str, str], profiled: int | None, cores: 
     """
     asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list is one number per nesting level
     if asked.isdigit() and int(asked) > 0:
-        return int(asked)
+        return min(int(asked), _MOST_THREADS)
     return min(profiled, cores) if profiled else max(1, cores // local_workers)
 
 

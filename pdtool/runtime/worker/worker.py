@@ -311,6 +311,9 @@ class Worker:
             run_dir = RunDir(self._config.out)
             try:
                 write_atomically(run_dir.trace_file, json.dumps(trace))
+            except PdtoolError as fault:  # the run is done without it
+                sys.stderr.write(f"warning: {fault}\n")
+            try:
                 report.save(run_dir.report_file)
             except PdtoolError as fault:
                 error = fault
