@@ -194,13 +194,17 @@ class GraphReader:
         """Read the body of `with torch.no_grad()`, its inputs detached, or of a switched-off autocast as it is."""
         body_index = next((i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr"), -1)
         no_grad = kind == "wrap_with_set_grad_enabled" and node.args[0] is False
-        if body_index < 0 or not (no_grad or (kind == "wrap_with_autocast" and node.args[2] is False)):
-            remedy = "keep autocast, enable_grad and control-flow operators out of forward"
-            raise TraceError(f"{kind} cannot be cut into stages", remedy, location=location(node))
+        body = body_index >= 0 and getattr(self._program.graph_module, str(node.args[body_index].target))  # type: ignore[union-attr]
+        body_nodes = list(body.graph.nodes) if body else []
+        if not body or not (no_grad or (kind == "wrap_with_autocast" and node.args[2] is False)):
+            where = next(filter(None, map(location, (node, *body_nodes))), "")
+            if kind == "wrap_with_autocast":
+                what, remedy = "autocast", "leave it out, and pass --precision bf16 to profile and run"
+            else:
+                what, remedy = kind, "keep enable_grad and control-flow operators out of forward"
+            raise TraceError(f"{what} in forward cannot be cut into stages", remedy, location=where)
         taken: Any = node.args[body_index + 1 :]
         arguments = [self._values.argument(a) for a in taken]
-        body = getattr(self._program.graph_module, str(node.args[body_index].target))  # type: ignore[union-attr]
-        body_nodes = list(body.graph.nodes)
         if no_grad:
             if any(_written(n.target) for n in body_nodes):  # maybe a parameter into a buffer
                 arguments = [
