@@ -58,6 +58,12 @@ def test_how_a_run_ended_and_how_to_go_on(folder: Folder, run: Path, changes: di
     ]
 
 
+def test_a_run_that_failed_after_its_last_epoch_is_not_to_be_resumed(folder: Folder, run: Path) -> None:
+    """As by a full disk: a resume would be refused."""
+    last = shown(folder, end="failed", reason="report.json could not be written", epochs_done=4)[-1]
+    assert last == "all epochs are trained: `pdtool export runs/a` writes the weights"
+
+
 @pytest.mark.parametrize("line", ["[]", "{}", '{"split": "train", "loss": "x", "epoch": 1, "step": 1}', "[" * 9999])
 def test_lines_that_no_run_has_written_are_passed_over(folder: Folder, run: Path, line: str) -> None:
     with (run / "metrics.jsonl").open("a") as file:

@@ -13,6 +13,7 @@ import samples
 from pdtool.artifacts.plan import Certificate, Why
 from pdtool.cli import terminal
 from pdtool.errors import printable
+from pdtool.files import quoted
 from pdtool.reports.graph_drawing import dot
 from pdtool.reports.picture import Picture
 
@@ -115,3 +116,7 @@ def test_only_the_terminal_module_prints():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             assert name not in ("click.echo", "click.secho", "print", "rich.print", "Console"), path
+
+
+def test_a_path_in_a_hint_is_no_option() -> None:
+    assert [quoted(path) for path in ("runs/a", "-r", "a b")] == ["runs/a", "./-r", "'a b'"]
