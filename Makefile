@@ -96,7 +96,7 @@ bench-road: $(STAMP) ## measure how long each of the four commands takes here
 bench-planner: $(STAMP) ## measure the planner's time and its plans on large models and clusters (several minutes)
 	$(BIN)/python tests/bench/bench_planner.py
 
-bench-choice: $(STAMP) ## compare the plans of a thousand random profiles with those of narrower options (half an hour)
+bench-choice: $(STAMP) ## compare the plans of a thousand random profiles with those of narrower options (over an hour)
 	$(BIN)/python tests/bench/bench_choice.py
 
 bench-runtime: $(STAMP) ## compare training speed with the machine's limit and with PyTorch's own ways (about twenty minutes)

@@ -443,14 +443,8 @@ class Plan(YamlArtifact):
 
     @property
     def config(self) -> str:
-        """The replicas of each stage, as `15-1`.
-
-        `4 x 3-1` are four copies of a pipeline, `1-1 (2 chunks)` two stages on each of two workers.
-        """
-        copies = f"{self.copies} x " if self.copies > 1 else ""
-        chunks = f" ({self.chunks} chunks)" if self.chunks > 1 else ""
-        replicas = "-".join(str(stage.replicas // self.copies) for stage in self.stages[: self.pipeline_depth])
-        return f"{copies}{replicas}{chunks}"
+        """The replicas of its stages, as `15-1`."""
+        return self.execution.describe([stage.replicas for stage in self.stages[: self.pipeline_depth]])
 
     @property
     def kind(self) -> ScheduleKind:

@@ -332,8 +332,7 @@ def comparison_view(comparison: Comparison) -> Lines:
             gain = f"{row.time_per_minibatch_s / plan_row.time_per_minibatch_s:.3g} ×"
         memory = format_bytes(row.memory_bytes) + ("" if row.fits else ": does not fit")
         sent = format_bytes(row.sent_bytes)
-        config = row.config if len(row.config) <= 20 else f"{row.config[:8]}…{row.config[-8:]}"
-        rows.append([row.label, config, speed, gain, row.samples_per_update, memory, sent])
+        rows.append([row.label, row.config, speed, gain, row.samples_per_update, memory, sent])
     columns = ("in steady state", "plan", "samples/s", "gain", "per update", "most memory", "sent")
     yield Table(columns, rows, names=2, drop=("sent", "samples/s", "per update"))
     yield (

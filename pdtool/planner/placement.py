@@ -15,7 +15,6 @@ from pdtool.artifacts.profile import Profile
 from pdtool.errors import ScheduleError, UsageError
 from pdtool.schedule import STRATEGIES, ExecutionConfig, PipelineShape, check_executable
 
-_MAX_STAGES_SPELLED_OUT = 16
 _MAX_NAME = 400  # characters of the profile's name in the plan's
 
 
@@ -113,12 +112,8 @@ class Placement:
 
     @property
     def config(self) -> str:
-        """`15-1`: the replicas of each stage; `4 x 3-1`: of each in four copies; many stages are counted."""
-        replicas = self.replicas_per_copy[: self.pipeline_depth]
-        text = "-".join(map(str, replicas))
-        if len(replicas) > _MAX_STAGES_SPELLED_OUT:
-            text = f"{len(replicas)} stages on {sum(replicas)} workers"
-        return f"{self.execution.copies} x {text}" if self.execution.copies > 1 else text
+        """The replicas of its stages, as a plan says them."""
+        return self.execution.describe(self.replicas[: self.pipeline_depth])
 
     def shape(self, tied_stages: Collection[tuple[int, ...]] = ()) -> PipelineShape:
         """Return what the schedule is built for; `tied_stages` are groups of stages that share a parameter."""

@@ -12,6 +12,8 @@ from pdtool.schedule.policies import STASH, WEIGHT_POLICIES
 from pdtool.schedule.shape import PipelineShape
 from pdtool.schedule.strategies import STRATEGIES
 
+_MAX_STAGES_SPELLED_OUT = 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
@@ -59,6 +61,19 @@ class ExecutionConfig:
         if self.kind.flushes:
             return replace(self, microbatches=minibatches)
         return replace(self, update_every=minibatches)
+
+    def describe(self, replicas: Sequence[int]) -> str:
+        """Return `15-1`, the replicas of stages on workers of their own, those of all copies together.
+
+        `4 x 3-1` are four copies of a pipeline, `1-1 (2 chunks)` two stages on each of two workers. Many stages are
+        only counted: `20 stages on 32 workers`.
+        """
+        of_copy = [number // self.copies for number in replicas]
+        text = "-".join(map(str, of_copy))
+        if len(of_copy) > _MAX_STAGES_SPELLED_OUT:
+            text = f"{len(of_copy)} stages on {sum(of_copy)} workers"
+        copies, chunks = f"{self.copies} x ", f" ({self.chunks} chunks)"
+        return f"{copies if self.copies > 1 else ''}{text}{chunks if self.chunks > 1 else ''}"
 
     @property
     def has_choice_in_flight(self) -> bool:

@@ -496,3 +496,16 @@ def test_stages_that_share_parameters_update_together(data: st.DataObject) -> No
     assert all(len({intervals[s] for s in group}) == 1 for group in tied)
     in_no_group = set(range(len(replicas))).difference(*tied)
     assert all(intervals[s] == replicas[s] for s in in_no_group)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "fields", "text"),
+    [
+        ([15, 1], {}, "15-1"),
+        ([12, 4], {"copies": 4}, "4 x 3-1"),
+        ([1, 1], {"chunks": 2}, "1-1 (2 chunks)"),
+        ([2] * 17, {}, "17 stages on 34 workers"),
+    ],
+)
+def test_a_plan_is_told_in_a_few_words(replicas, fields, text):
+    assert ExecutionConfig(**fields).describe(replicas) == text

@@ -91,7 +91,8 @@ def test_a_file_of_defaults_trusts_writes_and_connects_to_nothing():
         for param in command.params
         if isinstance(param, CommandOption) and not param.in_file
     }
-    assert kept_out == {"trust", "force", "model", "output", "trace", "svg", "rdzv_endpoint", "resume"}
+    connecting, reading = {"rdzv_endpoint"}, {"trust", "model", "resume", "fresh"}
+    assert kept_out == {"force", "update", "output", "trace", "svg"} | connecting | reading
 
 
 def test_what_machines_must_agree_on_is_in_the_configuration_of_a_run_or_in_its_plan():
