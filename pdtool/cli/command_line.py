@@ -102,7 +102,8 @@ def _send_later(number: int) -> None:
 
 def _is_import_of_torch(frame: FrameType) -> bool:
     """Whether the frame executes a module of torch, or of numpy, which torch imports."""
-    return frame.f_code.co_name == "<module>" and frame.f_globals["__name__"].partition(".")[0] in ("torch", "numpy")
+    name = str(frame.f_globals.get("__name__"))  # the globals of exec() have none
+    return frame.f_code.co_name == "<module>" and name.partition(".")[0] in ("torch", "numpy")
 
 
 def verbosity_options() -> Sequence[click.Option]:

@@ -69,3 +69,15 @@ def test_an_interrupt_while_torch_is_imported_comes_again(folder):
     )
     assert (done.returncode, done.stdout) == (130, "")
     assert not (folder.path / "profiles").exists()
+
+
+def test_an_interrupt_of_code_without_a_module_comes_at_once(monkeypatch):
+    """That of exec() in globals of its own: the handler looks at the name of each module that is executed."""
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        keep_interrupts()
+        with pytest.raises(KeyboardInterrupt):
+            exec("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nfor _ in range(1000): pass", {})
+    finally:
+        signal.signal(signal.SIGINT, before)
