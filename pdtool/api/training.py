@@ -208,7 +208,8 @@ def _prove_update_again(inputs: Inputs, bundle: Bundle) -> None:
         from pdtool.generator.generate import prove_update
 
         with undoing_user_changes(), status("proving the update of the stages"):
-            prove_update(inputs.model_file(), bundle)
+            model_file = inputs.model_file()
+            prove_update(model_file, bundle, model_file.build)
 
 
 def _edited_files(folder: Path) -> list[Path]:

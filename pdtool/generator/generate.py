@@ -30,6 +30,7 @@ from pdtool.generator.wiring import Wiring
 
 # Copies of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
 _COPIES = 6
+_VERIFIED_SAMPLES = 2  # of most minibatches; 1 is a special case for some operators
 
 
 def generate(
@@ -63,13 +64,16 @@ def generate(
         "proving the stages equal to the model" if fits else "checking shapes (the model is too large to run here)"
     )
     _verify(traced, model_file, texts, bundle)
-    prove_update(model_file, bundle)
+    prove_update(model_file, bundle, lambda: traced.model)
     _write(folder, texts | {Bundle.FILE: bundle.dump()})
     return bundle
 
 
-def prove_update(model_file: ModelFile, bundle: Bundle) -> None:
+def prove_update(model_file: ModelFile, bundle: Bundle, build: Callable[[], nn.Module]) -> None:
     """Check that updates of the stages equal those of the model, if it fits into this machine's memory.
+
+    Args:
+        build: returns the model; its parameters are not changed.
 
     Raises:
         ModelError: they differ.
@@ -77,7 +81,7 @@ def prove_update(model_file: ModelFile, bundle: Bundle) -> None:
     if len(bundle.stages) < 2 or not model_file.has("optimizer"):
         return
     with random_state_kept():
-        model = model_file.build()
+        model = build()
         if fits_in_memory(model):
             names = first_names(dict(model.named_parameters(remove_duplicate=False)))
             tied = {names[tied.names[0]] for tied in bundle.tied}
@@ -147,7 +151,7 @@ def _written(
 def _verify(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle: Bundle) -> None:
     """Compare stages and model to the extent of `bundle.proof`."""
     if bundle.proof == "values":
-        size = min(bundle.batch_size, 3)
+        size = min(bundle.batch_size, _VERIFIED_SAMPLES)
         batches = [ModelInputs.of(model_file.example_inputs(samples)) for samples in (size, size, size + 1)]
         for samples, inputs in zip((size, size, size + 1), batches, strict=True):
             _check_inputs(traced, inputs, samples)

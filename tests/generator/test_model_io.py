@@ -174,7 +174,7 @@ def test_lengths_that_differ_from_minibatch_to_minibatch(tmp_path):
 
     model_file = Varying.load(ModelRef(source=str(MODELS), function="any_keywords"), trusted=True)
     profile = skeleton(model_file)
-    message = r"an input of 3 samples has shape \[3, 3, 8\], not \[3, 2, 8\] as it was traced; pad to a fixed length"
+    message = r"an input of 2 samples has shape \[2, 3, 8\], not \[2, 2, 8\] as it was traced; pad to a fixed length"
     with pytest.raises(TraceError, match=message):
         generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
 
