@@ -2,9 +2,9 @@
 
 It compares outputs and buffers over three consecutive minibatches in training mode, two of one size and one of another,
 and then over two in evaluation mode. It compares the gradients of all parameters for one minibatch of each size. Random
-operators draw from a generator seeded by their own input. Opaque modules, which may also draw from Python and numpy, use generators seeded by their path. So model and
-stages drop the same elements in whatever order they run. A model that keeps other state between calls of forward is
-refused: `kept_attributes` finds that state.
+operators draw from a generator seeded by their own input. Opaque modules, which may also draw from Python and numpy,
+use generators seeded by their path. So model and stages drop the same elements in whatever order they run. A model that
+keeps other state between calls of forward is refused: `kept_attributes` finds that state.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -53,6 +52,8 @@ def example_inputs(batch_size: int) -> torch.Tensor:
 
 def dataset(split: str) -> Dataset[tuple[torch.Tensor, ...]]:
     """1437 images to train on and 360 to validate with, always the same."""
+    from sklearn.datasets import load_digits  # here, for most workers read no data
+
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))

@@ -2,7 +2,6 @@
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -39,6 +38,8 @@ def example_inputs(batch_size: int) -> torch.Tensor:
 
 def dataset(split: str) -> Dataset[tuple[torch.Tensor, ...]]:
     """1437 images to train on and 360 to validate with, always the same."""
+    from sklearn.datasets import load_digits  # here, for most workers read no data
+
     digits = load_digits()
     order = torch.randperm(len(digits.images), generator=torch.Generator().manual_seed(0))
     chosen = order[360:] if split == "train" else order[:360]

@@ -2,7 +2,6 @@
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -93,6 +92,8 @@ class EnlargedDigits(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 def dataset(split: str, size: str = "paper") -> EnlargedDigits:
     """scikit-learn's handwritten digits for want of ImageNet: 1437 to train on and 360 to validate with."""
+    from sklearn.datasets import load_digits  # here, for most workers read no data
+
     digits = load_digits()
     order = torch.randperm(len(digits.images), generator=torch.Generator().manual_seed(0))
     chosen = order[360:] if split == "train" else order[:360]

@@ -11,7 +11,6 @@ the captions are right after 10 epochs of 2 s, in one process of one thread with
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -101,6 +100,8 @@ class MovingDigits(Dataset[tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor
 
 def dataset(split: str, size: str = "paper") -> MovingDigits:
     """Clips of 1437 digits to train on and of 360 others to validate with, each digit in two clips."""
+    from sklearn.datasets import load_digits  # here, for most workers read no data
+
     digits = load_digits()
     order = torch.randperm(len(digits.images), generator=torch.Generator().manual_seed(0))
     chosen = (order[360:] if split == "train" else order[:360]).repeat(2)

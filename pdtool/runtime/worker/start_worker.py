@@ -1,4 +1,4 @@
-"""Start of a worker, in phases that each return what the next ones need: place, model, data, stages.
+"""Start of a worker, in phases that each return what the next ones need: place, model, data, stage modules, stages.
 
 All workers start together, after torch.distributed is initialized, and wait for each other in each phase.
 `StageBuilder` builds the worker's stage replicas. `check_last_minibatch` detects at the start a failure that would come
@@ -74,8 +74,9 @@ def start_worker(config: RunConfig, rank: int, device: torch.device, local_worke
         meter=WorkerMeter(device),
         groups=make_process_groups(config, device),
     )
-    model, modules = build_model(config, place)
+    model, different = build_model(config, place)
     data, source = open_data(config, place, model.file)
+    modules = load_modules(config, place, model, different)
     check_last_minibatch(modules, config.bundle, data.epoch_samples, device)
     resumed = RunDir(config.resume).latest_checkpoint() if config.resume else None
     progress = read_progress(resumed.manifest(), data) if resumed else Progress()
@@ -86,11 +87,11 @@ def start_worker(config: RunConfig, rank: int, device: torch.device, local_worke
     return Worker(config, place, data, stages, progress, tied)
 
 
-def build_model(config: RunConfig, place: Place) -> tuple[WorkerModel, dict[int, nn.Module]]:
-    """Build the model, check that the stage files were made for it, and load those of this worker.
+def build_model(config: RunConfig, place: Place) -> tuple[WorkerModel, list[str]]:
+    """Build the model, and check that the stage files were made for it.
 
     Returns:
-        The model, and the modules of this worker's stages by number, on its device; they share the model's tensors.
+        The model, and the names of parameters and buffers whose initial values differed between workers.
     """
     bundle, groups = config.bundle, place.groups
     Status.of_this_process.set("the loading of the model")
@@ -98,14 +99,26 @@ def build_model(config: RunConfig, place: Place) -> tuple[WorkerModel, dict[int,
     stages = config.shape.stages_on_same_workers(place.assignment.stage)
     built = WorkerModel.build(file, config.seed, bundle, stages, as_a_whole=is_small(config.plan))
     different = equalize_weights(built.model, bundle, stages, groups) if config.resume is None else []
-    if place.assignment.rank % place.local_workers == 0:  # one per machine, because its workers read the same files
+    # One worker per machine checks the files, which all of its workers read: the last one, as the first opens the data.
+    if place.assignment.rank % place.local_workers == place.local_workers - 1:
         built.check(lambda model: check_bundle(file, model, bundle, config.check_stage_files))
-    reasons = all_gather(printable(built.why_whole), str, groups.world, "the check of the stage files")
+    return built, different
+
+
+def load_modules(config: RunConfig, place: Place, built: WorkerModel, different: Sequence[str]) -> dict[int, nn.Module]:
+    """Wait until the stage files are checked, and load those of this worker's stages.
+
+    Returns:
+        The modules of the stages by number, on the worker's device; they share the model's tensors.
+    """
+    Status.of_this_process.set("the loading of the stages")
+    reasons = all_gather(printable(built.why_whole), str, place.groups.world, "the check of the stage files")
     folder, named = config.stage_files or config.bundle_dir, config.bundle_dir
-    modules = {s: load_stage_module(bundle, folder, s, built.model, named).to(place.device) for s in stages}
+    stages = config.shape.stages_on_same_workers(place.assignment.stage)
+    modules = {s: load_stage_module(config.bundle, folder, s, built.model, named).to(place.device) for s in stages}
     if place.assignment.rank == 0:
         _warn_of_model(built, config, reasons, different)
-    return built, modules
+    return modules
 
 
 def _warn_of_model(built: WorkerModel, config: RunConfig, reasons: Sequence[str], different: Sequence[str]) -> None:
