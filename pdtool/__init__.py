@@ -1,7 +1,8 @@
 """pdtool: turn an ordinary PyTorch model into a pipeline-parallel training job.
 
 `pdtool.profile(...)`, `.partition`, `.codegen`, `.run` and the others are the commands in Python. `pdtool.Plan` and
-other classes are the files that they exchange. Each is loaded at its first use: importing pdtool loads nothing else.
+other classes are the files that they exchange, and `pdtool.PdtoolError` is the base of all errors. Each is loaded at
+its first use: importing pdtool loads nothing else.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from pdtool.artifacts.report import Report as Report
     from pdtool.artifacts.run_dir import CheckpointManifest as CheckpointManifest
     from pdtool.artifacts.run_dir import RunState as RunState
+    from pdtool.errors import PdtoolError as PdtoolError
 
 __version__ = "0.1.0"
 
@@ -45,6 +47,7 @@ _NAMES_OF = {
     "artifacts.bundle": ("Bundle",),
     "artifacts.report": ("Report", "Emulation"),
     "artifacts.run_dir": ("RunState", "CheckpointManifest"),
+    "errors": ("PdtoolError",),
 }
 _MODULES = {name: module for module, names in _NAMES_OF.items() for name in names}
 __all__ = [*_MODULES]

@@ -125,7 +125,7 @@ class ScheduleError(PdtoolError):
 
 
 class WorkerDiedError(PdtoolError):
-    """A worker process ended before its work did."""
+    """A worker process ended before its work did, or it or its machine does not answer."""
 
     exit_code = 5
 

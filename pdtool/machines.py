@@ -66,7 +66,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     match = _ENDPOINT.fullmatch(text)
     if match is None or not 0 < int(match["port"]) <= _MAX_PORT:
         what = f"endpoint {text!r} is not HOST:PORT with a port from 1 to {_MAX_PORT}"
-        raise UsageError(what, "pass the host name or address of machine 0 and a free port there, as node0:29500")
+        raise UsageError(what, "pass the host name or address of machine 0 and a free port there, such as node0:29500")
     return match["host"] or match["ipv6"], int(match["port"])
 
 

@@ -7,7 +7,7 @@ and frees the port for the next program. Messages are lines of JSON:
     machine 1 ──▶ machine 0   {"nonce": "f00d...", "node_rank": 1, "host": "b", ...}  what I am
     machine 0 ──▶ machine 1   {"missing": [2]}                                        as often as it changes
     machine 0 ──▶ machine 1   {"machines": [{...}, {...}, {...}]}                     all are there, or
-                              {"what": "two machines were ...", "remedy": "..."}      this one does not belong to them
+                              {"error": "PdtoolError", "what": "two machines ...", "remedy": "..."}  ends this machine
 
 Anybody can connect. Machine 0 ignores messages that no machine sends, and refuses a machine that does not belong to the
 launch; neither ends it. If the machines share a token (PDTOOL_TOKEN), each message carries the HMAC of the other side's
@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from fcntl import ioctl
 from typing import Any, get_type_hints
 
-from pdtool.errors import PdtoolError, printable
+from pdtool.errors import PdtoolError, WorkerDiedError, printable
 from pdtool.machines import Machines
 
 GLOO_VARIABLE, NCCL_VARIABLE, TOKEN_VARIABLE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PDTOOL_TOKEN"
@@ -140,7 +140,7 @@ def _take_interface(own: MachineFacts, is_remote: bool, notify: Notify) -> None:
     if is_remote and own.taken_interface:
         os.environ[GLOO_VARIABLE] = own.taken_interface
         os.environ.setdefault(NCCL_VARIABLE, own.taken_interface)
-        notify(f"workers talk over {own.taken_interface}, by which the machines met. Set {GLOO_VARIABLE} for another")
+        notify(f"workers talk over {own.taken_interface}, where the machines met. To use another, set {GLOO_VARIABLE}")
 
 
 class _Meeting:
@@ -163,10 +163,10 @@ class _Meeting:
             async with asyncio.timeout(timeout_s):
                 return await self._meet()
         except TimeoutError:
-            raise PdtoolError(
+            raise WorkerDiedError(
                 f"{self._whom()} did not connect to {self.endpoint} within {timeout_s:g} s{self._because()}",
-                f"start what is missing, with --node-rank {_list(self.missing, 'or')}, and see that {self.endpoint} "
-                "can be reached from every machine",
+                f"start what is missing, with --node-rank {_list(self.missing, 'or')}, and check that every "
+                f"machine can reach {self.endpoint}",
             ) from None
         finally:
             notices.cancel()
@@ -295,7 +295,7 @@ class _MeetingServer(_Meeting):
             has, lacks = (machine, self.own) if mac else (self.own, machine)
             what = f"{has} has a {TOKEN_VARIABLE}, but {lacks} has none"
             if mac and expected:
-                what = f"{machine} has another {TOKEN_VARIABLE} than {self.own}"
+                what = f"{machine} and {self.own} have different {TOKEN_VARIABLE}s"
             return PdtoolError(what, f"set {TOKEN_VARIABLE} to the same text on all machines")
         if machine.count != self.own.count:
             what = f"{machine} was started with --nnodes {machine.count}, {self.own} with --nnodes {self.own.count}"
@@ -354,7 +354,8 @@ class _MeetingClient(_Meeting):
             answer = dict(json.loads(await reader.readline()))
             mac = answer.pop("mac").encode()
             if "what" in answer:  # also from a machine 0 with another token
-                raise PdtoolError(*(printable(str(answer[part]))[:_MAX_REFUSAL] for part in ("what", "remedy")))
+                kind = WorkerDiedError if answer.get("error") == WorkerDiedError.__name__ else PdtoolError
+                raise kind(*(printable(str(answer[part]))[:_MAX_REFUSAL] for part in ("what", "remedy")))
             if not hmac.compare_digest(mac, _mac(nonce, answer).encode()):
                 raise ValueError("it does not know the token")
             if "machines" in answer:
@@ -381,7 +382,7 @@ def _mac(nonce: str, message: Mapping[str, object]) -> str:
 
 
 def _refusal(error: PdtoolError) -> dict[str, object]:
-    return {"what": error.what, "remedy": error.remedy}
+    return {"error": type(error).__name__, "what": error.what, "remedy": error.remedy}
 
 
 def _list(numbers: Sequence[int], conjunction: str) -> str:

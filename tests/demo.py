@@ -48,9 +48,9 @@ STEPS = (
         first=7,
     ),
     Step(
-        "Each part is a file that reads like your own; outputs and gradients are proved equal to the model's.",
+        "Each part is a file that reads like your own; outputs and gradients are checked against the model's.",
         "pdtool codegen plans/demo-2.yaml",
-        r"^proved",
+        r"^checked",
         file="plans/demo-2/stage_1.py",
     ),
     Step(

@@ -154,7 +154,7 @@ def _warn_of_another_device(profile: Profile, compute: Literal["sleep", "real"])
     """Warn if a model computes here but its simulated times are for another device."""
     if compute == "real" and not profile.is_measured_on_cpu:
         name = profile.device.name
-        note(f"warning: the simulated times are those of {name} ({profile.device.kind}), but the model computes here")
+        note(f"warning: the simulated times are for {name} ({profile.device.kind}), but the model runs on this CPU")
 
 
 def _run_by(plan: Plan) -> tuple[object, ...]:

@@ -203,8 +203,8 @@ def read_profile(plan: Plan, path: str) -> Profile:
         ArtifactError: it does not exist; or the plan does not name it, because it came through a pipe.
     """
     if plan.profile == "-":
-        what = "the profile was read from stdin, so the plan does not say where it is"
-        remedy = "write the profile to a file and put its path there, as `profile: profiles/net.json`"
+        what = "the profile was read from stdin, so the plan does not name its file"
+        remedy = "write the profile to a file and put its path there, such as `profile: profiles/net.json`"
         raise ArtifactError(path, what, remedy, field="profile")
     if not os.path.exists(plan.profile):
         what = f"its profile {plan.profile} is not there (searched from {Path.cwd()})"

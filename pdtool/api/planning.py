@@ -136,7 +136,7 @@ def simulate(
     given = {"schedule": schedule, "minibatches": minibatches, "against": ",".join(names)}
     asked = read_options("simulate", SimulateOptions, given)
     if wrong := [rate for rate in rates if not isinstance(rate, Real) or not 0 < rate < math.inf]:
-        raise UsageError(f"bandwidth {wrong[0]} is not a rate in bytes per second", "pass positive numbers, as 1.25e9")
+        raise UsageError(f"bandwidth {wrong[0]} is not a rate in bytes per second", "pass one such as 1.25e9")
     chosen, profile = planned(plan)
     return simulated(chosen, profile, asked.schedule, asked.minibatches, asked.against, rates)
 
@@ -308,10 +308,10 @@ def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) ->
         purpose = "CUDA's context, communicators, workspaces and the gaps between tensors"
         memory_bytes = tensor_bytes
         if profile.is_measured_on_cpu:
-            purpose = "a worker's share of process overhead, and gaps between tensors"
+            purpose = "process overhead (a worker's share) and gaps between tensors"
             memory_bytes = max(1, memory_bytes)  # no plan fits, and the error says what would help
         if memory_bytes <= 0:
-            what = f"{whole} of memory, but {reserved} are for {purpose}"
+            what = f"{whole} of memory leaves nothing for tensors: {reserved} are for {purpose}"
             raise UsageError(what, "pass the memory of the whole device")
         note(f"leaving {reserved if tensor_bytes > 0 else 'all'} of {whole} of memory for {purpose}")
     return replace(cluster, memory_bytes=memory_bytes)

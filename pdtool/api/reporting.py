@@ -75,7 +75,7 @@ def report(*what: Path | str, output: Path | str = "report.html") -> Path:
 def check_page(names: Sequence[str], path: Path) -> None:
     """Check that a page can show so many, and that no other file would be overwritten; raises UsageError."""
     if not names:
-        raise UsageError("no plan or run is named", "name one, as plans/mnist-2.yaml or runs/mnist-2")
+        raise UsageError("no plan or run is named", "name one, such as plans/mnist-2.yaml or runs/mnist-2")
     if len(names) > _MAX_SUBJECTS:
         raise UsageError(f"{len(names)} plans and runs are too many for one page", f"name at most {_MAX_SUBJECTS}")
     if str(path) != "-":

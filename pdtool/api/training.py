@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @unchanged_caller()
 def codegen(plan: Plan | Path | str, *, model: Path | str | None = None, output: Path | str | None = None) -> Bundle:
-    """Write one PyTorch file per stage, and prove them equal to the model.
+    """Write one PyTorch file per stage, and check that together they equal the model.
 
     Args:
         plan: the plan, or the path of its file.
@@ -110,7 +110,7 @@ def run(
 
 
 def generated(inputs: Inputs, folder: Path) -> Bundle:
-    """Generate the bundle, and note what was proved."""
+    """Generate the bundle, and note what was checked."""
     from pdtool.frontend.user_code import undoing_user_changes
     from pdtool.generator.generate import generate
 
@@ -119,7 +119,7 @@ def generated(inputs: Inputs, folder: Path) -> Bundle:
     with undoing_user_changes(), status("generating") as step:
         bundle = generate(inputs.plan, inputs.profile, inputs.model_file(), target, step)
     proof = {
-        "values": "proved: outputs, gradients and buffers equal the model's, in training and evaluation",
+        "values": "checked: outputs, gradients and buffers equal the model's, in training and evaluation",
         "shapes": "the model is too large to run here: only shapes and wiring are checked, not values",
     }
     for path, content in edited.items():
@@ -183,7 +183,7 @@ def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:
         return Bundle.load(folder / Bundle.FILE).trusting(folder)
     bundle = bundle_of(inputs.plan, folder)
     if bundle:
-        _prove_update_again(inputs, bundle)
+        _check_update_again(inputs, bundle)
         return bundle
     if edited := _edited_files(folder):  # never overwrite a user's edits unasked
         remedy = "use --trust to train it as it is, or `pdtool codegen` to write it again"
@@ -194,20 +194,20 @@ def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:
     return generated(inputs, folder)
 
 
-def _prove_update_again(inputs: Inputs, bundle: Bundle) -> None:
-    """Prove the update again if model.py or its settings have changed since codegen's proof.
+def _check_update_again(inputs: Inputs, bundle: Bundle) -> None:
+    """Check the update again if model.py or its settings have changed since codegen's check.
 
     Raises:
         ModelError: the stages' updates differ from the model's.
     """
     from pdtool.frontend.user_code import find_source, undoing_user_changes
 
-    proved = inputs.plan.model or inputs.profile.model
+    recorded = inputs.plan.model or inputs.profile.model
     is_same = file_sha256(find_source(inputs.model.source)) in bundle.digests.values()
-    if is_first_worker(os.environ) and not (is_same and proved and proved.settings == inputs.model.settings):
+    if is_first_worker(os.environ) and not (is_same and recorded and recorded.settings == inputs.model.settings):
         from pdtool.generator.generate import prove_update
 
-        with undoing_user_changes(), status("proving the update of the stages"):
+        with undoing_user_changes(), status("checking the update of the stages"):
             model_file = inputs.model_file()
             prove_update(model_file, bundle, model_file.build)
 

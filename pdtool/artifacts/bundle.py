@@ -100,7 +100,7 @@ class Bundle(YamlArtifact):
         arguments: the model's arguments, tensors as `input_ids` and constants as `use_cache=False`; () if all are
             tensors by position.
         autocast_off: lines where the model switches autocast off; the stages would not.
-        proof: how codegen proved the files equal to the model: `values` (outputs, gradients and buffers of three
+        proof: how codegen compared the files with the model: `values` (outputs, gradients and buffers of three
             consecutive minibatches, training and evaluation) or `shapes` (under fake tensors only).
         optional_gradients: whether a tensor may have no gradient in some minibatch, so that messages must say so: if
             the loss may ignore one of several outputs, or user code that is not looked into one of its inputs.

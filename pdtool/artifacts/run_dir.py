@@ -232,6 +232,12 @@ class RunDir:
         self.token_file, self._lock_file = path / ".token", path / ".lock"
         self.workers, self.stages, self.checkpoints_folder = path / ".workers", path / "stages", path / "checkpoints"
 
+    @property
+    def results(self) -> list[str]:
+        """The names of what a run has written for its user."""
+        files = (self.report_file, self.metrics_file, self.trace_file, self.checkpoints_folder)
+        return [path.name + "/" * path.is_dir() for path in files if path.exists()]
+
     def worker_file(self, rank: int, kind: str) -> Path:
         """Return the file in which a worker keeps its `status` or its `failure`."""
         return self.workers / f"{rank}.{kind}"

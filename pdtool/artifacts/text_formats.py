@@ -188,7 +188,7 @@ def check_plain(content: Any, field: str = "", depth: int = 0) -> None:
 def _fault(value: Any) -> str:
     """Say what is wrong with a value by itself; "" if nothing is."""
     if isinstance(value, str):
-        return "" if value.isascii() or not _SURROGATE.search(value) else f"{value!r:.80} holds half a character"
+        return "" if value.isascii() or not _SURROGATE.search(value) else f"{value!r:.80} has a lone surrogate"
     if value is None or isinstance(value, (bool, list, dict)):
         return ""
     if isinstance(value, float):

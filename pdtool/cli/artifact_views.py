@@ -39,7 +39,7 @@ def bundle_view(bundle: Bundle) -> Lines:
     for stage in bundle.stages:
         takes, returns = ", ".join(stage.inputs), ", ".join(stage.outputs) or "the model's output"
         rows.append([stage.file, takes, returns, len(stage.parameters), len(stage.buffers)])
-    title = f"{bundle.name}: minibatch of {bundle.batch_size}, proved by {bundle.proof}"
+    title = f"{bundle.name}: minibatch of {bundle.batch_size}, checked: {bundle.proof}"
     columns = ("file", "takes", "returns", "parameters", "buffers")
     yield Table(columns, rows, names=3, title=title, drop=("buffers", "parameters"))
     tensors = []
@@ -96,7 +96,7 @@ def _passed_over(faster: FasterPlan | None, predicted: Predicted | None) -> Line
         begins = f", whose stages begin at {', '.join(faster.begins)}" if faster.begins else ""
         yield (
             f"passed over: {faster.config}{begins}. It takes {format_seconds(faster.simulated_s)}, {less:.1%} less, "
-            "but has more stages or borders inside modules (--simplest 0 takes it)"
+            "but has more stages or borders inside modules (a smaller --simplest takes it)"
         )
 
 

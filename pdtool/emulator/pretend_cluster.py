@@ -63,7 +63,7 @@ def enter_own_network() -> None:
             Path(f"/proc/self/{name}").write_text(text, encoding="utf-8")
     except OSError as failure:
         reason = ": ".join(filter(None, (failure.strerror, failure.filename)))
-        what = f"emulation needs network namespaces, but this process may not make them ({reason})"
+        what = f"emulation needs network namespaces, but this process is not allowed to make any ({reason})"
         raise PdtoolError(what, f"start it as root, in a container with CAP_SYS_ADMIN; {INSTEAD}") from failure
 
 
@@ -76,7 +76,7 @@ def check_tools() -> None:
     """Check that iproute2 is installed; raises PdtoolError."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
-        what = f"a pretend cluster needs {' and '.join(missing)} of iproute2, but PATH does not have it"
+        what = f"emulation needs {' and '.join(missing)} of iproute2, but PATH does not contain it"
         raise PdtoolError(what, f"install iproute2; {INSTEAD}")
 
 

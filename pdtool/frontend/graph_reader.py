@@ -160,7 +160,7 @@ class GraphReader:
         elif isinstance(target, torch._ops.HigherOrderOperator):
             self._region(node, str(target))
         elif not isinstance(target, torch._ops.OpOverload):
-            what = f"{getattr(target, '__name__', target)}, which this line calls, is not an operator of a stage"
+            what = f"this line calls {getattr(target, '__name__', target)}, which a stage file cannot contain"
             remedy = "move the call into a module of its own: pdtool then keeps that module in one piece"
             raise TraceError(what, remedy, location=location(node))
         elif (name := target._schema.name.split("::")[-1]).startswith(("_assert", "sym_constrain")):

@@ -113,7 +113,7 @@ def _outputs_at(small: RecordedCall, large: RecordedCall, tensors: Sequence[Tens
             if m != n and more_samples is None:
                 more_samples = (size - m) // (n - m)
     if more_samples is None and small.outputs != large.outputs:
-        raise TraceError(f"{small.path} returns a minibatch but takes none", module=small.path)
+        raise TraceError(f"{small.path} returns a minibatch but gets none as input", module=small.path)
     outputs = []
     for *shapes, dtype in zip(small.outputs, large.outputs, small.dtypes, strict=True):
         sizes = [m + (n - m) * more_samples if m != n else m for m, n in zip(*shapes, strict=True)]

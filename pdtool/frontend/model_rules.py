@@ -110,14 +110,14 @@ def optimizer_fault(returned: object) -> str:
     if isinstance(returned, (list, tuple, dict)):
         return (
             f"returned {len(returned)} values in a {type(returned).__name__}, but an update is one step of one "
-            "optimizer, so that models which several optimizers train in turn (GANs) cannot be pipelined; "
+            "optimizer. Models that several optimizers train in turn (GANs) cannot be pipelined; "
             "return one optimizer, with a parameter group for each learning rate or weight decay"
         )
     if not isinstance(returned, Optimizer):
         return f"returned {type(returned).__name__}, not an Optimizer; return one"
     if isinstance(returned, SparseAdam):
         return (
-            "returned SparseAdam, which takes sparse gradients only, but stages compute dense ones, also where an "
+            "returned SparseAdam, which takes sparse gradients only, but stages compute dense ones, even if an "
             "Embedding has sparse=True; use Adam or SGD"
         )
     closure = inspect.signature(type(returned).step).parameters.get("closure")

@@ -118,13 +118,13 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
             try:
                 found |= update.of(part)
             except ModelError as error:
-                what = f"that of {', '.join(list(part)[:3])} alone raised an error, but that of all did not ({error})"
+                what = f"for {', '.join(list(part)[:3])} alone it raised an error, but for all it did not ({error})"
                 raise _refusal(file, update, what) from error
         different = [name for name in found if not is_same(found[name], expected[name])]
         if different:
             others = f" and {len(different) - 3} others" * (len(different) > 3)
             what = f"with the same gradients, {', '.join(different[:3])}{others} get different values"
-            raise _refusal(file, update, f"{what} where {owner} has an optimizer of its own")
+            raise _refusal(file, update, f"{what} if {owner} has an optimizer of its own")
 
 
 def _refusal(file: ModelFile, update: _Update, what: str) -> ModelError:
@@ -132,8 +132,8 @@ def _refusal(file: ModelFile, update: _Update, what: str) -> ModelError:
     return file.error_in(
         function,
         f"{update.cause} depends on parameters of several stages: {what}",
-        "let MAX_GRAD_NORM clip gradients by the norm of all; what needs all parameters in one place can be trained "
-        "without stages, as `pdtool partition --strategy data-parallel` plans it",
+        "let MAX_GRAD_NORM clip by the norm of all gradients. If the update needs all parameters in one place, train "
+        "without stages, as with `pdtool partition --strategy data-parallel`",
     )
 
 

@@ -80,7 +80,7 @@ def find_source(source: str) -> Path:
         candidates = (root.joinpath(*names).with_suffix(".py") for root in roots)
         path = next((file for file in candidates if os.path.isfile(file)), Path(*names).with_suffix(".py"))
     if not os.path.isfile(path):  # unlike Path.is_file(), it takes any text
-        remedy = "name a Python file, or a module as package.module"
+        remedy = "name a Python file, or a module such as package.module"
         raise UsageError(f"model {source!r}: there is no file {path}", remedy)
     return path
 

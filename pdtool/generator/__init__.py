@@ -1,4 +1,4 @@
-"""Turn a plan into a bundle: one readable PyTorch module for each stage, proved equal to the model each time.
+"""Turn a plan into a bundle: one readable PyTorch module for each stage, checked against the model each time.
 
 Other folders use `generate` only.
 """

@@ -1,4 +1,4 @@
-"""Generate a bundle: trace the model, cut it into stages, write each, prove them, and only then keep the files."""
+"""Generate a bundle: trace the model, write its stages, check them against it, and only then keep the files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def generate(
 ) -> Bundle:
     """Write `folder`/stage_K.py and bundle.yaml for `plan`.
 
-    The files are written only after the composed stages are proved equal to the model (law 1). An older bundle in
+    The files are written only after the composed stages are checked against the model (law 1). An older bundle in
     `folder` stays unchanged until then.
 
     Raises:
@@ -60,9 +60,7 @@ def generate(
     progress("writing the stages")
     fits = fits_in_memory(traced.model)
     texts, bundle = _written(plan, stages, traced, "values" if fits else "shapes")
-    progress(
-        "proving the stages equal to the model" if fits else "checking shapes (the model is too large to run here)"
-    )
+    progress("comparing the stages with the model" if fits else "checking shapes (the model is too large to run here)")
     _verify(traced, model_file, texts, bundle)
     prove_update(model_file, bundle, lambda: traced.model)
     _write(folder, texts | {Bundle.FILE: bundle.dump()})
@@ -177,7 +175,7 @@ def _check_inputs(traced: Traced, inputs: ModelInputs, samples: int) -> None:
 
 
 def fits_in_memory(model: nn.Module) -> bool:
-    """Whether this machine has the memory to prove a model."""
+    """Whether this machine has the memory to compare the stages with a model."""
     needed = _COPIES * sum(p.nbytes for p in model.parameters())
     return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 

@@ -66,7 +66,7 @@ class ProfileOptions:
         keyword="compile",
     )
     calibrate: str | None = _model(
-        "--calibrate PROFILE", Text(), "Fit the estimate to a profile of any model that was measured on that device."
+        "--calibrate PROFILE", Text(), "Fit the estimate to a profile, of any model, measured on the same device."
     )
 
 
@@ -88,21 +88,21 @@ class PartitionOptions:
     bandwidth: str | None = _cluster(
         "--bandwidth RATE,...",
         Text(unset=f"{OUTER_BANDWIDTH} at the outermost level, {INNER_BANDWIDTH} at inner levels"),
-        "Bandwidth of a link at each level, in each direction, the outermost first, as 10Gbit/s,12GB/s.",
+        "Bandwidth of a link at each level, in each direction, the outermost first, such as 10Gbit/s,12GB/s.",
     )
     latency: str | None = _cluster(
-        "--latency TIME,...", Text(unset="0s"), "Latency of a message at each level, as 50us,5us."
+        "--latency TIME,...", Text(unset="0s"), "Latency of a message at each level, such as 50us,5us."
     )
     memory: str | None = _cluster(
         "--memory SIZE",
         Text(unset="the cluster file's, or that of the profiled device"),
-        "Memory of each device, as 16GB or 16GiB, or none for no limit.",
+        "Memory of each device, such as 16GB or 16GiB, or none for no limit.",
     )
     workers: int | None = _cluster("--workers N", Count(unset="all of the topology"), "Use at most N workers.")
     replicas: tuple[int, ...] | None = _plan(
         "--replicas R-R-R",
         Text(values.replicas, unset="whatever is fastest"),
-        "Give each stage exactly this many workers, as 15-1.",
+        "Give the stages exactly these numbers of workers. 15-1 is 15 for the first, 1 for the second.",
         excludes=("strategy", "straight"),
     )
     strategy: str = _plan(
@@ -116,7 +116,8 @@ class PartitionOptions:
     schedule: str | None = _plan(
         "--schedule",
         Choice((*SCHEDULES, "auto"), unset="1f1b, or that of --strategy"),
-        f"{ORDER_OF_WORK}. auto takes the fastest. Flushing ones need --microbatches or --samples-per-update.",
+        f"{ORDER_OF_WORK}. auto takes the fastest. It tries schedules with a flush only if you pass "
+        "--microbatches or --samples-per-update.",
     )
     microbatches: int | None = _plan(
         "--microbatches N",
@@ -153,7 +154,8 @@ class PartitionOptions:
     simplest: float = _plan(
         "--simplest SHARE",
         Text(values.share, default="3%"),
-        "Prefer fewer stages, and borders between modules, if the plan is at most this much slower than the fastest.",
+        "Prefer fewer stages, and borders between modules, if the plan is at most this much slower than the fastest. "
+        "With 0%, take the fastest plan by the formulas.",
     )
     max_cuts: int = _plan(
         "--cuts N",

@@ -54,9 +54,7 @@ class WorkerOptions:
         "if it is never reached.",
         same=True,
     )
-    seed: int = _training(
-        "--seed INTEGER RANGE", Count(0, 2**63 - 1, default=0), "Seed of all random numbers.", same=True
-    )
+    seed: int = _training("--seed N", Count(0, 2**63 - 1, default=0), "Seed of all random numbers.", same=True)
     resume: Path | None = _training(  # noqa: RUF009
         "--resume [RUN_DIR]",
         Text(lambda name, text: Path(text) if text else None, without=str(SAME_FOLDER)),

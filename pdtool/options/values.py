@@ -76,7 +76,7 @@ class Count(Range):
         except ValueError:
             number = None
         if number is None:
-            raise UsageError(f"{name}={value!r:.80} is not a whole number", "pass one, as 8")
+            raise UsageError(f"{name}={value!r:.80} is not a whole number", "pass one, such as 8")
         self.check(name, number, value)
         return number
 
@@ -141,7 +141,7 @@ def timeout(name: str, text: str) -> float:
     """Read `60s` or `60` as seconds, and check that these leave time to answer."""
     seconds = parse_seconds(f"{text}s" if re.fullmatch(r"[0-9.]+", text) else text)
     if seconds < _MIN_TIMEOUT_S:
-        raise UsageError(f"{name} {text} leaves no time to answer", f"pass {_MIN_TIMEOUT_S:g}s or more, as 60s")
+        raise UsageError(f"{name} {text} leaves no time to answer", f"pass {_MIN_TIMEOUT_S:g}s or more, such as 60s")
     return seconds
 
 

@@ -58,7 +58,7 @@ def compile_model(model: ProfiledModel, seconds: Seconds, note: OnNote, progress
     shortest_s = max(_MIN_SEGMENT_S[model.run.device.type], total_s / _MAX_SEGMENTS)
     cut = cut_into_segments(model.computed, model.outputs, seconds, shortest_s)
     segments = {_name(segment): segment for segment in cut}
-    note(f"torch.compile takes the model in {len(segments)} segment(s), and as a whole: some seconds for each")
+    note(f"compiling {len(segments)} segment(s) and then the whole model, which takes some seconds each")
     compiled = _compiled_segments(model, segments, note, progress)
     in_segments = _with_operators(model, segments, compiled)
     module: Any = compute_mode.compiled(model.traced.model)
@@ -87,7 +87,7 @@ def _compiled_segments(
     if not compiled:
         reason = next(iter(failures.values()), "there is nothing to compile")
         remedy = "leave --compile out; on a CPU torch.compile needs a C++ compiler (g++ or $CXX)"
-        raise model.model_file.error(f"torch.compile fails for all of the model: {reason}", remedy)
+        raise model.model_file.error(f"torch.compile fails for every part of the model: {reason}", remedy)
     for name, reason in failures.items():
         note(f"warning: torch.compile fails for {name}, whose operators are measured one by one: {reason}")
     return compiled

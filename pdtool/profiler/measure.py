@@ -77,7 +77,7 @@ def measure(
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
         what = "--device cuda: torch finds no CUDA device here"
-        raise UsageError(what, "measure with --device cpu, or estimate for a device by its name, as --device v100")
+        raise UsageError(what, "measure with --device cpu, or estimate for a device by its name, such as --device v100")
     process_bytes = min(host.resident_bytes() or 0, _MOST_PROCESS_BYTES)  # before there is a model
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)

@@ -105,5 +105,5 @@ class Rendezvous:
 
     def _timeout_error(self, peers: Sequence[int], remedy: str = _REMEDY) -> WorkerDiedError:
         ranks = f"worker{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
-        what = f"{self.step}: worker {self.rank} waited for {ranks} in vain (timeout {self._timeout_s:g} s)"
+        what = f"{self.step}: worker {self.rank} waited for {ranks}, which did not answer within {self._timeout_s:g} s"
         return WorkerDiedError(what, remedy)

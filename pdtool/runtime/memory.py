@@ -28,8 +28,8 @@ from pdtool.units import format_bytes
 _TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
 _PLACE = re.compile(r"^\[enforce fail at [^]]*\] err == 0\. ")  # in torch's sources
 _REMEDY = (
-    "partition with a smaller --memory, which plans more stages or recomputation, take a smaller --batch-size when you "
-    "profile, or put fewer workers on this machine"
+    "partition with a smaller --memory, to get more stages or recomputation. Or profile with a smaller --batch-size, "
+    "or put fewer workers on this machine"
 )
 
 _NEAR_LIMIT = 0.8  # the rest is for the next action

@@ -55,7 +55,7 @@ def _fault(action: Action, tracker: StashTracker, forward_versions: ForwardVersi
     tracker.apply(action)
     limit = max(1, shape.in_flight[stage % shape.pipeline_depth])
     if len(tracker.in_flight) > limit:
-        return f"makes {len(tracker.in_flight)} minibatches in flight; the plan allows {limit}"
+        return f"puts {len(tracker.in_flight)} minibatches in flight, but the plan allows {limit}"
     versions, max_versions = tracker.versions(stage), shape.versions(stage)
     if versions > max_versions:
         return f"makes {versions} weight versions; the plan allows {max_versions}"

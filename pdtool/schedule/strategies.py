@@ -85,8 +85,8 @@ class Strategy:
 def _asynchronous_remark(shape: PipelineShape) -> str:
     count = shape.in_flight[0]
     return (
-        f"for learning curves, not for speed: one worker computes the minibatches of {count} that update in turns, "
-        f"each gradient {count - 1} updates late"
+        f"this is for learning curves, not for speed: one worker imitates {count} workers that update in turns, "
+        f"so each gradient is {count - 1} updates late"
     )
 
 

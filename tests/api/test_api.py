@@ -22,7 +22,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Emulation, Report
 from pdtool.artifacts.run_dir import CheckpointManifest, RunState
-from pdtool.errors import ArtifactError, ModelError, NoPlanError, StaleError, UsageError
+from pdtool.errors import ArtifactError, ModelError, NoPlanError, PdtoolError, StaleError, UsageError
 
 DOCS = Path(__file__).parents[2] / "docs" / "python.md"
 FUNCTIONS = ("profile", "partition", "simulate", "check", "codegen", "run", "emulate", "show", "report", "export")
@@ -48,7 +48,8 @@ def test_each_function_is_of_the_package_and_documented(name):
 
 
 def test_the_package_lists_its_functions_and_the_artifacts_and_is_no_function_itself():
-    assert set(dir(pdtool)) == {*FUNCTIONS, *(kind.__name__ for kind in ARTIFACTS), "__version__"}
+    assert set(dir(pdtool)) == {*FUNCTIONS, *(kind.__name__ for kind in ARTIFACTS), "PdtoolError", "__version__"}
+    assert pdtool.PdtoolError is PdtoolError
     assert all(getattr(pdtool, kind.__name__) is kind for kind in ARTIFACTS)
     assert not any(callable(module) for name, module in sys.modules.items() if name.partition(".")[0] == "pdtool")
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -150,7 +151,7 @@ def test_a_run_raises_what_its_worker_raised(road):
     written = stage.read_text()
     stage.write_text(f"{written}\n# edited\n")
     Bundle.load(folder / "bundle.yaml").trusting(folder).save(folder / "bundle.yaml")
-    with pytest.raises(StaleError, match=r"^rank 0 .*stage_1.py: differs from what codegen writes here") as stale:
+    with pytest.raises(StaleError, match=r"^rank 1 .*stage_1.py: differs from what codegen writes here") as stale:
         pdtool.run("plans/model-2.yaml", steps=2)
     assert Path(stale.value.path).name == "stage_1.py"
     pdtool.codegen("plans/model-2.yaml")

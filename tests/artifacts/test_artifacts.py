@@ -359,7 +359,7 @@ def test_profiles_that_do_not_hold_together_are_refused(changes, match):
         ("Infinity", "inf is not a finite number"),
         ("-Infinity", "-inf is not a finite number"),
         ("1e999", "inf is not a finite number"),
-        ('"\\ud800"', "holds half a character"),
+        ('"\\ud800"', "has a lone surrogate"),
         ("1" + "0" * 400, r"100000000000\.\.\. has 401 digits, more than 30"),
         ("[" * 40 + "]" * 40, "is nested more than 30 deep"),
     ],

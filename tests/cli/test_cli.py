@@ -349,8 +349,8 @@ def test_a_plan_that_does_not_say_where_its_profile_is_is_told_what_to_write(pla
     planned.write("plans/piped.yaml", plan)
     for command in ("simulate", "check", "codegen"):
         error = planned.pdtool(command, "plans/piped.yaml", code=3, stdin=text).stderr
-        assert "piped.yaml: profile: the profile was read from stdin, so the plan does not say where it is" in error
-        assert "put its path there, as `profile: profiles/net.json`" in error
+        assert "piped.yaml: profile: the profile was read from stdin, so the plan does not name its file" in error
+        assert "put its path there, such as `profile: profiles/net.json`" in error
     assert "put its path there" in planned.pdtool("show", "--graph", "plans/piped.yaml", code=3).stderr
     planned.write("plans/piped.yaml", plan.replace("profile: '-'", "profile: here.json"))
     planned.write("here.json", text)

@@ -131,7 +131,7 @@ def test_a_start_that_fails_leaves_no_folder(road: Folder) -> None:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     machines = ("--nnodes", "2", "--rdzv-endpoint", endpoint, "--timeout", "1")
-    road.pdtool("run", "plans/model-2.yaml", "-o", "runs/a", *machines, code=1)
+    road.pdtool("run", "plans/model-2.yaml", "-o", "runs/a", *machines, code=5)
     assert not Path("runs/a").exists()
 
 

@@ -58,7 +58,7 @@ def test_train_goes_the_whole_road_and_the_second_time_only_runs(folder, request
     made = folder.pdtool(*TRAIN, *options, "--steps", "2", "--epochs", "1")
     assert Profile.load(PROFILE).threads == max(1, len(usable_cores()) // 2), "two workers will share the cores"
     assert told(made) == {"profile": "making", "partition": "making"}
-    assert "proved: outputs, gradients and buffers equal the model's" in made.stderr
+    assert "checked: outputs, gradients and buffers equal the model's" in made.stderr
     assert Report.load("runs/model-2/report.json").epochs == 1
     files = {path: path.read_bytes() for path in (PROFILE, PLAN, Path("plans/model-2/bundle.yaml"))}
     request.getfixturevalue("runs")

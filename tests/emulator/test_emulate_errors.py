@@ -93,7 +93,7 @@ def test_a_user_namespace_that_cannot_be_used_is_told(monkeypatch):
     monkeypatch.setattr(linux, "_unshare", lambda flags: 0 if flags & linux._CLONE_NEWUSER else errno.EPERM)
     monkeypatch.setattr(Path, "write_text", denied)
     with pytest.raises(
-        PdtoolError, match=r"may not make them \(Permission denied: /proc/self/setgroups\); start it as root"
+        PdtoolError, match=r"is not allowed to make any \(Permission denied: /proc/self/setgroups\); start it as root"
     ):
         linux.enter_own_network()
 
@@ -139,7 +139,7 @@ def test_workers_that_shared_cores_have_no_error_of_prediction():
 def test_simulated_times_of_another_device_than_this_are_told(compute, warned, capsys):
     profile = samples.profile().model_copy(update={"device": Device(name="V100", kind="estimated")})
     emulating._warn_of_another_device(profile, compute)
-    assert ("but the model computes here" in capsys.readouterr().err) is warned
+    assert ("but the model runs on this CPU" in capsys.readouterr().err) is warned
 
 
 class TestCommand:
@@ -190,4 +190,4 @@ def test_a_model_is_trained_until_its_target_and_one_that_misses_it_ends_with_6(
     [plan] = json.loads(missed.stdout)["plans"]
     assert (plan["config"], plan["epochs"], plan["minibatches"], plan["target_reached"]) == ("1-1", 3, 3, False)
     assert plan["training_s"] > 0
-    assert "but the model computes here" not in missed.stderr, "its profile was measured here"
+    assert "but the model runs on this CPU" not in missed.stderr, "its profile was measured here"

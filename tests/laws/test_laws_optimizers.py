@@ -152,7 +152,7 @@ PROVED = [
     (
         "First([{'params': [p]} for p in parameters], 0.1)",
         CLIPPING,
-        r".*that of .* alone raised an error, but .*IndexError",
+        r".*for .* alone it raised an error, but .*IndexError",
     ),
     (
         "prodigyopt.Prodigy(parameters)",

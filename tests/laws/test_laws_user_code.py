@@ -275,7 +275,7 @@ REFUSED = [
     (AFTER.format(name="b.weight", statement="p.data = p.data[:4]"), r"b.weight became float32\[4, 5\] on cpu"),
     (
         AFTER.format(name="b.bias", statement="p.register_post_accumulate_grad_hook(print)"),
-        r"model.py:\d+: the parameter b.bias has a hook that waits for its accumulated gradient, .*; update it in",
+        r"model.py:\d+: the parameter b.bias has a hook on its accumulated gradient, .*; update it in",
     ),
     (
         AFTER.format(name="b.bias", statement="p.register_hook(lambda gradient: gradient)"),
@@ -345,5 +345,5 @@ def model():
 def test_a_model_that_stands_at_the_top_of_its_file_is_warned_of(tmp_path: Path) -> None:
     spec = harness.job(tmp_path, replace(SKIP3, model=SKIP3.model + GLOBAL), steps=1)
     harness.run(spec)
-    warning = "warning: NET, at the top of model.py, holds the model. A worker has the newest weights of its own stages"
+    warning = "warning: NET, at the top of model.py, refers to the model. A worker has the newest weights of its own"
     assert harness.errors(spec).count(warning) == 1

@@ -191,7 +191,7 @@ def test_pieces_are_even_as_far_as_operators_go(times, count):
 def test_more_minibatches_than_can_be_simulated_are_refused():
     net = chain([1.0] * 3)
     plan = plan_of(net, [["x", "a0"], ["a1", "a2"]], [[0], [1]], make_cluster((2,), (1e9,)))
-    with pytest.raises(UsageError, match="--minibatches 1000000 of 2 stages take too long; pass at most 50000"):
+    with pytest.raises(UsageError, match="--minibatches 1000000 takes too long to simulate on 2 stages; pass at most"):
         job_of(plan, net, minibatches=10**6)
 
 

@@ -135,7 +135,7 @@ def interfering(number: signal.Signals, rank: int, at: str):
 @pytest.mark.parametrize(("sizes", "rank", "at"), [((2,), 1, "both ways"), ((2, 2), 3, "level 1 of 2x2, all-reduce")])
 def test_a_worker_that_never_answers_is_named_when_the_time_is_over(sizes, rank, at):
     start = time.monotonic()
-    with pytest.raises(WorkerDiedError, match=rf"level .* waited for worker {rank} in vain \(timeout 2 s\)") as caught:
+    with pytest.raises(WorkerDiedError, match=rf"level .* waited for worker {rank}, which did not answer") as caught:
         probe(request(*sizes, timeout_s=2.0), Machines(), interfering(signal.SIGSTOP, rank, at))
     assert caught.value.exit_code == 5
     assert time.monotonic() - start < 60

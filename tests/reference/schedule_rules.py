@@ -75,7 +75,7 @@ class _WorkerValidator:
         self.tracker.apply(action)
         in_flight, versions = len(self.tracker.in_flight), self.tracker.versions(action.stage)
         if in_flight > self.limit:
-            return f"makes {in_flight} minibatches in flight; the plan allows {self.limit}"
+            return f"puts {in_flight} minibatches in flight, but the plan allows {self.limit}"
         max_versions = self.max_versions[action.stage]
         if versions > max_versions:
             return f"makes {versions} weight versions; the plan allows {max_versions}"

@@ -26,7 +26,7 @@ def test_profile_to_export(road):
 
     result = road.pdtool("codegen")
     assert "wrote plans/model-2/ (stage_0.py, stage_1.py, bundle.yaml)" in result.stderr
-    assert "proved: outputs, gradients and buffers equal the model's" in result.stderr
+    assert "checked: outputs, gradients and buffers equal the model's" in result.stderr
 
     result = road.pdtool("run", "--epochs", "3", "--json", "--target", "accuracy=0.1")
     report = Report.parse(result.stdout)
@@ -142,7 +142,7 @@ def test_a_plan_for_gpus_leaves_room_for_what_no_tensor_gets(road):
     assert Plan.load(PLAN).cluster.memory_bytes == Profile.load("profiles/model.json").tensor_bytes(2 * 10**9, 2)
     assert "leaving 1.13 GB of 2 GB of memory for CUDA's context" in result.stderr
     result = road.pdtool(*partition, "1GB", code=2)
-    assert "1 GB of memory, but 1.07 GB are for CUDA's context" in result.stderr
+    assert "1 GB of memory leaves nothing for tensors: 1.07 GB are for CUDA's context" in result.stderr
 
 
 def test_profile_on_stdout(folder):
@@ -272,6 +272,8 @@ def test_a_dry_run_says_who_does_what_where_and_does_nothing(road, monkeypatch):
     assert not (road.path / "runs").exists()
     assert not (road.path / "plans/model-2").exists()
     assert "cannot share" in road.pdtool("run", "--dry-run", "--nnodes", "3", code=2).stderr
+    message = "--json cannot be combined with --dry-run, which prints a table; leave one out"
+    assert message in road.pdtool("run", "--dry-run", "--json", code=2).stderr
 
 
 def test_a_changed_profile_is_stale_by_name(road):

@@ -286,7 +286,8 @@ def test_a_dataset_that_starts_processes_is_told_to_load_in_the_training_process
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_of_another_type_are_told_which_one_is_wanted(tmp_path: Path, workers: int) -> None:
     message = (
-        r"inputs float64\[2, 2\], but the stages take float32\[2, 2\]; let x be float32, as by .to\(torch.float32\)$"
+        r"inputs float64\[2, 2\], but the stages take float32\[2, 2\]; "
+        r"let x be float32, for example with .to\(torch.float32\)$"
     )
     with (
         source(tmp_path, workers, "return torch.ones(2).double(), i") as minibatches,

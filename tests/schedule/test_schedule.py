@@ -429,7 +429,7 @@ def test_broken_lists_are_refused_and_the_fault_is_marked() -> None:
     refused([first, [*second, Action.parse("1F3")]], "1F3 does not belong to this worker", "1F3")
     refused([first[:-1], second], "0U2 is missing from worker 0", "")
     refused([first], "1 action lists for 2 workers", "")
-    refused([swap(first, "0B0", "0F2"), second], "0F2 makes 3 minibatches in flight; the plan allows 2", "0F2")
+    refused([swap(first, "0B0", "0F2"), second], "0F2 puts 3 minibatches in flight, but the plan allows 2", "0F2")
 
 
 def test_a_schedule_that_does_not_go_with_the_shape() -> None:

@@ -178,7 +178,7 @@ def _misspelt(error: click.UsageError) -> tuple[str, Iterable[str]]:
     "--config",
     metavar="FILE",
     show_default="pdtool.toml, or [tool.pdtool] in pyproject.toml",
-    help="Read default options from FILE, with one table per command, as [partition] with topology = '4x4'.",
+    help="Read default options from FILE, with one table per command, such as [partition] with topology = '4x4'.",
 )
 @click.pass_context
 def main(ctx: click.Context, config: str | None) -> None:

@@ -68,7 +68,7 @@ def import_(graph: str, output: str | None, batch_size: int | None, name: str | 
     text = read_text(graph, "name a graph.txt of PipeDream's profiler", may_be_pipe=True)
     path = "stdin" if graph == "-" else graph
     profile, batch_source = read_pipedream_profile(text, path, name=name or _name(graph), batch_size=batch_size)
-    lines = ["the file has no optimizer step, and for the stash only the operators' outputs"]
+    lines = ["the file has no times of the optimizer, and of a stash only the operators' outputs"]
     if batch_source:
         lines.insert(0, f"minibatch of {profile.batch_size}, {batch_source}; name another with --batch-size")
     path = output or f"profiles/{file_name(profile.name)}.json"
@@ -105,9 +105,9 @@ def probe(
 ) -> None:
     """Measure the network between the workers of a launch.
 
-    Starts one process per worker of this machine. On several machines, start it on each. At each level it measures the
-    bandwidth of a member's link while all its workers send and receive, of one pair alone, a small message and an
-    all-reduce.
+    Starts one process per worker of this machine. On several machines, start it on each. At each level it measures four
+    things: the bandwidth of a member's link while all its workers send and receive, the bandwidth of one pair of
+    workers alone, the latency of a small message, and an all-reduce.
     """
     from pdtool.artifacts.artifact import title
     from pdtool.artifacts.cluster import parse_topology

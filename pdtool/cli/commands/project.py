@@ -87,8 +87,8 @@ def init(folder: Path, force: bool) -> None:
 def makefile() -> None:
     """Print the path of pdtool's rules for make.
 
-    They make profiles/NAME.json, plans/NAME-TOPOLOGY.yaml, its stage files and its run from any NAME.py, and remake
-    them if NAME.py has changed. Comments at the top of the file explain their variables.
+    The rules make profiles/NAME.json, plans/NAME-TOPOLOGY.yaml, the stage files and the run from any NAME.py, and
+    remake them if NAME.py has changed. Comments at the top of the file explain the variables.
     """
     write_stdout(f"{RULES}\n")
 

@@ -25,11 +25,11 @@ _file = partial(options.option, in_file=False, type=click.Path(path_type=Path), 
 @click.argument("plan", required=False)
 @options.options_of(SimulateOptions)
 @_file("--trace", help="Write a trace for Perfetto or chrome://tracing; - is stdout.")
-@_file("--svg", help="Draw the timeline (fill, then two rounds), or with --sweep the gain over bandwidth; - is stdout.")
+@_file("--svg", help="Draw the timeline (fill, then two rounds), or with --sweep the gain by bandwidth; - is stdout.")
 @options.option(
     "--sweep",
     metavar="bandwidth=LOW..HIGH",
-    help="Vary the bandwidth of the outermost level, as bandwidth=0.1..25Gbit/s, and compare with data parallelism.",
+    help="Vary the bandwidth of the outermost level (bandwidth=0.1..25Gbit/s), and compare with data parallelism.",
 )
 @options.flag("--json", "as_json", help="Print all figures as JSON on stdout.")
 def simulate(
@@ -38,8 +38,8 @@ def simulate(
     """Simulate PLAN, data parallelism and other strategies.
 
     If all stages of the plan average the same number of samples per update, the other strategies average that number
-    too, except hybrid parallelism. Otherwise data parallelism averages one minibatch of every worker, and GPipe as many
-    samples.
+    too, except hybrid parallelism. Otherwise data parallelism averages one minibatch of every worker, and GPipe
+    averages as many samples as data parallelism.
     """
     import json
 

@@ -22,7 +22,7 @@ from pdtool.options.run_options import RunOptions
 @options.option_of(RunOptions, "model")
 @options.as_json
 def codegen(plan: str | None, output: str | None, model: str | None, as_json: bool) -> None:
-    """Write and prove one PyTorch file per stage of PLAN."""
+    """Write and check one PyTorch file per stage of PLAN."""
     from pdtool.api.inputs import Inputs, candidate
     from pdtool.api.training import generated
 
@@ -97,6 +97,7 @@ def profile(model: str, output: str | None, asked: ProfileOptions, as_json: bool
 def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> None:
     """Train PLAN's stages, each on its workers."""
     from pdtool.api.training import to_train, trained
+    from pdtool.artifacts.run_dir import RunDir
     from pdtool.cli.artifact_views import worker_table
     from pdtool.cli.run_view import report_view
     from pdtool.files import quoted
@@ -106,6 +107,8 @@ def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> No
         name = chosen.schedule
         note(f"a compiled stage computes all its gradients at once, so {name} cannot delay any: use 1f1b-flush")
     if dry_run:
+        if as_json:
+            raise UsageError("--json cannot be combined with --dry-run, which prints a table", "leave one out")
         show(worker_table(chosen, asked.nnodes), err=False)
         return
     config, report = trained(inputs, chosen, asked)
@@ -113,12 +116,10 @@ def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> No
         if as_json:
             print_json(report)
         show(*report_view(report))
-        note(f"wrote {config.out}/ (report.json, metrics.jsonl, trace.json, checkpoints/)")
+        note(f"wrote {config.out}/ ({', '.join(RunDir(config.out).results)})")
         folder = quoted(config.out)
         note(f"see the run: pdtool report {folder}; export its weights: pdtool export {folder}")
     if report.target_reached is False:
-        from pdtool.artifacts.run_dir import RunDir
-
         what = f"target {report.target} was not reached in {report.epochs} epoch(s)"
         command = f"{RunDir(config.out).resume_command()} --epochs {2 * config.epochs}"
         raise TargetMissedError(what, f"train longer: `{command}`")

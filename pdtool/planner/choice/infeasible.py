@@ -27,7 +27,7 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
         )
     smallest, limit = _smallest(search), search.cluster.memory_bytes
     if smallest is None or limit is None:
-        what = "no division into stages keeps every pinned node where it is pinned"
+        what = "no split into stages puts every pinned module into the stage that HINTS pin gives it"
         return NoPlanError(what, "loosen HINTS pin, or allow another number of stages")
     needed = max(smallest.cost.searched_memory_bytes)
     if options.in_flight and needed <= limit:

@@ -91,7 +91,7 @@ class SimulationJob:
         shape = placement.shape(sizes)
         limit = max(MAX_ACTIONS // (2 * len(placement.stages)), steady_run(shape))
         if minibatches and minibatches > limit:
-            what = f"--minibatches {minibatches} of {len(placement.stages)} stages take too long"
+            what = f"--minibatches {minibatches} takes too long to simulate on {len(placement.stages)} stages"
             raise UsageError(what, f"pass at most {limit}")
         loads = stage_loads(profile, placement.stages)
         return cls(

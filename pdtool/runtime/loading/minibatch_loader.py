@@ -129,7 +129,7 @@ class MinibatchLoader:
     def _remedy(self, loaded: Sequence[Shape], expected: Sequence[Shape]) -> str:
         if [shape for shape, _ in loaded] == [shape for shape, _ in expected]:
             wrong = (
-                f"{tensor.name} be {tensor.dtype}, as by .to(torch.{tensor.dtype})"
+                f"{tensor.name} be {tensor.dtype}, for example with .to(torch.{tensor.dtype})"
                 for tensor, found, wanted in zip(self.inputs, loaded, expected, strict=True)
                 if found != wanted
             )

@@ -353,12 +353,12 @@ def usable_workers(asked: int, loaders: Collection[MinibatchLoader]) -> tuple[in
     opened = next((path for loader in loaders for path in loader.open_files), "")
     if asked and opened:
         return 0, (
-            f"dataset() keeps {opened} open, and loader workers would share the place where it is read: minibatches "
-            "are loaded in the training process; open files when a sample is asked for"
+            f"dataset() keeps {opened} open, and loader workers would share its file position. So the training process "
+            "loads the minibatches; to use loader workers, open files when a sample is read"
         )
     if asked > 1 and any(loader.is_stream for loader in loaders):
         return 1, (
-            f"an IterableDataset is read by one process, in order: one loader worker of {asked} is used; one with "
-            "__getitem__ would be loaded by all"
+            f"an IterableDataset is read by one process, in order, so only one of {asked} loader workers is used. All "
+            "can load a dataset with __getitem__"
         )
     return asked, ""

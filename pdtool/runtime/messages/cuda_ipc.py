@@ -214,7 +214,7 @@ def share_device_memory(
     if refusals and rank == 0:
         sys.stderr.write(
             f"warning: CUDA does not let workers share memory of their GPUs ({printable(refusals[0])}): they send each "
-            "other messages by NCCL, or through memory of the host\n"
+            "other messages by NCCL, or through host memory\n"
         )
     return agreed, {number: memory for number, memory in here.memory.items() if number in agreed}
 

@@ -361,7 +361,7 @@ class LearningRateSchedule:
             return ""
         return (
             f"OneCycleLR was made for {self._scheduler.total_steps} steps, but the run will take {self._steps}: let "
-            "scheduler(optimizer, total_steps) take their number"
+            "scheduler(optimizer, total_updates) pass total_steps=total_updates"
         )
 
     def update_done(self) -> None:

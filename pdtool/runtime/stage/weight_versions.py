@@ -308,8 +308,8 @@ def _check_change(name: str, parameter: nn.Parameter, leaf: Tensor) -> None:
     if parameter._post_accumulate_grad_hooks:
         raise FieldError(
             name,
-            "has a hook that waits for its accumulated gradient, which is complete only after the sum over "
-            "microbatches and replicas; update it in the optimizer, or change gradients with register_hook()",
+            "has a hook on its accumulated gradient, but that is complete only after the sum over microbatches and "
+            "replicas; update it in the optimizer, or change gradients with register_hook()",
         )
 
 

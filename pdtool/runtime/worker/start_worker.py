@@ -144,7 +144,7 @@ def _warn_of_model(built: WorkerModel, config: RunConfig, reasons: Sequence[str]
     for name, module in built.file.modules.items() if len(config.plan.stages) > 1 else ():
         if any(id(parameter) in own for parameter in module.parameters()):
             sys.stderr.write(
-                f"warning: {name}, at the top of {built.file.path.name}, holds the model. A worker has the newest "
+                f"warning: {name}, at the top of {built.file.path.name}, refers to the model. A worker has the newest "
                 "weights of its own stages only, so use only the model's output in loss() and metrics()\n"
             )
 
