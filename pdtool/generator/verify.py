@@ -4,21 +4,16 @@ It compares outputs and buffers over three consecutive minibatches in training m
 and then over two in evaluation mode. It compares the gradients of all parameters for one minibatch of each size. Random
 operators draw from a generator seeded by their own input. Opaque modules, which may also draw from Python and numpy,
 use generators seeded by their path. So model and stages drop the same elements in whatever order they run. A model that
-keeps other state between calls of forward is refused: `kept_attributes` finds that state.
+keeps other state between calls of forward is refused: `kept_attributes` (kept_state.py) finds that state.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
 import sys
-import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -37,9 +32,8 @@ from pdtool.frontend.operators import named_state, registered_state, shared_memo
 from pdtool.frontend.random_numbers import derive_seed, random_state_kept, seed_generators
 from pdtool.frontend.user_code import line_of
 from pdtool.frontend.user_modules import user_modules_importable
+from pdtool.generator.kept_state import TOLERANCE, KeptAttribute, attributes, has_same_content, kept_attributes
 
-Attributes = Mapping[tuple[str, str], object]  # (path of a module, name) -> a key that is equal while it is kept
-_TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 _STAGES = "the generated stages"
 _CHECK_STATE = (
     "check whether a module keeps state on self between calls, overrides train(), or has an autograd.Function or a "
@@ -49,10 +43,6 @@ _REPORT = "this is a defect of pdtool: please report it with your model.py"
 _RANDOM = ("dropout", "attention", "lstm", "gru", "rnn", "rand", "bernoulli", "multinomial", "normal", "rrelu")
 _FILLING = ("uniform_", "normal_", "bernoulli_", "exponential_", "random_", "cauchy_", "log_normal_", "geometric_")
 _FILLING_WITHIN = {"gumbel_softmax": "exponential_"}  # function that fills a tensor of its argument's shape
-_MAX_DEPTH = 4
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # `training`, and the dictionaries of parameters, buffers and hooks
-_NOT_FORWARD = {"__init__", "__repr__", "extra_repr", "reset_parameters"}
 
 
 class VerificationError(PdtoolError):
@@ -345,7 +335,7 @@ def _compare(expected: Tensor, composed: Tensor, what: str) -> None:
     if torch.equal(expected, composed):  # almost always, and much faster than testing closeness
         return
     scale = expected.abs().max().item() if expected.is_floating_point() and expected.numel() else 0.0
-    tolerance = {"rtol": _TOLERANCE["rtol"], "atol": _TOLERANCE["atol"] * max(1.0, scale)}
+    tolerance = {"rtol": TOLERANCE["rtol"], "atol": TOLERANCE["atol"] * max(1.0, scale)}
     if not torch.allclose(expected, composed, **tolerance, equal_nan=True):
         worst = (expected.double() - composed.double()).abs().max().item()
         what = f"{what} differs between the stages and the model by up to {worst:.3g}"
@@ -416,123 +406,3 @@ def _seed_by_path(module: nn.Module, paths: Sequence[str]) -> None:
         seed, submodule = derive_seed(path), module.get_submodule(path)
         if not isinstance(submodule, torch.jit.ScriptModule):  # it takes no hooks
             submodule.register_forward_pre_hook(lambda *_, seed=seed: seed_generators(seed))
-
-
-@dataclass(frozen=True)
-class KeptAttribute:
-    """An attribute that calls of forward change and read.
-
-    Attributes:
-        module: path of the module; "" for the model.
-        location: `model.py:12`, where it is changed; "" if unknown.
-    """
-
-    module: str
-    name: str
-    location: str
-
-
-def attributes(model: nn.Module) -> Attributes:
-    """Return the modules' attributes except parameters, buffers and modules, and the names of their buffers."""
-    held: dict[tuple[str, str], object] = {}
-    for path, module in model.named_modules():
-        if not _is_of_torch(type(module)):
-            values = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
-            held |= {(path, name): _fingerprint(value, _MAX_DEPTH) for name, value in values.items()}
-            held |= {(path, name): "buffer" for name, buffer in module._buffers.items() if buffer is not None}
-    return held
-
-
-def kept_attributes(model: nn.Module, before: Attributes) -> Iterator[KeptAttribute]:
-    """Yield the attributes that changed since `before` and that some forward reads.
-
-    In a pipeline several minibatches are in flight, and a stage is a class of its own. A hidden state carried over, or
-    a counter that forward reads, would differ from a plain training loop. Attributes that forward only writes, such as
-    the last call's attention weights, make no difference.
-    """
-    after = attributes(model)
-    changed = [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
-    if not changed:
-        return
-    modules = dict(model.named_modules())
-    uses = {kind: list(_uses(kind)) for kind in {type(module) for module in modules.values()}}
-    used = {use.name for of_class in uses.values() for use in of_class}
-    read = {use.name for of_class in uses.values() for use in of_class if use.is_read}
-    for path, name in sorted(changed):
-        changes = [use.location for use in uses[type(modules[path])] if use.name == name and not use.is_read]
-        if name in read or name not in used:
-            yield KeptAttribute(path, name, next(iter(changes), ""))
-
-
-def has_same_content(a: Any, b: Any, depth: int = _MAX_DEPTH) -> bool:
-    """Whether two values hold the same tensors and numbers; False if unknown."""
-    if type(a) is not type(b) or depth == 0:
-        return False
-    if isinstance(a, Tensor):
-        return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.allclose(a, b, **_TOLERANCE, equal_nan=True)
-    if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(has_same_content(a[key], b[key], depth - 1) for key in a)
-    if isinstance(a, (list, tuple)) or type(a).__name__ == "deque":
-        return len(a) == len(b) and all(has_same_content(x, y, depth - 1) for x, y in zip(a, b, strict=True))
-    if isinstance(a, (*_PLAIN, torch.dtype, torch.device)):
-        return bool(a == b)
-    return hasattr(a, "__dict__") and not callable(a) and has_same_content(vars(a), vars(b), depth - 1)
-
-
-@dataclass(frozen=True)
-class _Use:
-    """One place in a class where an attribute is read or assigned."""
-
-    name: str
-    is_read: bool
-    location: str
-
-
-def _uses(kind: type) -> Iterator[_Use]:
-    """Yield where methods of a module's class, and of its bases outside torch, use attributes."""
-    for base in kind.__mro__:
-        if issubclass(base, nn.Module) and not _is_of_torch(base):
-            yield from _uses_in(base)
-
-
-def _uses_in(kind: type) -> Iterator[_Use]:
-    """Yield where the methods in a class's source use attributes; nothing if there is no source."""
-    try:
-        lines, first = inspect.getsourcelines(kind)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-        file = Path(inspect.getsourcefile(kind) or "").name
-    except (OSError, TypeError, SyntaxError):
-        return
-    for method in ast.walk(tree):
-        if not isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef)) or method.name in _NOT_FORWARD:
-            continue
-        for node in ast.walk(method):
-            match node:
-                case ast.Attribute(attr=name):
-                    is_read = isinstance(node.ctx, ast.Load)
-                case ast.Constant(value=str(name)) if name.isidentifier():  # of getattr
-                    is_read = True
-                case _:
-                    continue
-            yield _Use(name, is_read, f"{file}:{first + node.lineno - 1}")
-
-
-def _is_of_torch(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "torch"
-
-
-def _fingerprint(value: Any, depth: int) -> object:
-    """A key that stays equal as long as the value is neither changed nor replaced."""
-    if isinstance(value, _PLAIN):
-        return type(value), repr(value)  # NaN equals itself here
-    if isinstance(value, Tensor):
-        return id(value), value._version
-    if isinstance(value, nn.Module) or depth == 0:
-        return id(value)
-    if isinstance(value, Mapping):
-        return id(value), tuple((repr(key), _fingerprint(item, depth - 1)) for key, item in value.items())
-    if isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
-        return id(value), tuple(_fingerprint(item, depth - 1) for item in value)
-    if hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
-        return id(value), _fingerprint(vars(value), depth - 1)
-    return id(value)

@@ -17,7 +17,7 @@ from pdtool.errors import TraceError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.tracing import trace_file
 from pdtool.generator.generate import generate
-from pdtool.generator.verify import attributes, kept_attributes
+from pdtool.generator.kept_state import attributes, kept_attributes
 
 HEAD = """
 import torch
