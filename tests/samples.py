@@ -298,6 +298,7 @@ def profiles(draw: st.DrawFn) -> Profile:
             parameter_bytes=draw(_bytes),
             frozen_bytes=draw(_bytes),
             stash_bytes=draw(_bytes),
+            saved_by=draw(st.one_of(st.none(), st.sampled_from(names))),
             flops=draw(_bytes),
         )
         for i, name in enumerate(names)

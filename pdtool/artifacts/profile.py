@@ -16,7 +16,7 @@ from pdtool.errors import FieldError
 from pdtool.graph import Graph
 from pdtool.options.plan_options import WIRE_BYTES, ProfileOptions
 
-_ONLY_IF_NOT_0 = ("exact_bytes", "exact_gradient_bytes", "frozen_bytes")
+_ONLY_IF_SET = ("exact_bytes", "exact_gradient_bytes", "frozen_bytes", "saved_by")
 _OWN_PAGES = 3  # one part in so many, with threads and code: seen 30 to 70 MB, for 200 MB
 _GAPS_ON_GPU = 16  # seen with segments that grow: 5 to 7 % of a stage's tensors
 _GAPS_ON_CPU = 8  # seen with freed memory returned: up to 15 %, for convolutions
@@ -38,7 +38,9 @@ class Node(FrozenModel):
             unchanged, whatever the wire format. The file has only those that are not 0.
         parameter_bytes: bytes of its trained parameters (a shared parameter counts at each node; see Profile.shared).
         frozen_bytes: bytes of its parameters without gradients. The file has only those that are not 0.
-        stash_bytes: bytes kept from its forward for its backward, without parameters.
+        stash_bytes: bytes kept from its forward for its backward, without parameters. A tensor that several nodes keep
+            counts at the first.
+        saved_by: the node at which its output counts as stash; None if no other node keeps it. The file has only names.
         scratch_bytes: measured bytes that it holds only while it computes, such as reordered copies and gradients of
             its inner tensors, without its output and the gradients of its inputs.
         flops: floating-point operations of its forward.
@@ -58,12 +60,13 @@ class Node(FrozenModel):
     parameter_bytes: Bytes = 0
     frozen_bytes: Bytes = 0
     stash_bytes: Bytes = 0
+    saved_by: Name | None = None
     scratch_bytes: Bytes = 0
     flops: Bytes = 0
 
     @model_serializer(mode="wrap")
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in write(self).items() if value or name not in _ONLY_IF_NOT_0}
+        return {name: value for name, value in write(self).items() if value or name not in _ONLY_IF_SET}
 
 
 class SharedParameter(FrozenModel):
@@ -136,6 +139,7 @@ class Profile(Artifact):
             *((f"segments[{i}]", group) for i, group in enumerate(self.segments)),
             *((f"together[{i}]", group) for i, group in enumerate(self.together)),
             ("pin", tuple(self.pin)),
+            ("nodes", tuple(node.saved_by for node in self.nodes if node.saved_by)),
         ):
             for name in group:
                 if name not in known:

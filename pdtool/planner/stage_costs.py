@@ -34,7 +34,7 @@ class StageLoad:
         parameter_bytes: distinct trained parameters, tied ones included.
         frozen_bytes: parameters that are not trained.
         tied_bytes: parameters that other stages hold too.
-        stash_bytes: kept from forward to backward.
+        stash_bytes: kept from forward to backward, besides received tensors.
         working_bytes: the most that one operator needs in addition while it computes.
         input_bytes: memory of the tensors from all earlier stages, each once.
         received_bytes: message size of these tensors, see Profile.sent_bytes.
@@ -81,11 +81,14 @@ class StageLoadTable:
 
     def stages_from(self, begin: int, ends: Array) -> StageLoad:
         """Return the loads of the stages from cut `begin` to each of the cuts `ends`; every field is [ends]."""
-        moved = np.zeros((3, len(ends)))
+        moved, received_stash = np.zeros((3, len(ends))), np.zeros(len(ends))
         for producer in np.flatnonzero(self._crossing[begin]):
             is_taken = self._takers_inside[ends, producer] > self._takers_inside[begin, producer]
             moved += is_taken * self._producer_bytes[:, producer, np.newaxis]
+            is_saved = self._savers_inside[ends, producer] & ~self._savers_inside[begin, producer]
+            received_stash += is_saved * self._producer_bytes[2, producer]
         sums = {name: values[ends] - values[begin] for name, values in self._sums.items()}
+        sums["stash_bytes"] = np.maximum(sums["stash_bytes"] - received_stash, 0)
         tied = np.zeros(len(ends))
         for size_bytes, holders_inside in self._shared:
             holders = holders_inside[ends] - holders_inside[begin]
@@ -163,6 +166,13 @@ class StageLoadTable:
         """[cuts, producers] how many of the blocks that take a producer's output lie inside each cut."""
         columns = [self.inside[:, blocks].sum(axis=1) for _, blocks in self._producers]
         return np.array(columns, dtype=np.int32).reshape(len(columns), len(self.inside)).T
+
+    @cached_property
+    def _savers_inside(self) -> NDArray[np.bool_]:
+        """[cuts, producers] whether the node at which a producer's output counts as stash lies inside each cut."""
+        savers = [self.profile.by_name[name].saved_by for name, _ in self._producers]
+        columns = [self.inside[:, self._block_of[saver]] if saver else self.inside[:, 0] & False for saver in savers]
+        return np.array(columns, dtype=bool).reshape(len(columns), len(self.inside)).T
 
     @cached_property
     def _crossing(self) -> Array:

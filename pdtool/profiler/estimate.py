@@ -198,9 +198,10 @@ class _Estimate:
     def profile(self) -> Profile:
         """Estimate all nodes and the optimizer step."""
         with self.mode:
-            stash_bytes, flops = count_stash_and_flops(self.model)
+            stash_bytes, saved_by, flops = count_stash_and_flops(self.model)
             forward, backward = self.model.replay(lambda _, work: _recorded(work), self.progress)
-        self._set_recurrent(forward, backward, stash_bytes)
+        recurrent = self._set_recurrent(forward, backward, stash_bytes)
+        saved_by = {name: saver for name, saver in saved_by.items() if saver not in recurrent}
         kinds = {op.name: operator_kind(op.op) for op in self.model.computed}
         update, state_bytes = self._update()  # outside the mode: an optimizer may read its step count
         details = [self.device.name, *([self.precision] if self.precision else [])]
@@ -208,6 +209,7 @@ class _Estimate:
             forward_s={name: self._seconds(kernels, kinds.get(name)) for name, kernels in forward.items()},
             backward_s={name: self._seconds(kernels, kinds.get(name)) for name, kernels in backward.items()},
             stash_bytes=stash_bytes,
+            saved_by=saved_by,
             flops=flops,
             update_s=self._seconds(update, "update", launch_s=0.0),  # fused over all parameters
             optimizer_state_bytes=state_bytes,
@@ -222,13 +224,16 @@ class _Estimate:
         factor = self.device.factors.get(kind or "elementwise", 1.0)
         return factor * roofline_s(kernels, self.device, tf32=self.precision == "tf32", launch_s=launch_s)
 
-    def _set_recurrent(self, forward: Kernels, backward: Kernels, stash_bytes: dict[str, int]) -> None:
-        """Set the kernels and the stash of recurrent nodes to those of cuDNN."""
+    def _set_recurrent(self, forward: Kernels, backward: Kernels, stash_bytes: dict[str, int]) -> set[str]:
+        """Set the kernels and the stash of recurrent nodes to those of cuDNN; return these nodes."""
+        recurrent = set()
         for op in self.model.computed:
             module = None if op.target else self.model.traced.model.get_submodule(op.module)
             if isinstance(module, nn.RNNBase):
                 inputs = op.values[0].meta(self.model.batch)
                 forward[op.name], backward[op.name], stash_bytes[op.name] = recurrent_costs(module, inputs)
+                recurrent.add(op.name)
+        return recurrent
 
     def _update(self) -> tuple[list[Kernel], float]:
         """Return the kernels of an optimizer step in steady state, and its bytes of state per byte of parameters."""

@@ -18,7 +18,7 @@ from pdtool.errors import PdtoolError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import tensors_in
 from pdtool.frontend.model_rules import unknown_module_remedy
-from pdtool.frontend.operators import Value, unique_name
+from pdtool.frontend.operators import Operator, Value, unique_name
 from pdtool.profiler.execute import ProfiledModel
 from pdtool.profiler.kernels import FLOP_FORMULAS
 
@@ -34,6 +34,7 @@ class GraphCosts:
     Attributes:
         forward_s, backward_s: seconds of each node.
         stash_bytes: bytes kept for its backward.
+        saved_by: the node at which its output counts as stash.
         flops: flops of its forward.
         scratch_bytes: if they were measured; see artifacts.profile.Node.
         update_s: seconds of one optimizer step over all parameters.
@@ -44,6 +45,7 @@ class GraphCosts:
     forward_s: Seconds
     backward_s: Seconds
     stash_bytes: Counts
+    saved_by: Mapping[str, str]
     flops: Counts
     scratch_bytes: Counts = field(default_factory=dict)
     update_s: float
@@ -51,15 +53,20 @@ class GraphCosts:
     step_s: float = 0.0
 
 
-def count_stash_and_flops(model: ProfiledModel) -> tuple[dict[str, int], dict[str, int]]:
-    """Count (stash bytes, flops) of each node in one forward of the whole graph with autograd.
+def count_stash_and_flops(model: ProfiledModel) -> tuple[dict[str, int], dict[str, str], dict[str, int]]:
+    """Count stash bytes and flops of each node in one forward of the whole graph with autograd.
 
     A storage that several operators save is counted once, at the first; parameters are not counted.
+
+    Returns:
+        Stash bytes, the node at which an output counts as stash (see artifacts.profile.Node), and flops, by node.
     """
     seen = {p.untyped_storage()._cdata for p in model.run.state.values()}
     saved: list[Tensor] = []
     stash_bytes: dict[str, int] = {}
+    saved_by: dict[str, str] = {}
     flops: dict[str, int] = {}
+    producers: dict[int, str] = {}  # of a storage that is the only output of a node
     node = ""
 
     def count(tensor: Tensor) -> Tensor:
@@ -68,19 +75,31 @@ def count_stash_and_flops(model: ProfiledModel) -> tuple[dict[str, int], dict[st
             seen.add(storage._cdata)
             saved.append(tensor)  # so that no other storage gets its address
             stash_bytes[node] = stash_bytes.get(node, 0) + storage.nbytes()
+            if storage._cdata in producers:
+                saved_by[producers[storage._cdata]] = node
         return tensor
 
+    def note_producer(op: Operator) -> None:
+        if len(op.outputs) == 1 and isinstance(output := environment[op.outputs[0]], Tensor):
+            storage = output.untyped_storage()
+            if storage.nbytes() == output.nbytes:
+                producers[storage._cdata] = op.name
+
     environment = model.environment()
+    for op in model.traced.operators:
+        if op.is_input:
+            note_producer(op)
     counter = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)
     with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t), counter:
         for op in model.computed:
             node, before = op.name, counter.get_total_flops()
             environment.update(zip(op.outputs, model.run(op, environment), strict=True))
             flops[node] = counter.get_total_flops() - before
+            note_producer(op)
         if model.with_loss:
             node = "loss"
             model.loss(model.output(environment))
-    return stash_bytes, flops
+    return stash_bytes, saved_by, flops
 
 
 def make_profile(model: ProfiledModel, device: Device, costs: GraphCosts, **measured: Any) -> Profile:
@@ -141,6 +160,7 @@ def _nodes(model: ProfiledModel, costs: GraphCosts) -> Iterator[Node]:
             parameter_bytes=sum(model.run.state[name].nbytes for name in names & trained),
             frozen_bytes=sum(model.run.state[name].nbytes for name in names - trained),
             flops=costs.flops.get(op.name, 0),
+            saved_by=costs.saved_by.get(op.name),
             **_times_and_memory(costs, op.name),
         )
     if model.with_loss:

@@ -118,7 +118,7 @@ class _Measurement:
 
     def profile(self, compiled: bool, note: OnNote) -> Profile:
         """Measure all nodes, the whole step and the optimizer step; with `compiled`, the memory as without it."""
-        stash_bytes, flops = count_stash_and_flops(self.model)
+        stash_bytes, saved_by, flops = count_stash_and_flops(self.model)
         times = self._times()
         times, segments = self._compiled_times(times, note) if compiled else (times, ())
         update_s, state_bytes = self._optimizer()
@@ -128,6 +128,7 @@ class _Measurement:
             forward_s=times.forward_s,
             backward_s=times.backward_s,
             stash_bytes=stash_bytes,
+            saved_by=saved_by,
             flops=flops,
             scratch_bytes={name: int(max(forward[name], backward.get(name, 0.0))) for name in forward},
             update_s=update_s,

@@ -11,7 +11,7 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from time import perf_counter
 
 import torch
@@ -42,11 +42,12 @@ _ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 
 class PeakMemory:
     """The memory of training: the stages themselves, and all that this process has added since training began.
 
-    On a GPU it counts tensors, on a CPU resident pages except those of files. Memory shared with other workers counts
-    in each of them.
+    On a GPU it counts tensors, on a CPU resident pages except those of files. The memory of messages, which two workers
+    share, counts at the receiver.
 
     Attributes:
         received_bytes: GPU memory set aside for messages, which counts too.
+        sent_bytes: returns the shared memory of messages that this worker has sent.
         limit_bytes: the plan's limit for the tensors of one worker; None: no limit.
         returns_freed: whether freed memory goes back to the system, because kept memory came near the limit.
     """
@@ -54,6 +55,7 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_cuda = device, device.type == "cuda"
         self.received_bytes = 0
+        self.sent_bytes: Callable[[], int] = int
         self.limit_bytes: int | None = None
         self.returns_freed = False
         self._next_look_s = 0.0
@@ -115,7 +117,7 @@ class PeakMemory:
             if self._is_cuda
             else host.peak_resident_bytes(self._file_bytes)
         )
-        return None if peak is None else max(0, peak - self._before_bytes)
+        return None if peak is None else max(0, peak - self._before_bytes - self.sent_bytes())
 
     @property
     def peak_reserved_bytes(self) -> int | None:

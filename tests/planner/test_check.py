@@ -84,7 +84,8 @@ def answered(seed):
 
 
 def randomly_sent(rng, profile):
-    """The profile with some frozen parameters, and some outputs that are not float32, for any wire format."""
+    """The profile with frozen parameters, outputs that are not float32, and outputs that others save, for any wire
+    format."""
     nodes = []
     for node in profile.nodes:
         exact, gradient = (
@@ -93,6 +94,12 @@ def randomly_sent(rng, profile):
         frozen = rng.choice([0, 0, 300])
         sizes = {"exact_bytes": exact, "exact_gradient_bytes": gradient, "frozen_bytes": frozen}
         nodes.append(node.model_copy(update=sizes))
+    for i, node in enumerate(nodes):
+        takers = [n for n in nodes if node.name in n.inputs]
+        if takers and rng.random() < 0.7:
+            k = nodes.index(rng.choice(takers))
+            nodes[k] = nodes[k].model_copy(update={"stash_bytes": nodes[k].stash_bytes + node.output_bytes})
+            nodes[i] = nodes[i].model_copy(update={"saved_by": nodes[k].name})
     return with_nodes(profile, nodes).sent_as(rng.choice(["fp32", "fp32", "fp16", "bf16"]))
 
 

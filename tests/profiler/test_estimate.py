@@ -126,7 +126,7 @@ def example_inputs(n): return torch.randn({"n, 5" if "batch_first" in layer else
 """
     file = write(tmp_path, HEAD + text)
     measured, estimated = measure(file, batch_size=3), estimate(file, batch_size=3, device=DEVICE)
-    assert counted(estimated, "stash_bytes") == counted(measured, "stash_bytes")
+    assert counted(estimated, "stash_bytes", "saved_by") == counted(measured, "stash_bytes", "saved_by")
     node = estimated.by_name["cell"]
     assert node.flops == 2 * 5 * 3 * per_step
     assert node.backward_s == pytest.approx(2 * node.forward_s)

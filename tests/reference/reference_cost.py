@@ -104,10 +104,14 @@ class ReferenceCost:
             node, here = self.profile.by_name[name], home[name]
             for s in stages - {here}:
                 work[s].held += node.output_bytes
+                if node.saved_by and home[node.saved_by] == s:  # it is among the received tensors
+                    work[s].stash -= node.output_bytes
                 work[s].received += self._sent(node, node.output_bytes, node.exact_bytes)
                 work[s].returned += self._sent(node, node.gradient_bytes, node.exact_gradient_bytes)
             for s in range(here + 1, max(stages) + 1) if node.op != "input" else ():
                 work[s].passing += self._sent(node, node.output_bytes, node.exact_bytes)
+        for one in work:
+            one.stash = max(0, one.stash)
         for shared in self.profile.shared:
             users = [home[name] for name in shared.nodes]
             for s in set(users):

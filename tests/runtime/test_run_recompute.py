@@ -115,7 +115,7 @@ def trained(recompute):
     found = []
     for i in range(4):
         found.append(stage.forward(i, inputs[i], targets[i])[0].detach())
-    alive = [output.grad_fn for kept in stage.stashed.values() for output in kept.outputs]
+    alive = [output for kept in stage.stashed.values() for output in kept.outputs]
     for i in range(4):
         found.append(stage.backward(i, [None])[0].clone())
         stage.weights.prepare_update()

@@ -8,11 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pdtool.runtime.stage.split_backward import backward_input
+from pdtool.runtime.stage import split_backward
+
+
+def backward_input(outputs, inputs, gradients):
+    """The first part of a backward from tensors."""
+    return split_backward.backward_input([get_gradient_edge(output) for output in outputs], inputs, gradients)
 
 
 class Tied(nn.Module):

@@ -189,6 +189,7 @@ def test_a_thousand_messages_leave_no_descriptor_and_touch_no_more_memory_than_i
         through(ends, i, [torch.zeros(1, 1 << 16)])
     assert descriptors() == open_now
     assert resident() - memory < 2 * (256 << 10)  # one slot, seen twice
+    assert ends[0].shared_bytes == 256 << 10
     for end in ends:
         end._pipes.close()
     del ends, end

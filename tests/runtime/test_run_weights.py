@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from pdtool.runtime.stage.pipeline_stage import PipelineStage
 from pdtool.runtime.stage.weight_versions import WeightVersions
@@ -51,6 +53,46 @@ def test_a_backward_after_updates_sees_the_weights_of_its_forward(kind: str) -> 
     newest = dict(module.named_parameters())  # and the module computes with the newest weights now
     for name, parameter in stage.weights.parameters.items():
         assert newest[name].data_ptr() == parameter.data_ptr()
+
+
+class OwnIdentity(torch.autograd.Function):
+    """Its node is Python's, which keeps no graph alive."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return gradient
+
+
+@pytest.mark.parametrize("ends_in_python", [False, True])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_outputs_are_freed_once_they_are_sent(*, ends_in_python: bool, is_split: bool) -> None:
+    """A linear layer does not save its output, so nothing needs that between forward and backward."""
+    torch.manual_seed(0)
+    linear, x = nn.Linear(3, 5), torch.randn(2, 3, requires_grad=True)
+    gradient = torch.randn(2, 5)
+    expected = torch.autograd.grad(linear(x), [x, *linear.parameters()], gradient)
+    module = linear
+    if ends_in_python:
+        module = nn.Linear(3, 5)
+        module.load_state_dict(linear.state_dict())
+        module.register_forward_hook(lambda _, __, output: OwnIdentity.apply(output))
+    stage = PipelineStage(module, None)
+    outputs = stage.forward(0, [x])
+    memory = StorageWeakRef(outputs[0].untyped_storage())
+    del outputs
+    gc.collect()
+    assert memory.expired()
+    if is_split:
+        gradients = stage.backward_input(0, [gradient])
+        stage.backward_weight(0)
+    else:
+        gradients = stage.backward(0, [gradient])
+    found = [*gradients, *(p.grad for p in stage.weights.parameters.values())]
+    torch.testing.assert_close(tuple(found), expected, rtol=0, atol=0)
 
 
 def flattened(lstm: nn.LSTM) -> nn.LSTM:

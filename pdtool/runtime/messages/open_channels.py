@@ -36,6 +36,10 @@ class Channels:
     receivers: list[tuple[Route, Receiver]] = field(default_factory=list)
     device_bytes: int = 0
 
+    def sent_bytes(self) -> int:
+        """Return the bytes of memory for sent messages that the receivers share."""
+        return sum(sender.shared_bytes for _, sender in self.senders if isinstance(sender, SharedMemorySender))
+
 
 def open_channels(
     routes: Sequence[Route], groups: ProcessGroups, config: RunConfig, in_flight: Sequence[int], meter: WorkerMeter

@@ -53,6 +53,14 @@ class SharedMemorySender(SlotSender):
         memory = torch.frombuffer(shared.memory, dtype=torch.uint8)
         super().__init__(route, layout, memory, shared.pipes, waiting)
 
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the slots that were written, because the system provides no memory before."""
+        written: dict[tuple[int, int], int] = {}
+        for (slot, k, _), view in self._views.items():
+            written[slot, k] = max(view.nbytes, written.get((slot, k), 0))
+        return sum(written.values())
+
 
 class SharedMemoryReceiver(SlotReceiver):
     """Receives through shared memory."""

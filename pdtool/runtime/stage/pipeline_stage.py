@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map
 
 from pdtool.errors import ModelError
@@ -29,15 +30,18 @@ from pdtool.runtime.stage.weight_versions import OnGradient, WeightVersion, Weig
 class StashedMinibatch:
     """A minibatch between its forward and its backward.
 
+    It keeps the graph, but not the outputs: their memory is free once they are sent, unless an operator saved them.
+
     Attributes:
-        outputs: with their graph; () with recomputation, which makes them again before the backward.
+        outputs: for each output where its gradient enters the graph, None if it has no gradient; () with recomputation,
+            which makes the graph again before the backward.
         forward_state: with recomputation, the state that the forward saw.
         weight_backward: the second part of a split backward, after the first.
     """
 
     version: WeightVersion
     inputs: list[Tensor]
-    outputs: tuple[Tensor, ...]
+    outputs: Sequence[GradientEdge | None]
     forward_state: ForwardState | None = None
     weight_backward: WeightBackward | None = None
 
@@ -130,7 +134,7 @@ class PipelineStage:
             outputs = without_graph(outputs)
             self.stashed[minibatch] = StashedMinibatch(version, state.inputs, (), state)
         else:
-            self.stashed[minibatch] = StashedMinibatch(version, inputs, outputs)
+            self.stashed[minibatch] = StashedMinibatch(version, inputs, _gradient_edges(outputs))
         self.peak_stashed = max(self.peak_stashed, len(self.stashed))
         return outputs
 
@@ -233,25 +237,30 @@ class PipelineStage:
                 )
         return loss
 
-    def _outputs(self, minibatch: int, stashed: StashedMinibatch) -> tuple[Tensor, ...]:
-        """The outputs with their graph, computed again if it was not kept."""
+    def _outputs(self, minibatch: int, stashed: StashedMinibatch) -> Sequence[GradientEdge | None]:
+        """The outputs' places in their graph, which is computed again if it was not kept."""
         if not self._recomputation or not stashed.forward_state:
             return stashed.outputs
         self.weights.bind(stashed.version)
         self.seeds.begin_forward(minibatch)
         with self._recomputation.restored(stashed.forward_state):
-            return self._compute(stashed.inputs, stashed.forward_state.target)
+            return _gradient_edges(self._compute(stashed.inputs, stashed.forward_state.target))
 
     def _differentiable_outputs(
         self, minibatch: int, stashed: StashedMinibatch, gradients: Sequence[Tensor | None]
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
+    ) -> tuple[list[GradientEdge], list[Tensor | None]]:
         """The outputs that have a gradient, and the gradients."""
         pairs = [
             (output, gradient)
             for output, gradient in zip(self._outputs(minibatch, stashed), gradients, strict=True)
-            if output.requires_grad and (self._loss is not None or gradient is not None)
+            if output and (self._loss is not None or gradient is not None)
         ]
         return [output for output, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def _gradient_edges(outputs: Sequence[Any]) -> list[GradientEdge | None]:
+    """For each output of a stage where its gradient enters the graph; None if it has no gradient."""
+    return [get_gradient_edge(o) if isinstance(o, Tensor) and o.requires_grad else None for o in outputs]
 
 
 def without_graph(outputs: Sequence[Any]) -> tuple[Any, ...]:

@@ -34,12 +34,12 @@ _OPTIONS = ("bias_sym_sizes_opt", "stride", "padding", "dilation", "transposed",
 
 
 def backward_input(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    outputs: Sequence[GradientEdge], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
 ) -> tuple[list[Tensor | None], WeightBackward]:
     """Compute the gradients of `inputs` in a backward from `outputs`, and no `.grad`.
 
     Args:
-        outputs: outputs of the stage that have a gradient; of any shapes.
+        outputs: where the gradients of the stage's outputs enter the graph.
         inputs: leaves, of any shapes.
         gradients: one per output, of its shape; None stands for 1 and is for a scalar. They must not change until the
             second part.
@@ -48,7 +48,7 @@ def backward_input(
         One gradient per input, of its shape, None if no path leads to it; and the second part.
     """
     starts = [
-        (get_gradient_edge(output), torch.ones_like(output) if gradient is None else gradient)
+        (output, _one(output) if gradient is None else gradient)
         for output, gradient in zip(outputs, gradients, strict=True)
     ]
     ends = [get_gradient_edge(value).node if value.requires_grad else None for value in inputs]
@@ -65,6 +65,12 @@ def backward_input(
         independent = [(start, gradient) for start, gradient in starts if start.node not in graph.path]
         second_part.sources.append(_GradientSource(graph.independent, lambda: independent))
     return [computed.get(end) for end in ends], second_part
+
+
+def _one(output: GradientEdge) -> Tensor:
+    """The gradient of a scalar by itself."""
+    scalar = output.node._input_metadata[output.output_nr]
+    return torch.ones(scalar.shape, dtype=scalar.dtype, device=scalar.device)
 
 
 @dataclass

@@ -217,8 +217,9 @@ class StageBuilder:
         Status.of_this_process.set("the building of the stages")
         channels = self._open_channels()
         expand_segments(self.place.device)
-        self.place.meter.memory.received_bytes = channels.device_bytes
-        self.place.meter.memory.limit_bytes = self.config.plan.cluster.memory_bytes
+        memory = self.place.meter.memory
+        memory.received_bytes, memory.sent_bytes = channels.device_bytes, channels.sent_bytes
+        memory.limit_bytes = self.config.plan.cluster.memory_bytes
         stages = {s: self._replica(s, module, channels) for s, module in self.modules.items()}
         warning = next(replica.optimizer.schedule.length_warning for replica in stages.values())
         if warning and self.place.assignment.rank == 0:
