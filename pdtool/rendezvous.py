@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from fcntl import ioctl
 from typing import Any, get_type_hints
 
-from pdtool.errors import PdtoolError, WorkerDiedError, printable
+from pdtool.errors import PdtoolError, UsageError, WorkerDiedError, printable
 from pdtool.machines import Machines
 
 GLOO_VARIABLE, NCCL_VARIABLE, TOKEN_VARIABLE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PDTOOL_TOKEN"
@@ -57,9 +57,11 @@ def gather_machines(machines: Machines, timeout_s: float, notify: Notify = lambd
         notify: called with a line that says which machines this one waits for, if that takes more than a few seconds.
 
     Raises:
+        UsageError: GLOO_SOCKET_IFNAME names no interface of this machine.
         PdtoolError: a machine does not come in time, this one does not belong to machine 0 (another has its rank, their
             counts or tokens differ), the port is taken, or gloo would listen where other machines cannot reach it.
     """
+    _check_interface(os.environ.get(GLOO_VARIABLE, ""))
     own = MachineFacts(
         node_rank=machines.node_rank,
         count=machines.count,
@@ -401,6 +403,13 @@ def gloo_address() -> str:
     with suppress(OSError, StopIteration):
         return next(_own_addresses(socket.gethostname()))
     return "127.0.0.1"
+
+
+def _check_interface(given: str) -> None:
+    names = [name for _, name in socket.if_nameindex()]
+    if unknown := [name for name in given.split(",") if name and name not in names]:
+        what = f"{GLOO_VARIABLE}={given}: this machine has no network interface {unknown[0]}"
+        raise UsageError(what, f"set it to one of {', '.join(names)}")
 
 
 def loopback_hint() -> str:

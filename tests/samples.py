@@ -298,7 +298,7 @@ def profiles(draw: st.DrawFn) -> Profile:
             parameter_bytes=draw(_bytes),
             frozen_bytes=draw(_bytes),
             stash_bytes=draw(_bytes),
-            saved_by=draw(st.one_of(st.none(), st.sampled_from(names))),
+            saved_by=draw(st.sampled_from([None, *names[i + 1 :]])),
             flops=draw(_bytes),
         )
         for i, name in enumerate(names)

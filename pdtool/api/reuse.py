@@ -77,8 +77,8 @@ def why_not_reused(path: str, ref: ModelRef, asked: ProfileOptions) -> str:
     return why
 
 
-def is_fresh(model: str, output: str | None, asked: ProfileOptions) -> bool:
-    """Return whether the file that `profile` would write exists and is up to date, and say which file it is.
+def fresh_profile(model: str, output: str | None, asked: ProfileOptions) -> str:
+    """Return the file that `profile` would write if it exists and is up to date; otherwise "", and note why.
 
     Args:
         model: in the form for the command.
@@ -89,7 +89,7 @@ def is_fresh(model: str, output: str | None, asked: ProfileOptions) -> bool:
     why = why_not_reused(target, ref, asked)
     if why:
         note(f"profile: making {target}: {why}")
-    return not why
+    return "" if why else target
 
 
 def other_profile(profile: Profile, ref: ModelRef, asked: ProfileOptions) -> str:

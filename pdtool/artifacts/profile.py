@@ -133,13 +133,16 @@ class Profile(Artifact):
             if node.exact_bytes > node.output_bytes or node.exact_gradient_bytes > node.gradient_bytes:
                 fault = "its exact_bytes exceed output_bytes, or its exact_gradient_bytes exceed gradient_bytes"
                 raise FieldError(f"nodes[{index}]", fault)
+        positions = {node.name: index for index, node in enumerate(self.nodes)}
+        for index, node in enumerate(self.nodes):
+            if node.saved_by and positions.get(node.saved_by, -1) <= index:
+                raise FieldError(f"nodes[{index}].saved_by", f"{node.saved_by!r} is not a later node")
         _ = self.graph  # raises FieldError when it is not in topological order
         for field, group in (
             *((f"shared[{i}].nodes", s.nodes) for i, s in enumerate(self.shared)),
             *((f"segments[{i}]", group) for i, group in enumerate(self.segments)),
             *((f"together[{i}]", group) for i, group in enumerate(self.together)),
             ("pin", tuple(self.pin)),
-            ("nodes", tuple(node.saved_by for node in self.nodes if node.saved_by)),
         ):
             for name in group:
                 if name not in known:

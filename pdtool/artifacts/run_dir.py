@@ -252,11 +252,15 @@ class RunDir:
         Raises:
             ArtifactError: a file or folder that the run writes is a link, or not a regular file or folder.
         """
-        files = (self._lock_file, self.token_file, self.state_file, self.plan_file, self.metrics_file)
-        for path in (*files, self.report_file, self.trace_file, self.emulation_file, self.failure_file):
-            check_no_link(path)
-        for path in (self.checkpoints_folder, self.workers, self.stages):
-            check_no_link(path, is_folder=True)
+        folders = (self.checkpoints_folder, self.workers, self.stages)
+        for path in (self._lock_file, self.token_file, self.workers, self.emulation_file, *self._written):
+            check_no_link(path, is_folder=path in folders)
+
+    @property
+    def _written(self) -> tuple[Path, ...]:
+        """Files and folders that a run writes for its user."""
+        files = (self.state_file, self.plan_file, self.metrics_file, self.report_file, self.trace_file)
+        return (*files, self.failure_file, self.checkpoints_folder, self.stages)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -365,10 +369,20 @@ class RunDir:
         raise UsageError(what, "name the folder of a run that has one: a run writes the first after its first epoch")
 
     def check_no_other_run(self, resumed: Path | None) -> None:
-        """Raise UsageError if the folder contains checkpoints of another run than the resumed one."""
-        if self.checkpoints() and (resumed is None or resumed.resolve() != self.path.resolve()):
+        """Check that a run may write here.
+
+        Raises:
+            UsageError: the folder contains checkpoints of another run than the resumed one, or something else under a
+                name that a run writes.
+        """
+        if resumed and resumed.resolve() == self.path.resolve():
+            return
+        if self.checkpoints():
             what = f"{self.path} already contains a run"
             raise UsageError(what, "continue it with --resume, or name another folder with -o")
+        if self.state() is None and (found := next(filter(os.path.lexists, self._written), None)):
+            what = f"{self.path} is not the folder of a run, but contains {found.name}, which a run would replace"
+            raise UsageError(what, "name another folder with -o")
 
     def _runs_beside(self) -> str:
         """Return `: runs/a, runs/b`, the newest runs beside a missing folder; "" if there are none."""

@@ -25,7 +25,7 @@ from pdtool.frontend.random_numbers import random_state_kept
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.update_proof import check_update
 from pdtool.generator.stage_file import StageWriter
-from pdtool.generator.verify import verify_shapes, verify_values
+from pdtool.generator.verify import ModelFailedError, verify_shapes, verify_values
 from pdtool.generator.wiring import Wiring
 
 # Copies of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
@@ -150,15 +150,26 @@ def _verify(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle
     """Compare stages and model to the extent of `bundle.proof`."""
     if bundle.proof == "values":
         size = min(bundle.batch_size, _VERIFIED_SAMPLES)
-        batches = [ModelInputs.of(model_file.example_inputs(samples)) for samples in (size, size, size + 1)]
-        for samples, inputs in zip((size, size, size + 1), batches, strict=True):
-            _check_inputs(traced, inputs, samples)
-        verify_values(model_file.build, texts, bundle, batches)
+        try:
+            _verify_values(traced, model_file, texts, bundle, size)
+        except ModelFailedError:
+            if size == bundle.batch_size:
+                raise
+            _verify_values(traced, model_file, texts, bundle, bundle.batch_size)
     else:
         inputs = ModelInputs.of(model_file.example_inputs(bundle.batch_size))
         state, size = named_state(traced.model), bundle.batch_size
         output = traced.output_with(lambda leaf: leaf.meta(size) if isinstance(leaf, Value) else state[leaf.name], size)
         verify_shapes(texts, bundle, inputs, output)
+
+
+def _verify_values(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle: Bundle, size: int) -> None:
+    """Compare values for minibatches of `size` samples and of one more."""
+    sizes = (size, size, size + 1)
+    batches = [ModelInputs.of(model_file.example_inputs(samples)) for samples in sizes]
+    for samples, inputs in zip(sizes, batches, strict=True):
+        _check_inputs(traced, inputs, samples)
+    verify_values(model_file.build, texts, bundle, batches)
 
 
 def _check_inputs(traced: Traced, inputs: ModelInputs, samples: int) -> None:

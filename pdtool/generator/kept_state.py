@@ -11,10 +11,13 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +25,7 @@ Attributes = Mapping[tuple[str, str], object]  # (path of a module, name) -> a k
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # of values that are computed in two ways
 _MAX_DEPTH = 4
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CODE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # `training`, and the dictionaries of parameters, buffers and hooks
 _NOT_FORWARD = {"__init__", "__repr__", "extra_repr", "reset_parameters"}
 
@@ -73,13 +77,15 @@ def has_same_content(a: Any, b: Any, depth: int = _MAX_DEPTH) -> bool:
         return False
     if isinstance(a, Tensor):
         return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.allclose(a, b, **TOLERANCE, equal_nan=True)
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(has_same_content(a[key], b[key], depth - 1) for key in a)
     if isinstance(a, (list, tuple)) or type(a).__name__ == "deque":
         return len(a) == len(b) and all(has_same_content(x, y, depth - 1) for x, y in zip(a, b, strict=True))
     if isinstance(a, (*_PLAIN, torch.dtype, torch.device)):
         return bool(a == b)
-    return hasattr(a, "__dict__") and not callable(a) and has_same_content(vars(a), vars(b), depth - 1)
+    return hasattr(a, "__dict__") and not isinstance(a, _CODE) and has_same_content(vars(a), vars(b), depth - 1)
 
 
 @dataclass(frozen=True)
@@ -130,12 +136,18 @@ def _fingerprint(value: Any, depth: int) -> object:
         return type(value), repr(value)  # NaN equals itself here
     if isinstance(value, Tensor):
         return id(value), value._version
+    if isinstance(value, np.ndarray) and value.dtype.kind != "O":
+        return id(value), value.tobytes()
     if isinstance(value, nn.Module) or depth == 0:
         return id(value)
     if isinstance(value, Mapping):
         return id(value), tuple((repr(key), _fingerprint(item, depth - 1)) for key, item in value.items())
     if isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
         return id(value), tuple(_fingerprint(item, depth - 1) for item in value)
-    if hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+    if isinstance(value, Iterator):
+        with suppress(Exception):  # a generator does not tell its state
+            return id(value), repr(value.__reduce__())
+    is_code = isinstance(value, _CODE) or (callable(value) and _is_of_torch(type(value)))
+    if hasattr(value, "__dict__") and not is_code:
         return id(value), _fingerprint(vars(value), depth - 1)
     return id(value)

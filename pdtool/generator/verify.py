@@ -49,6 +49,10 @@ class VerificationError(PdtoolError):
     """The generated stages are not equal to the model: nothing is written."""
 
 
+class ModelFailedError(VerificationError):
+    """The model itself fails, perhaps because a minibatch is too small for it."""
+
+
 def load_stages(
     texts: Mapping[str, str], bundle: Bundle, device: str = "cpu", build: Callable[[], nn.Module] | None = None
 ) -> list[nn.Module]:
@@ -260,7 +264,8 @@ def _run(what: str, call: Callable[[], Any], where: str) -> Any:
     except PdtoolError:
         raise
     except Exception as error:
-        raise VerificationError(f"{what} failed ({where}): {describe_error(error)}") from error
+        kind = VerificationError if what == _STAGES else ModelFailedError
+        raise kind(f"{what} failed ({where}): {describe_error(error)}") from error
 
 
 def _compare_outputs(expected: Any, composed: Any, where: str) -> None:

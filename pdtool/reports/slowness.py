@@ -64,12 +64,14 @@ def slowness_lines(report: Report) -> Iterator[str]:
     """
     parts = differences(report)
     predicted_s = report.predicted.time_s if report.predicted else 0.0
-    measured_s = report.stages[busiest_stage(report)].time_s if parts else 0.0
+    number = busiest_stage(report) if parts else 0
+    measured_s = report.stages[number].time_s if parts else 0.0
     if not parts or report.is_crowded or report.includes_compilation or measured_s < _SLOWER * predicted_s:
         yield from _loading_limit(report)
         return
     more_s = measured_s - predicted_s
-    yield f"a minibatch took {format_seconds(more_s)} more than predicted:"
+    with_fill = ", filling and emptying the pipeline included"
+    yield f"stage {number} took {format_seconds(more_s)} more per minibatch than predicted{with_fill}:"
     for part in parts:
         if part.more_s >= _LARGE_SHARE * more_s:
             yield f"  {format_seconds(part.more_s)} ({part.more_s / more_s:.0%}) {part.what}: {part.cause}"

@@ -22,6 +22,7 @@ def shell(text: str) -> subprocess.CompletedProcess[str]:
         ("pdtool show - <&-", 3, "no format field"),
         ("pdtool show plan.yaml >&-", 0, ""),
         ("pdtool show nofile 2>&-", 3, ""),
+        ("pdtool --help >/dev/full", 1, "error: the output failed: No space left on device\n"),
         ("pdtool show nofile 2>/dev/full", 3, ""),
         ("pdtool init new <&- >&- 2>&-", 0, ""),
         ("COLUMNS=³ LINES=² pdtool show plan.yaml", 0, ""),

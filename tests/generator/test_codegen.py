@@ -502,3 +502,34 @@ def test_functions_are_profiled_and_written_as_they_are_called(tmp_path: Path, r
     file = ModelFile.load(ModelRef(source=str(tmp_path / "functions.py")), trusted=True)
     profile = measure(file, batch_size=4)
     assert generate(plan_of(profile, 2), profile, file, tmp_path / "bundle").proof == "values"
+
+
+WHITENING = """
+import torch
+from torch import nn
+
+class Whitening(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.first(x)
+        x = x - x.mean(0)
+        factor = torch.linalg.cholesky(x.T @ x / len(x))
+        return self.second(torch.linalg.solve_triangular(factor, x.T, upper=False).T)
+
+def model():
+    return Whitening()
+
+def example_inputs(batch_size):
+    return torch.randn(batch_size, 4, generator=torch.Generator().manual_seed(0))
+"""
+
+
+def test_a_model_that_fails_on_few_samples_is_checked_with_a_whole_minibatch(tmp_path):
+    path = tmp_path / "whitening.py"
+    path.write_text(WHITENING)
+    model_file = ModelFile.load(ModelRef(source=str(path), function="model"), trusted=True)
+    profile = skeleton(model_file).model_copy(update={"batch_size": 16})
+    assert generate(plan_of(profile, 2), profile, model_file, tmp_path / "b").proof == "values"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from collection import differences, trained_in_stages, trained_plainly
@@ -188,19 +190,41 @@ def _model(folder: Path, forward: str) -> ModelFile:
     return ModelFile.load(ModelRef(source=str(folder / "model.py")), trusted=True)
 
 
+class Rule:
+    """An object that is called."""
+
+    factor = 1
+
+    def __call__(self, number: int) -> int:
+        return self.factor * number
+
+
 class Keeps(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(2, 2)
         self.count, self.values, self.queue, self.plain = 0, [torch.zeros(2)], deque([1]), {"a": float("nan")}
+        self.array, self.numbers, self.rule = np.zeros(2), itertools.count(), Rule()
         self.register_buffer("seen", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += 1
-        return self.inner(x) + self.count + self.values[0] + self.queue[0] + self.plain["a"]
+        constant = self.array[0] + self.rule(0) + (self.numbers is None)
+        return self.inner(x) + self.count + self.values[0] + self.queue[0] + self.plain["a"] + constant
 
 
-@pytest.mark.parametrize("statement", ["count += 1", "values[0].add_(1)", "queue.append(2)", "values.append(None)"])
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "count += 1",
+        "values[0].add_(1)",
+        "queue.append(2)",
+        "values.append(None)",
+        "array[1] = 2",
+        "numbers.__next__()",
+        "rule.factor += 1",
+    ],
+)
 def test_every_kind_of_change_is_seen(statement: str) -> None:
     model = Keeps()
     before = attributes(model)

@@ -66,7 +66,7 @@ HOMES = {
     "markupsafe": {"reports"},  # of jinja2
     "pydantic": {"artifacts"},
     "networkx": {"graph", "profiler"},
-    "numpy": {"frontend", "planner", "runtime"},
+    "numpy": {"frontend", "generator", "planner", "runtime"},
     "torch": {"frontend", "profiler", "generator", "runtime", "emulator", "zoo"},
     "sympy": {"frontend", "generator"},  # a dependency of torch, whose sizes are its expressions
     "safetensors": {"runtime"},

@@ -120,6 +120,7 @@ def test_without_a_device_profile_measures_where_run_trains(road, monkeypatch):
     monkeypatch.setattr("pdtool.profiler.measure.measure", measure)
     same = ["--if-stale", "--batch-size", "8"]
     assert "reusing" in road.pdtool("profile", "model.py", *same, "--device", "auto").stderr
+    assert '"nodes"' in road.pdtool("profile", "model.py", *same, "--device", "auto", "--json").stdout
     assert "on cpu" in road.pdtool("profile", "model.py", code=2).stderr
     monkeypatch.setattr("pdtool.frontend.compute_mode.default_device", lambda: "cuda")
     for arguments in ([], ["--device", "auto"], ["--device", "auto", *same]):

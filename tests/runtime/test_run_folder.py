@@ -52,13 +52,13 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     """The second is refused before it touches anything; a run that was killed keeps nothing."""
     spec = harness.job(tmp_path, CONV2)
     spec.out.mkdir()
-    (spec.out / "metrics.jsonl").write_text("of the first run")
+    (spec.out / "notes.txt").write_text("of the first run")
     with holder(spec.out) as process:
         with pytest.raises(
             UsageError, match=rf"run is in use by a run \(process {process.pid} on .*\); wait for it, or"
         ):
             launch(spec)
-        assert (spec.out / "metrics.jsonl").read_text() == "of the first run"
+        assert (spec.out / "notes.txt").read_text() == "of the first run"
         process.kill()
         process.wait(timeout=20)
         launch(spec)
@@ -89,6 +89,19 @@ def test_differences_are_told_with_the_machine() -> None:
         "--seed is 0 on machine 0 (a), 1 on machine 1 (b)",
         "--resume is none on machine 0 (a), abc on machine 1 (b)",
     ]
+
+
+@pytest.mark.parametrize(
+    "name", ["plan.yaml", "run.json", "report.json", "trace.json", "metrics.jsonl", "stages/notes"]
+)
+def test_a_run_replaces_nothing_that_is_not_of_a_run(tmp_path: Path, name: str) -> None:
+    mine = tmp_path / name
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine\n", encoding="utf-8")
+    message = f"is not the folder of a run, but contains {Path(name).parts[0]}, which a run would replace; name another"
+    with pytest.raises(UsageError, match=message):
+        RunDir(tmp_path).check_no_other_run(None)
+    assert mine.read_text(encoding="utf-8") == "mine\n"
 
 
 def test_a_run_does_not_train_over_one_that_ended_after_its_first_check(tmp_path: Path) -> None:

@@ -95,6 +95,14 @@ def test_outputs_are_freed_once_they_are_sent(*, ends_in_python: bool, is_split:
     torch.testing.assert_close(tuple(found), expected, rtol=0, atol=0)
 
 
+def test_the_loss_may_be_a_received_tensor() -> None:
+    """An earlier stage has computed it."""
+    received = torch.tensor(3.0, requires_grad=True)
+    stage = PipelineStage(nn.Identity(), lambda output, _: output)
+    assert stage.forward(0, [received])[0] == 3.0
+    assert stage.backward(0, [None]) == [torch.tensor(1.0)]
+
+
 def flattened(lstm: nn.LSTM) -> nn.LSTM:
     """The module with its weights one after another in a single storage, the last one first, as on a GPU."""
     weights = list(lstm.parameters())[::-1]

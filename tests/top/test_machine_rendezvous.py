@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from pdtool.errors import PdtoolError
-from pdtool.rendezvous import MachineFacts, check_reachable, interface_with
+from pdtool.errors import PdtoolError, UsageError
+from pdtool.machines import Machines
+from pdtool.rendezvous import MachineFacts, check_reachable, gather_machines, interface_with
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -109,6 +110,13 @@ def test_a_host_name_that_nobody_knows(endpoint: str) -> None:
     first, second = refusals(machine(2, 0, wrong, timeout_s=1), machine(2, 1, wrong, timeout_s=1))
     assert f"machine 0 cannot resolve no-such-host.invalid of the endpoint {wrong}" in first
     assert f"machine 0 of 2 did not connect to {wrong} within 1 s (" in second
+
+
+def test_an_interface_that_this_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nope0")
+    message = "GLOO_SOCKET_IFNAME=lo,nope0: this machine has no network interface nope0; set it to one of lo"
+    with pytest.raises(UsageError, match=message):
+        gather_machines(Machines(), 1.0)
 
 
 def test_an_endpoint_on_another_machine_than_machine_0() -> None:

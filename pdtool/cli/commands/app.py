@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -77,8 +77,11 @@ class CommandGroup(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         Verbosity.reset()
         install_terminal()
-        with _usage_errors_as_ours(ctx):
-            return super().parse_args(ctx, args)
+        try:
+            with _usage_errors_as_ours(ctx):
+                return super().parse_args(ctx, args)
+        except OSError as error:  # --help and --version print here
+            return _failed_output(ctx, error)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -94,11 +97,8 @@ class CommandGroup(click.Group):
         except SystemExit as end:  # from the user's code: pdtool itself exits through click
             note(f"error: {_place(end)}: sys.exit({end.code!r}) was called; raise an error in model.py instead")
             ctx.exit(1)
-        except BrokenPipeError:
-            raise
         except OSError as error:
-            note(f"error: {error.filename or 'the output'} failed: {error.strerror}")
-            ctx.exit(1)
+            _failed_output(ctx, error)
         except KeyboardInterrupt:
             note("interrupted")
             ctx.exit(130)
@@ -118,6 +118,13 @@ class CommandGroup(click.Group):
             width = formatter.width - 6 - max(len(command.name or "") for command in commands)
             with formatter.section(section):
                 formatter.write_dl([(command.name or "", command.get_short_help_str(width)) for command in commands])
+
+
+def _failed_output(ctx: click.Context, error: OSError) -> NoReturn:
+    if isinstance(error, BrokenPipeError):
+        raise error
+    note(f"error: {error.filename or 'the output'} failed: {error.strerror}")
+    ctx.exit(1)
 
 
 def _place(error: BaseException) -> str:

@@ -78,9 +78,12 @@ def profile(model: str, output: str | None, asked: ProfileOptions, as_json: bool
     from pdtool.cli.artifact_views import measured_view
 
     if if_stale:
-        from pdtool.api.reuse import is_fresh
+        from pdtool.api.reuse import fresh_profile
+        from pdtool.artifacts.profile import Profile
 
-        if is_fresh(model, output, asked):
+        if path := fresh_profile(model, output, asked):
+            if as_json:
+                print_json(Profile.load(path))
             return
     result, target = profiled(model, output, asked)
     write_artifact(result, target, as_json=as_json, view=measured_view(result), is_named=output is not None)

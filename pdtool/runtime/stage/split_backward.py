@@ -236,7 +236,8 @@ def _nodes_below(outputs: Iterable[Node]) -> dict[Node, list[Node]]:
 
 def graph_leaves(tensor: Tensor) -> list[Tensor]:
     """Return the leaves of the autograd graph of a tensor: parameters and inputs that get a gradient from it."""
-    assert tensor.grad_fn
+    if tensor.grad_fn is None:
+        return [tensor] if tensor.requires_grad else []
     nodes: Iterable[Any] = _nodes_below([tensor.grad_fn])
     return [node.variable for node in nodes if hasattr(node, "variable")]
 
