@@ -274,7 +274,7 @@ def candidate(kind: str, given: str | None) -> str:
 
 def file_name(name: str) -> str:
     """Make a file name from an artifact's name, which never leads to another folder."""
-    return re.sub(r"[^A-Za-z0-9_.+-]", "_", name).lstrip(".") or "unnamed"
+    return re.sub(r"[^\w.+-]", "_", name).lstrip(".") or "unnamed"
 
 
 def default_plan_path(plan: Plan) -> str:

@@ -376,6 +376,7 @@ def test_json_prints_the_artifact_itself(planned):
 def test_names_of_files_stay_in_their_folder():
     assert file_name("../../a b") == "_.._a_b"
     assert file_name("...") == "unnamed"
+    assert file_name("é模型") == "é模型"  # other names for other models
     assert file_name("vgg16-4x4") == "vgg16-4x4"
 
 
