@@ -38,20 +38,20 @@ class Mistake:
 _NOBODY: tuple[Sequence[int], str] = ((0,), "")
 _DIFFER = (2,)
 MISTAKES = (
-    Mistake("machine 1 does not come", ((), None), (((1,), "machine 1"), _NOBODY)),
-    Mistake("machine 0 does not come", (None, ()), (_NOBODY, ((1,), "machine 0"))),
+    Mistake("machine 1 does not come", ((), None), (((5,), "machine 1"), _NOBODY)),
+    Mistake("machine 0 does not come", (None, ()), (_NOBODY, ((5,), "machine 0"))),
     Mistake(
         "another address",
         ((), ("--rdzv-endpoint", "10.211.78.9:29400")),
-        (((1,), "machine 1"), ((1,), r"10\.211\.78\.9")),
+        (((5,), "machine 1"), ((5,), r"10\.211\.78\.9")),
     ),
     Mistake(
         "a name that is not known",
         ((), ("--rdzv-endpoint", "no-such-host.invalid:29400")),
-        (((1,), "machine 1"), ((1, 2), r"no-such-host\.invalid")),
+        (((5,), "machine 1"), ((1, 2, 5), r"no-such-host\.invalid")),
     ),
-    Mistake("two machines 0", ((), ("--node-rank", "0")), (((1, 2), "machine 1|in use"), ((1, 2), "machine 1|in use"))),
-    Mistake("another --nnodes", ((), ("--nnodes", "3")), (((1,), "machine 1"), ((2,), "nnodes"))),
+    Mistake("two machines 0", ((), ("--node-rank", "0")), (((2, 5), "machine 1|in use"), ((2, 5), "machine 1|in use"))),
+    Mistake("another --nnodes", ((), ("--nnodes", "3")), (((5,), "machine 1"), ((2,), "nnodes"))),
     Mistake("another seed", ((), ("--seed", "1")), ((_DIFFER, "--seed is 0 on machine 0"), (_DIFFER, "--seed"))),
     Mistake(
         "another schedule",

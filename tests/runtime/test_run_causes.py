@@ -40,7 +40,7 @@ from pdtool.errors import (
     revived,
 )
 from pdtool.frontend.compute_mode import compiler_error, is_compiler_error
-from pdtool.generator.verify import VerificationError
+from pdtool.generator.verify import ModelFailedError, VerificationError
 from pdtool.host import MemoryLimit, memory_limits, oom_kills
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.groups import PeerErrorContext
@@ -377,6 +377,7 @@ ERRORS: list[PdtoolError] = [
     WorkerDiedError("the loader died"),
     TargetMissedError("accuracy 0.5"),
     VerificationError("stage 1 differs"),
+    ModelFailedError("the model failed"),
 ]
 
 

@@ -222,7 +222,7 @@ def test_one_loader_worker_reads_a_stream(tmp_path: Path) -> None:
     """Several would each read all of it."""
     for asked, used in ((0, 0), (1, 1), (3, 1)):
         workers, warning = usable_workers(asked, [loader(tmp_path)])
-        assert (workers, f"one loader worker of {asked} is used" in warning) == (used, asked > 1)
+        assert (workers, f"only one of {asked} loader workers is used" in warning) == (used, asked > 1)
 
 
 # --- what an epoch is -------------------------------------------------------------------------------------------------

@@ -254,7 +254,7 @@ def test_a_missing_package_is_named_with_the_extra(name, package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"pdtool.zoo.{name}", raising=False)
     with pytest.raises(ModelError, match=rf"{name}.py:\d+: .*{package}.*; pip install 'pdtool\[zoo\]'"):
-        load(name)
+        load(name).dataset("train")
 
 
 def test_a_missing_text_is_named_with_the_extra(monkeypatch):
