@@ -58,7 +58,7 @@ $(LOWEST_STAMP): $(DEMO_STAMP) setup.cfg
 	$(BIN)/python -m compileall -q -j 2 $(VENV)/lowest
 	@touch $@
 
-test: $(STAMP) $(LOWEST_STAMP) ## run all tests, of large tables the rows of the day (about thirteen minutes on two cores)
+test: $(STAMP) $(LOWEST_STAMP) ## run all tests, of large tables the rows of the day (about twelve minutes on two cores)
 	$(PYTEST)
 
 test-all: $(STAMP) $(LOWEST_STAMP) ## run all tests with all rows of the tables; `make test` runs a part of them each day
