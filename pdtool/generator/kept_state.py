@@ -144,9 +144,11 @@ def _fingerprint(value: Any, depth: int) -> object:
         return id(value), tuple((repr(key), _fingerprint(item, depth - 1)) for key, item in value.items())
     if isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
         return id(value), tuple(_fingerprint(item, depth - 1) for item in value)
-    if isinstance(value, Iterator):
-        with suppress(Exception):  # a generator does not tell its state
-            return id(value), repr(value.__reduce__())
+    if isinstance(value, Iterator) and not hasattr(value, "__dict__"):
+        state = repr(value)  # of itertools.count; others tell it only to pickle, and a generator not at all
+        with suppress(Exception):
+            state += repr(value.__reduce__())
+        return id(value), state
     is_code = isinstance(value, _CODE) or (callable(value) and _is_of_torch(type(value)))
     if hasattr(value, "__dict__") and not is_code:
         return id(value), _fingerprint(vars(value), depth - 1)

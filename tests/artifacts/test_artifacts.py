@@ -336,6 +336,7 @@ def test_numbers_that_nobody_means_are_refused(artifact, changes, match):
         ({"nodes": node(1, parameter_bytes=-1)}, r"nodes\[1\]\.parameter_bytes"),
         ({"nodes": node(1, inputs=["loss"])}, r"nodes\[1\]\.inputs: node 'a' takes 'loss', which comes after it"),
         ({"nodes": node(1, inputs=["a"])}, r"nodes\[1\]\.inputs: node 'a' takes 'a', which comes after it"),
+        ({"nodes": node(1, saved_by="nowhere")}, r"nodes\[1\]\.saved_by: .nowhere. is not a later node"),
         ({"nodes": node(1, inputs=["nowhere"])}, r"nodes\[1\]\.inputs: .*which is not a node"),
         ({"nodes": node(2, name="a")}, r"nodes\[2\]\.name: 'a' appears twice"),
         ({"nodes": []}, "nodes: at least 1 is needed"),

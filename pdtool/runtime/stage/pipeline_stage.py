@@ -253,7 +253,7 @@ class PipelineStage:
         pairs = [
             (output, gradient)
             for output, gradient in zip(self._outputs(minibatch, stashed), gradients, strict=True)
-            if output and (self._loss is not None or gradient is not None)
+            if output is not None and (self._loss is not None or gradient is not None)
         ]
         return [output for output, _ in pairs], [gradient for _, gradient in pairs]
 
