@@ -8,12 +8,13 @@ sizes. Its outputs get the shapes seen then, as a function of the minibatch's si
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +26,7 @@ from torch.utils import _pytree as pytree
 from pdtool.errors import TraceError
 from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.model_io import ModelInputs, register_containers, tensors_in
+from pdtool.frontend.user_modules import files_and_classes, variables
 
 _LIBRARY = torch.library.Library("pdtool", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("leaf(int number, Tensor[] tensors) -> Tensor[]")  # type: ignore[no-untyped-call]
@@ -228,7 +230,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of the model's modules, and drop what forward makes in its first call, such as caches.
+    """Restore the attributes of the model's modules, classes and files, and drop what forward makes in its first call,
+    such as caches.
 
     Raises:
         TraceError: forward makes a parameter or a module.
@@ -237,10 +240,22 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
     containers: dict[int, Any] = {}
     for module in model.modules():
         _collect_containers(vars(module), _MAX_DEPTH, containers)
+    shared = {owner: variables(owner) for owner in files_and_classes(map(type, model.modules()))}
+    for value in (value for values in shared.values() for value in values.values()):
+        if type(value) in _CHANGEABLE or type(value) in shared:
+            _collect_containers(value, _MAX_DEPTH, containers)
     contents = {key: copy(container) for key, container in containers.items()}
+    _clear_caches(shared)
     try:
         yield
     finally:
+        _clear_caches(shared)
+        for owner, values in shared.items():
+            present = variables(owner)
+            for name in present.keys() - values.keys():
+                delattr(owner, name)
+            for name in (name for name, value in values.items() if present.get(name) is not value):
+                setattr(owner, name, values[name])
         made = {name: part for name, part in _parts(model).items() if name not in parts}
         for key, container in containers.items():
             container.clear()
@@ -250,6 +265,13 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
             what = f"forward makes {name}, a {kind}, in its first call, so optimizer() does not see it"
             remedy = "make it in __init__, or call the model once in model() before you return it"
             raise TraceError(what, remedy, module="")
+
+
+def _clear_caches(owners: Iterable[ModuleType | type]) -> None:
+    """Let functions under functools.cache compute again."""
+    for value in (value for owner in owners for value in [*vars(owner).values()]):
+        if callable(clear := getattr(value, "cache_clear", None)) and not isinstance(value, type):
+            clear()
 
 
 def _parts(model: nn.Module) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from importlib.machinery import (
     SourceFileLoader,
 )
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -38,6 +38,7 @@ _ALIASES = f"{__name__}."  # prefix for model files whose own name a library has
 __path__ = sys.path  # where a process that such a file spawns finds it by that name
 _LIBRARIES = ("/site-packages/", "/dist-packages/", *(sysconfig.get_path(k) for k in ("stdlib", "platstdlib")))
 _MIN_AGE_S = 2.0  # of a file when its bytecode was written, so that later edits show
+CODE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, staticmethod, classmethod, property)
 _Stamp = tuple[int, int]
 
 _imported: dict[Path, tuple[Path, str]] = {}  # model file -> its folder, and the name that it has
@@ -74,6 +75,22 @@ def user_modules_importable() -> Iterator[None]:
                 del sys.modules[name]
             else:
                 sys.modules[name] = module
+
+
+def files_and_classes(kinds: Iterable[type]) -> list[ModuleType | type]:
+    """Return what all models of a process share: the files that define these classes outside torch, the user's other
+    files, and the classes defined in them."""
+    defining = {sys.modules.get(base.__module__) for kind in kinds for base in kind.__mro__}
+    files = [f for f in defining if f and f.__name__.partition(".")[0] not in ("torch", *sys.stdlib_module_names)]
+    files += [file for name, file in [*sys.modules.items()] if file not in defining and _place(name, file)]
+    inside = [kind for file in files for kind in [*vars(file).values()] if isinstance(kind, type)]
+    return [*files, *dict.fromkeys(kind for kind in inside if sys.modules.get(kind.__module__) in files)]
+
+
+def variables(owner: ModuleType | type) -> dict[str, object]:
+    """Return the values that a file or class holds: no functions, classes, modules or private names of Python."""
+    held = [*vars(owner).items()]
+    return {name: value for name, value in held if not name.startswith("__") and not isinstance(value, CODE)}
 
 
 def begin_import(path: Path, folder: Path, name: str = "") -> None:

@@ -1,31 +1,41 @@
-"""Find state that a model's modules keep between calls of forward, besides parameters and buffers.
+"""Find state that a model keeps between calls of forward, besides parameters and buffers.
 
 In a pipeline several minibatches are in flight, and a stage is a class of its own. A hidden state carried over, or a
-counter that forward reads, would differ from a plain training loop. Attributes that forward only writes, such as the
-last call's attention weights, make no difference.
+counter that forward reads, would differ from a plain training loop. Such state may be in attributes of modules, of the
+user's classes, or in global variables of the user's files. What forward only writes, such as the last call's attention
+weights, makes no difference.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import logging
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import ModuleType
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-Attributes = Mapping[tuple[str, str], object]  # (path of a module, name) -> a key that is equal while it is kept
+from pdtool.frontend.user_modules import CODE, files_and_classes, variables
+
+Place = tuple[str, object]  # a module's path and None; or the name of a class or file, and that class or file
+State = Mapping[tuple[Place, str], object]  # (where, attribute) -> a key that stays equal while the attribute does
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # of values that are computed in two ways
-_MAX_DEPTH = 4
+_NO_COPY = object()  # differs from every value
+_MAX_DEPTH = 8
+_MAX_ITEMS, _MAX_BYTES = 10_000, 1 << 28  # of one container, one array; larger ones are data
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_CODE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # `training`, and the dictionaries of parameters, buffers and hooks
 _NOT_FORWARD = {"__init__", "__repr__", "extra_repr", "reset_parameters"}
 
@@ -35,40 +45,81 @@ class KeptAttribute:
     """An attribute that calls of forward change and read.
 
     Attributes:
-        module: path of the module; "" for the model.
+        place: the module, class or file that has it.
         location: `model.py:12`, where it is changed; "" if unknown.
     """
 
-    module: str
+    place: Place
     name: str
     location: str
 
+    @property
+    def described(self) -> str:
+        """The attribute as the user calls it."""
+        match self.place:
+            case path, None:
+                return f"self.{self.name} of {path or 'the model'}"
+            case file, ModuleType():
+                return f"the global variable {self.name} of {file}"
+            case kind, _:
+                return f"the class attribute {kind}.{self.name}"
 
-def attributes(model: nn.Module) -> Attributes:
-    """Return the modules' attributes except parameters, buffers and modules, and the names of their buffers."""
-    held: dict[tuple[str, str], object] = {}
+    def value(self, model: nn.Module) -> Any:
+        """Return its value, None if it has none yet; a copy if all models of the process share it."""
+        path, owner = self.place
+        if owner is None:
+            return getattr(model.get_submodule(path), self.name, None)
+        try:
+            return deepcopy(pytree.tree_map_only(Tensor, Tensor.detach, getattr(owner, self.name, None)))
+        except Exception:
+            return _NO_COPY
+
+    def restore(self, value: Any) -> None:
+        """Give an attribute that all models share this value, which forward may then change."""
+        owner = self.place[1]
+        if owner is None or value is _NO_COPY:
+            return
+        current: Any = getattr(owner, self.name, None)
+        if isinstance(current, (dict, list, set, deque)) and type(value) is type(current):  # others may hold it, too
+            current.clear()
+            getattr(current, "update" if hasattr(current, "update") else "extend")(value)
+        else:
+            setattr(owner, self.name, value)
+
+
+def kept_state(model: nn.Module) -> State:
+    """Return what forward could keep: attributes of modules, except parameters and modules, of classes and of files."""
+    held: dict[tuple[Place, str], object] = {}
     for path, module in model.named_modules():
-        if not _is_of_torch(type(module)):
-            values = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
-            held |= {(path, name): _fingerprint(value, _MAX_DEPTH) for name, value in values.items()}
-            held |= {(path, name): "buffer" for name, buffer in module._buffers.items() if buffer is not None}
+        of_torch = _is_of_torch(type(module))
+        for name, value in vars(module).items():
+            if name not in _OF_EVERY_MODULE and (not of_torch or isinstance(value, _PLAIN)):
+                held[(path, None), name] = _fingerprint(value, _MAX_DEPTH)
+        if not of_torch:
+            buffers = [name for name, buffer in module._buffers.items() if buffer is not None]
+            held |= {((path, None), name): "buffer" for name in buffers}
+    for place in _shared_places(model):
+        held |= {(place, name): _fingerprint(value, _MAX_DEPTH) for name, value in variables(place[1]).items()}
     return held
 
 
-def kept_attributes(model: nn.Module, before: Attributes) -> Iterator[KeptAttribute]:
+def kept_attributes(model: nn.Module, before: State) -> Iterator[KeptAttribute]:
     """Yield the attributes that changed since `before` and that some forward reads."""
-    after = attributes(model)
+    after = kept_state(model)
     changed = [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
     if not changed:
         return
     modules = dict(model.named_modules())
-    uses = {kind: list(_uses(kind)) for kind in {type(module) for module in modules.values()}}
-    used = {use.name for of_class in uses.values() for use in of_class}
-    read = {use.name for of_class in uses.values() for use in of_class if use.is_read}
-    for path, name in sorted(changed):
-        changes = [use.location for use in uses[type(modules[path])] if use.name == name and not use.is_read]
-        if name in read or name not in used:
-            yield KeptAttribute(path, name, next(iter(changes), ""))
+    of_classes = {kind: _uses(kind) for module in modules.values() for kind in _user_classes(type(module))}
+    of_files = [use for _, owner in _shared_places(model) if isinstance(owner, ModuleType) for use in _uses(owner)]
+    for place, name in sorted(changed, key=lambda key: (key[0][0], key[1])):
+        path, owner = place
+        uses = of_files if owner else [use for of_class in of_classes.values() for use in of_class]
+        uses = [use for use in uses if use.name == name and (isinstance(owner, ModuleType) or not use.is_variable)]
+        own = uses if owner else [use for kind in _user_classes(type(modules[path])) for use in of_classes[kind]]
+        changes = [use.location for use in own if use.name == name and not use.is_read]
+        if not uses or any(use.is_read for use in uses):
+            yield KeptAttribute(place, name, next(iter(changes), ""))
 
 
 def has_same_content(a: Any, b: Any, depth: int = _MAX_DEPTH) -> bool:
@@ -81,49 +132,57 @@ def has_same_content(a: Any, b: Any, depth: int = _MAX_DEPTH) -> bool:
         return np.array_equal(a, b)
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(has_same_content(a[key], b[key], depth - 1) for key in a)
-    if isinstance(a, (list, tuple)) or type(a).__name__ == "deque":
+    if isinstance(a, (list, tuple, deque)):
         return len(a) == len(b) and all(has_same_content(x, y, depth - 1) for x, y in zip(a, b, strict=True))
     if isinstance(a, (*_PLAIN, torch.dtype, torch.device)):
         return bool(a == b)
-    return hasattr(a, "__dict__") and not isinstance(a, _CODE) and has_same_content(vars(a), vars(b), depth - 1)
+    return hasattr(a, "__dict__") and not isinstance(a, CODE) and has_same_content(vars(a), vars(b), depth - 1)
+
+
+def _shared_places(model: nn.Module) -> list[tuple[str, type | ModuleType]]:
+    """What all models of a process share, by name."""
+    owners = files_and_classes(map(type, model.modules()))
+    return [(o.__qualname__ if isinstance(o, type) else Path(o.__file__ or "").name, o) for o in owners]
 
 
 @dataclass(frozen=True)
 class _Use:
-    """One place in a class where an attribute is read or assigned."""
+    """One place in a function where an attribute or a variable is read or assigned."""
 
     name: str
+    is_variable: bool
     is_read: bool
     location: str
 
 
-def _uses(kind: type) -> Iterator[_Use]:
-    """Yield where methods of a module's class, and of its bases outside torch, use attributes."""
-    for base in kind.__mro__:
-        if issubclass(base, nn.Module) and not _is_of_torch(base):
-            yield from _uses_in(base)
+def _user_classes(kind: type) -> Iterator[type]:
+    """Yield a module's class and its bases outside torch."""
+    return (base for base in kind.__mro__ if issubclass(base, nn.Module) and not _is_of_torch(base))
 
 
-def _uses_in(kind: type) -> Iterator[_Use]:
-    """Yield where the methods in a class's source use attributes; nothing if there is no source."""
+def _uses(source: type | ModuleType) -> list[_Use]:
+    """Where the functions in a class or file use attributes and variables; nothing if there is no source."""
+    uses = []
     try:
-        lines, first = inspect.getsourcelines(kind)
+        lines, first = inspect.getsourcelines(source)
         tree = ast.parse(textwrap.dedent("".join(lines)))
-        file = Path(inspect.getsourcefile(kind) or "").name
+        file = Path(inspect.getsourcefile(source) or "").name
     except (OSError, TypeError, SyntaxError):
-        return
+        return []
     for method in ast.walk(tree):
         if not isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef)) or method.name in _NOT_FORWARD:
             continue
         for node in ast.walk(method):
             match node:
-                case ast.Attribute(attr=name):
+                case ast.Attribute(attr=name) | ast.Name(id=name):
                     is_read = isinstance(node.ctx, ast.Load)
                 case ast.Constant(value=str(name)) if name.isidentifier():  # of getattr
                     is_read = True
                 case _:
                     continue
-            yield _Use(name, is_read, f"{file}:{first + node.lineno - 1}")
+            location = f"{file}:{max(first, 1) + node.lineno - 1}"
+            uses.append(_Use(name, isinstance(node, ast.Name), is_read, location))
+    return uses
 
 
 def _is_of_torch(kind: type) -> bool:
@@ -135,21 +194,32 @@ def _fingerprint(value: Any, depth: int) -> object:
     if isinstance(value, _PLAIN):
         return type(value), repr(value)  # NaN equals itself here
     if isinstance(value, Tensor):
-        return id(value), value._version
-    if isinstance(value, np.ndarray) and value.dtype.kind != "O":
-        return id(value), value.tobytes()
-    if isinstance(value, nn.Module) or depth == 0:
+        return id(value), value._version, _checksum(value.detach())  # writes by numpy do not change the version
+    if isinstance(value, np.ndarray):
+        return id(value), _checksum(value)
+    if isinstance(value, (nn.Module, logging.Logger)) or depth == 0:
         return id(value)
+    if isinstance(value, Collection) and len(value) > _MAX_ITEMS:
+        return id(value), len(value)
     if isinstance(value, Mapping):
         return id(value), tuple((repr(key), _fingerprint(item, depth - 1)) for key, item in value.items())
-    if isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
         return id(value), tuple(_fingerprint(item, depth - 1) for item in value)
     if isinstance(value, Iterator) and not hasattr(value, "__dict__"):
         state = repr(value)  # of itertools.count; others tell it only to pickle, and a generator not at all
         with suppress(Exception):
             state += repr(value.__reduce__())
         return id(value), state
-    is_code = isinstance(value, _CODE) or (callable(value) and _is_of_torch(type(value)))
-    if hasattr(value, "__dict__") and not is_code:
+    is_code = isinstance(value, CODE) or (callable(value) and _is_of_torch(type(value)))
+    if isinstance(getattr(value, "__dict__", None), dict) and not is_code:
         return id(value), _fingerprint(vars(value), depth - 1)
     return id(value)
+
+
+def _checksum(array: Tensor | np.ndarray[Any, Any]) -> int | None:
+    """A checksum of the elements; None of large arrays, which are data, and of tensors outside the CPU's memory."""
+    with suppress(Exception):
+        if array.nbytes <= _MAX_BYTES:
+            elements = array.reshape(-1).view(torch.uint8).numpy() if isinstance(array, Tensor) else array
+            return crc32(np.asarray(elements).tobytes())
+    return None

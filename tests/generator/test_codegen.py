@@ -533,3 +533,49 @@ def test_a_model_that_fails_on_few_samples_is_checked_with_a_whole_minibatch(tmp
     model_file = ModelFile.load(ModelRef(source=str(path), function="model"), trusted=True)
     profile = skeleton(model_file).model_copy(update={"batch_size": 16})
     assert generate(plan_of(profile, 2), profile, model_file, tmp_path / "b").proof == "values"
+
+
+SMALL_GRADIENTS = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.branch, self.inner = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.norm, self.last, self.scale = nn.BatchNorm1d(16), nn.Linear(16, 4), nn.Parameter(torch.full((16,), 1e-6))
+
+    def forward(self, x):
+        x = self.norm(self.first(x))
+        branch = torch.relu(self.branch(x))
+        if FAULT:
+            branch = branch * 0.1 + branch.detach() * 0.9
+        return self.last(x + self.scale * self.inner(branch))
+
+def model():
+    return Block()
+
+def example_inputs(batch_size):
+    return torch.randn(batch_size, 8, generator=torch.Generator().manual_seed(0))
+"""
+
+
+def test_rounding_is_told_from_a_difference_behind_a_layer_scale(tmp_path):
+    """The gradient of a bias before a batch norm is all rounding; that of a weight behind a scale of 1e-6 is not."""
+    path = tmp_path / "block.py"
+    path.write_text(SMALL_GRADIENTS.replace("FAULT", "False"))
+    file = ModelFile.load(ModelRef(source=str(path), function="model"), trusted=True)
+    profile = skeleton(file)
+    bundle = generate(plan_of(profile, 2), profile, file, tmp_path / "b")
+    texts, batches = texts_in(tmp_path / "b"), [file.example_inputs(samples) for samples in (3, 3, 4)]
+    rounded = {name: text.replace("self.first(x)", "self.first(x) * 3 / 3") for name, text in texts.items()}
+    wrong = {name: text.replace("relu(x)", "relu(0.1 * x + 0.9 * x.detach())") for name, text in texts.items()}
+    assert texts not in (rounded, wrong)
+    verify_values(file.build, rounded, bundle, batches)
+    with pytest.raises(VerificationError, match=r"gradient of branch.* differs"):
+        verify_values(file.build, wrong, bundle, batches)
+    path.write_text(SMALL_GRADIENTS.replace("FAULT", "branch.requires_grad"))
+    file = ModelFile.load(ModelRef(source=str(path), function="model"), trusted=True)
+    profile = skeleton(file)
+    with pytest.raises(VerificationError, match=r"gradient of branch.* differs.*requires_grad"):
+        generate(plan_of(profile, 2), profile, file, tmp_path / "c")

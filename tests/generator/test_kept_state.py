@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import deque
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from pdtool.errors import TraceError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.tracing import trace_file
 from pdtool.generator.generate import generate
-from pdtool.generator.kept_state import attributes, kept_attributes
+from pdtool.generator.kept_state import kept_attributes, kept_state
+from pdtool.generator.verify import VerificationError
 
 HEAD = """
 import torch
@@ -107,6 +109,59 @@ REFUSED = {
         None,
     ),
 }
+FILES = """
+import functools
+import torch
+import other
+
+@functools.cache
+def table(size):
+    return torch.arange(float(size))
+
+CALLS, LAST, TABLES = 0, {}, {}
+
+def added(h):
+    return h + LAST["mean"]
+"""
+SHARED = {
+    "the class attribute Net.calls": """
+        Net.calls = getattr(Net, "calls", 0) + 1
+        return self.last(self.first(x)) * (2 if Net.calls > 100 else 1)
+""",
+    "the global variable CALLS of model.py": """
+        global CALLS
+        CALLS += 1
+        return self.last(self.first(x)) * (2 if CALLS > 100 else 1)
+""",
+    "the global variable SEEN of other.py": """
+        other.SEEN.append(0)
+        return self.last(self.first(x)) * (2 if other.many() else 1)
+""",
+    "the global variable LAST of model.py": """
+        h = self.first(x)
+        before = LAST.get("mean", 0)
+        LAST["mean"] = h.detach().mean()
+        return self.last(h - before)
+""",
+}
+OF_ONE_MINIBATCH = {
+    "table": """
+        return self.last(self.first(x) + TABLES.setdefault(8, torch.arange(8.0)))
+""",
+    "value for an inner function": """
+        LAST["mean"] = x.mean()
+        return self.last(added(self.first(x)))
+""",
+    "cached function": """
+        return self.last(self.first(x) + table(8))
+""",
+    "count that nobody reads": """
+        global CALLS
+        CALLS += 1
+        Net.steps = x.mean().detach()
+        return self.last(self.first(x))
+""",
+}
 CACHES = {
     "buffer": """
         if self.table is None:
@@ -152,6 +207,24 @@ def test_state_that_forward_reads_again_is_refused(folder: Folder, name: str) ->
     assert not (folder.path / "plans/model-2").exists()
 
 
+@pytest.mark.parametrize("described", SHARED)
+def test_state_of_classes_and_files_is_refused(described: str, tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text("SEEN = []\n\ndef many():\n    return len(SEEN) > 100\n")
+    file = _model(tmp_path, SHARED[described], FILES)
+    profile = skeleton(file)
+    with pytest.raises(VerificationError, match=f"forward changes {described} and reads it again"):
+        generate(plan_of(profile, 2), profile, file, tmp_path / "b")
+
+
+@pytest.mark.parametrize("name", OF_ONE_MINIBATCH)
+def test_what_a_file_keeps_for_one_minibatch_is_no_state(name: str, tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text("")
+    file = _model(tmp_path, OF_ONE_MINIBATCH[name], FILES)
+    profile = skeleton(file)
+    bundle = generate(plan_of(profile, 2), profile, file, tmp_path / "b")
+    assert not differences(trained_in_stages(file, bundle, tmp_path / "b"), trained_plainly(file))
+
+
 def test_state_that_forward_only_writes_is_no_matter(folder: Folder) -> None:
     """A count of calls that nobody reads, and the activations of the last call."""
     forward = (
@@ -185,8 +258,8 @@ def test_what_an_optimizer_would_miss_is_refused(part: str, tmp_path: Path) -> N
         trace_file(file, file.build(), 4)
 
 
-def _model(folder: Path, forward: str) -> ModelFile:
-    (folder / "model.py").write_text(HEAD + forward.removeprefix("\n") + TAIL)
+def _model(folder: Path, forward: str, files: str = "") -> ModelFile:
+    (folder / "model.py").write_text(files + HEAD + forward.removeprefix("\n") + TAIL)
     return ModelFile.load(ModelRef(source=str(folder / "model.py")), trusted=True)
 
 
@@ -205,11 +278,12 @@ class Keeps(nn.Module):
         self.inner = nn.Linear(2, 2)
         self.count, self.values, self.queue, self.plain = 0, [torch.zeros(2)], deque([1]), {"a": float("nan")}
         self.array, self.numbers, self.rule = np.zeros(2), itertools.count(), Rule()
+        self.inner.limit, self.deep = 1, {"a": {"b": {"c": {"d": [0]}}}}
         self.register_buffer("seen", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += 1
-        constant = self.array[0] + self.rule(0) + (self.numbers is None)
+        constant = self.array[0] + self.rule(0) + (self.numbers is None) + self.deep["a"]["b"]["c"]["d"][0]
         return self.inner(x) + self.count + self.values[0] + self.queue[0] + self.plain["a"] + constant
 
 
@@ -223,14 +297,17 @@ class Keeps(nn.Module):
         "array[1] = 2",
         "numbers.__next__()",
         "rule.factor += 1",
+        "inner.limit += 1",
+        "values[0].numpy()[0] = 1",
+        "deep['a']['b']['c']['d'][0] = 1",
     ],
 )
 def test_every_kind_of_change_is_seen(statement: str) -> None:
     model = Keeps()
-    before = attributes(model)
+    before = kept_state(model)
     model(torch.ones(1, 2))
     model.eval()
     assert list(kept_attributes(model, before)) == []
     exec(f"model.{statement}")
     (kept,) = kept_attributes(model, before)
-    assert kept.name == statement.split()[0].partition(".")[0].partition("[")[0]
+    assert kept.name == re.findall(r"\w+", statement.removeprefix("inner."))[0]
