@@ -21,7 +21,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.errors import ArtifactError, FieldError, NoPlanError, UsageError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.options.plan_options import PartitionOptions
-from pdtool.planner.choice.comparison import rival_plans
+from pdtool.planner.choice.comparison import rival_plans, simulated
 from pdtool.planner.choice.make_plan import make_plan, refresh, reschedule
 from pdtool.planner.choice.plan_check import check_plan
 from pdtool.planner.choice.strategies import PLANNERS, planner_asked_for
@@ -243,6 +243,10 @@ def test_the_gain_of_a_flushing_plan_is_over_workers_that_are_all_busy():
     net = chain([1.0] * 4, parameters=10)
     plan = planned(net, make_cluster((4,), (FAST,)), "auto", schedule="gpipe", microbatches=2, straight=True)
     assert plan.predicted.data_parallel_s == pytest.approx(1.0, rel=1e-3)
+    _, rival = compared = simulated(plan, net, against=["data-parallel"]).comparison.plans
+    assert rival.samples_per_update == plan.predicted.data_parallel_samples_per_update
+    own_s, rival_s = (each.time_per_minibatch_s for each in compared)
+    assert rival_s / own_s == pytest.approx(plan.predicted.gain_over_data_parallel, rel=0.01)
 
 
 def test_simulate_shows_samples_and_memory_of_each_rival(folder, monkeypatch):
@@ -429,14 +433,16 @@ def test_samples_per_update_give_the_minibatches(samples, batch_size, asked, sch
 
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-flush", "auto"])
 def test_all_that_a_plan_is_compared_with_averages_as_many_samples(schedule):
-    """Minibatches of 8, six of them in an update, on four workers and on eight: no more than six are replicas then."""
+    """Minibatches of 8, six of them in an update, on four workers and on eight: no more than six are replicas then.
+    Data parallelism takes eight, so that no worker is idle."""
     for workers in (4, 8):
         net, cluster = chain([1.0] * 8, parameters=100, crossing=20), make_cluster((workers,), (1e3,))
         asked = PartitionOptions(samples_per_update=48, schedule=schedule)
         plan = make_plan(net, "p", cluster, PLANNERS["auto"].options(asked, workers, net.batch_size))
         rivals = rival_plans(net, cluster, plan, [name for name in RIVALS if name != "hybrid"])
-        for each in (plan, *rivals.values()):
-            assert samples_per_update(Placement.of(each, net), net) == 48
+        for name, each in {"plan": plan, **rivals}.items():
+            expected = 64 if name == "data-parallel" else 48
+            assert samples_per_update(Placement.of(each, net), net) == expected
             assert [finding for finding in check_plan(each, net) if finding.holds is False] == []
         assert {rival.samples_per_update for rival in plan.why.rivals} == {48}
 

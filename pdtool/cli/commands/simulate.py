@@ -38,8 +38,8 @@ def simulate(
     """Simulate PLAN, data parallelism and other strategies.
 
     If all stages of the plan average the same number of samples per update, the other strategies average that number
-    too, except hybrid parallelism. Otherwise data parallelism averages one minibatch of every worker, and GPipe
-    averages as many samples as data parallelism.
+    too, except hybrid parallelism. Data parallelism rounds it up so that no worker is idle. Otherwise data parallelism
+    averages one minibatch of every worker, and GPipe averages as many samples as data parallelism.
     """
     import json
 

@@ -33,7 +33,7 @@ def rival_plans(profile: Profile, cluster: Cluster, plan: Plan, names: Iterable[
     """Return the best plan of each strategy on all workers of the cluster, by name, in the order of `names`.
 
     If all stages of the plan average the same number of minibatches in an update, so do its rivals, except hybrid
-    parallelism. Otherwise an update takes
+    parallelism, and data parallelism, which rounds it up to a multiple of the workers. Otherwise an update takes
 
         data-parallel       a minibatch of every worker: U minibatches for U workers
         gpipe               U minibatches, each a microbatch

@@ -442,16 +442,14 @@ def _predicted(
     plan: Plan, evaluator: Evaluator, cost: PlanCost, bottleneck_s: float, simulated_s: float | None
 ) -> Predicted:
     """Return the figures. The gain is over data parallelism on all workers of the cluster, even if that does not fit in
-    memory. Both are simulated, or both computed by the same formulas. If all stages of the plan average the same number
-    of minibatches in an update, data parallelism takes at least as many, spread evenly over its workers.
+    memory. Both are simulated, or both computed by the same formulas.
 
     Args:
         bottleneck_s: seconds per minibatch by the formulas, or simulated if no formulas cover the plan.
         simulated_s: seconds per minibatch in a simulation; None: it was not simulated.
     """
-    workers, minibatches = evaluator.cluster.workers, plan.execution.minibatches_per_update
-    if minibatches:
-        minibatches = -(-minibatches // workers) * workers
+    workers = evaluator.cluster.workers
+    minibatches = PLANNERS["data-parallel"].rival_minibatches(plan.execution.minibatches_per_update, workers)
     execution = ExecutionConfig.of_schedule((plan.kind.planned_as or plan.kind).name).averaging(minibatches)
     data_parallel = evaluator.data_parallel(workers, execution)
     data_parallel_s = None

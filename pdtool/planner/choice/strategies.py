@@ -114,7 +114,11 @@ class Planner:
             max_stages = PlanSearch(profile, cluster, SearchOptions()).whole_space.max_stages
             workers = min(cluster.workers, max_stages, MAX_WORKERS_PER_COPY)
         options = self.options(PartitionOptions(workers=workers), cluster.workers)
-        return self.averaging(options, plan.execution.minibatches_per_update)
+        return self.averaging(options, self.rival_minibatches(plan.execution.minibatches_per_update, cluster.workers))
+
+    def rival_minibatches(self, minibatches: int | None, workers: int) -> int | None:
+        """Return the minibatches in an update of a rival of a plan with `minibatches` in each."""
+        return minibatches
 
     def candidates(self, search: PlanSearch) -> list[Candidate]:
         """Return the best plans of the strategy by the formulas, the fastest first; empty if none fits.
@@ -302,6 +306,10 @@ class _OwnPlanner(Planner):
 
 
 class _DataParallelPlanner(Planner):
+    def rival_minibatches(self, minibatches: int | None, workers: int) -> int | None:
+        """Return at least as many, spread evenly: in the last round of four on three workers, two would be idle."""
+        return -(-minibatches // workers) * workers if minibatches else None
+
     def candidates(self, search: PlanSearch) -> list[Candidate]:
         plan = search.data_parallel(search.options.executions[0])
         return [plan] if search.evaluator.fits(plan) else []
