@@ -7,12 +7,12 @@ sizes. Its outputs get the shapes seen then, as a function of the minibatch's si
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from types import ModuleType
 from typing import Any
@@ -32,6 +32,7 @@ _LIBRARY = torch.library.Library("pdtool", "FRAGMENT")  # type: ignore[no-untype
 _LIBRARY.define("leaf(int number, Tensor[] tensors) -> Tensor[]")  # type: ignore[no-untyped-call]
 
 _CHANGEABLE = (dict, OrderedDict, defaultdict, list, set, deque)  # containers without attributes of their own
+_CACHED = type(functools.cache(int))
 _MAX_DEPTH = 4
 _SIZES = (2, 3)  # of the minibatches that show the shapes of opaque modules' outputs
 
@@ -211,7 +212,7 @@ def _forwards_replaced(model: nn.Module, paths: Collection[str], call: Callable[
     with ExitStack() as stack:
         for path in paths:
             module = model.get_submodule(path)
-            stack.enter_context(patch.object(module, "forward", partial(call, path, module.forward)))
+            stack.enter_context(patch.object(module, "forward", functools.partial(call, path, module.forward)))
         yield
 
 
@@ -237,41 +238,52 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
         TraceError: forward makes a parameter or a module.
     """
     parts = _parts(model)
-    containers: dict[int, Any] = {}
-    for module in model.modules():
-        _collect_containers(vars(module), _MAX_DEPTH, containers)
     shared = {owner: variables(owner) for owner in files_and_classes(map(type, model.modules()))}
-    for value in (value for values in shared.values() for value in values.values()):
-        if type(value) in _CHANGEABLE or type(value) in shared:
-            _collect_containers(value, _MAX_DEPTH, containers)
+    values = [value for held in shared.values() for value in held.values()]
+    holders = [value for value in values if type(value) in _CHANGEABLE or type(value) in shared]
+    with _containers_restored([*map(vars, model.modules()), *holders]), _variables_restored(shared):
+        try:
+            yield
+        finally:
+            for name, part in _parts(model).items():
+                if name not in parts:
+                    kind = "parameter" if isinstance(part, Tensor) else type(part).__name__
+                    what = f"forward makes {name}, a {kind}, in its first call, so optimizer() does not see it"
+                    remedy = "make it in __init__, or call the model once in model() before you return it"
+                    raise TraceError(what, remedy, module="")
+
+
+@contextmanager
+def _containers_restored(holders: Iterable[Any]) -> Iterator[None]:
+    """Restore the contents of all containers in these values."""
+    containers: dict[int, Any] = {}
+    for value in holders:
+        _collect_containers(value, _MAX_DEPTH, containers)
     contents = {key: copy(container) for key, container in containers.items()}
-    _clear_caches(shared)
     try:
         yield
     finally:
-        _clear_caches(shared)
+        for key, container in containers.items():
+            container.clear()
+            (container.extend if isinstance(container, (list, deque)) else container.update)(contents[key])
+
+
+@contextmanager
+def _variables_restored(shared: Mapping[ModuleType | type, Mapping[str, Any]]) -> Iterator[None]:
+    """Restore the variables of files and classes, and meanwhile let cached functions compute again."""
+    for owner, values in shared.items():
+        for name, function in values.items():
+            if isinstance(function, _CACHED):
+                setattr(owner, name, functools.cache(function.__wrapped__))
+    try:
+        yield
+    finally:
         for owner, values in shared.items():
             present = variables(owner)
             for name in present.keys() - values.keys():
                 delattr(owner, name)
             for name in (name for name, value in values.items() if present.get(name) is not value):
                 setattr(owner, name, values[name])
-        made = {name: part for name, part in _parts(model).items() if name not in parts}
-        for key, container in containers.items():
-            container.clear()
-            (container.extend if isinstance(container, (list, deque)) else container.update)(contents[key])
-        for name, part in made.items():
-            kind = "parameter" if isinstance(part, Tensor) else type(part).__name__
-            what = f"forward makes {name}, a {kind}, in its first call, so optimizer() does not see it"
-            remedy = "make it in __init__, or call the model once in model() before you return it"
-            raise TraceError(what, remedy, module="")
-
-
-def _clear_caches(owners: Iterable[ModuleType | type]) -> None:
-    """Let functions under functools.cache compute again."""
-    for value in (value for owner in owners for value in [*vars(owner).values()]):
-        if callable(clear := getattr(value, "cache_clear", None)) and not isinstance(value, type):
-            clear()
 
 
 def _parts(model: nn.Module) -> dict[str, Any]:

@@ -214,7 +214,9 @@ def _made_of_parameters(profile: Profile) -> Iterator[tuple[str, ...]]:
 def _nodes_of(model: ProfiledModel, profile: Profile, path: str) -> tuple[str, ...]:
     names = profile.graph.expand([path])
     if names == [path] and path not in profile.by_name:
-        modules = (name for name, _ in model.traced.model.named_modules())
+        modules = dict(model.traced.model.named_modules())
+        if path in modules:
+            raise model.model_file.error(f"HINTS names {path!r}, but forward computes nothing in it", "leave it out")
         remedy = unknown_module_remedy(path, modules)
         raise model.model_file.error(f"HINTS names {path!r}, but the model has no such module", remedy)
     return tuple(names)
