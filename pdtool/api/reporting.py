@@ -112,7 +112,8 @@ def export(run_dir: Path | str, output: Path | str = "model.pt") -> Path:
 
     path = Path(path_text(output))
     checkpoint = write(Path(path_text(run_dir)), path)
-    note(f"wrote {path} from {checkpoint}")
+    if str(path) != "-":
+        note(f"wrote {path} from {checkpoint}")
     return path
 
 

@@ -215,7 +215,7 @@ def _nodes_of(model: ProfiledModel, profile: Profile, path: str) -> tuple[str, .
     names = profile.graph.expand([path])
     if names == [path] and path not in profile.by_name:
         modules = dict(model.traced.model.named_modules())
-        if path in modules:
+        if path and path in modules:
             raise model.model_file.error(f"HINTS names {path!r}, but forward computes nothing in it", "leave it out")
         remedy = unknown_module_remedy(path, modules)
         raise model.model_file.error(f"HINTS names {path!r}, but the model has no such module", remedy)

@@ -132,6 +132,8 @@ class Planner:
             asked, remedy = f"--strategy {options.strategy}", "use --strategy data-parallel"
             if options.replicas:
                 asked, remedy = f"--replicas {options.replicas_text}", "pass fewer stages"
+            if search.profile.pin:
+                remedy += ", or change the pin in your model file's HINTS and profile it again"
             what = f"{asked} needs {options.min_stages} stages, but the model can be cut into at most {max_stages}"
             raise NoPlanError(what, remedy)
         return search.fastest_plans()
