@@ -24,12 +24,14 @@ from pdtool.frontend.operators import Traced, Value, first_names, named_state
 from pdtool.frontend.random_numbers import random_state_kept
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.update_proof import check_update
+from pdtool.generator.kept_state import changed_in_training
 from pdtool.generator.stage_file import StageWriter
-from pdtool.generator.verify import ModelFailedError, verify_shapes, verify_values
+from pdtool.generator.verify import ModelFailedError, VerificationError, verify_shapes, verify_values
 from pdtool.generator.wiring import Wiring
 
 # Copies of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
 _COPIES = 6
+_IN_TRAINING = {"collate", "sampler", "loss", "scheduler", "metrics", "summarize_metrics", "after_update"}
 _VERIFIED_SAMPLES = 2  # of most minibatches; 1 is a special case for some operators
 
 
@@ -57,6 +59,7 @@ def generate(
     progress("tracing the model")
     traced = trace_file(model_file, model_file.build(), plan.batch_size)
     check_profile(traced, profile, model_file.ref.source)
+    _check_variables(traced.model, model_file)
     progress("writing the stages")
     fits = fits_in_memory(traced.model)
     texts, bundle = _written(plan, stages, traced, "values" if fits else "shapes")
@@ -65,6 +68,13 @@ def generate(
     prove_update(model_file, bundle, lambda: traced.model)
     _write(folder, texts | {Bundle.FILE: bundle.dump()})
     return bundle
+
+
+def _check_variables(model: nn.Module, model_file: ModelFile) -> None:
+    """Check that training changes no variable that stage files have as a constant; raises VerificationError."""
+    for line, function, variable in changed_in_training(model, model_file.module, _IN_TRAINING):
+        what = f"{line}: {function}() changes {variable}, which forward reads, but stages keep its value as a constant"
+        raise VerificationError(what, "keep it in a buffer that forward changes")
 
 
 def prove_update(model_file: ModelFile, bundle: Bundle, build: Callable[[], nn.Module]) -> None:

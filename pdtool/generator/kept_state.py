@@ -9,6 +9,7 @@ weights, makes no difference.
 from __future__ import annotations
 
 import ast
+import dis
 import inspect
 import logging
 import textwrap
@@ -18,8 +19,8 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, cast
 from zlib import crc32
 
 import numpy as np
@@ -37,6 +38,7 @@ _MAX_DEPTH = 8
 _MAX_ITEMS, _MAX_BYTES = 10_000, 1 << 28  # of one container, one array; larger ones are data
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # `training`, and the dictionaries of parameters, buffers and hooks
+_READING = ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD")  # of Python's bytecode
 _NOT_FORWARD = {"__init__", "__repr__", "extra_repr", "reset_parameters"}
 
 
@@ -122,6 +124,54 @@ def kept_attributes(model: nn.Module, before: State) -> Iterator[KeptAttribute]:
             yield KeptAttribute(place, name, next(iter(changes), ""))
 
 
+def changed_in_training(
+    model: nn.Module, file: ModuleType, functions: Collection[str]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (line, function, variable) for each variable that a function of the user's file changes and forward reads.
+
+    Stage files have the value that it had when the model was traced.
+
+    Args:
+        functions: names of the functions that are called during training.
+    """
+    kinds = {kind for module in model.modules() for kind in _user_classes(type(module))}
+    read = {name for kind in kinds for name in _names_read(kind)}
+    tree, _, file_name = _tree(file)
+    for function in tree.body:
+        if not isinstance(function, ast.FunctionDef) or function.name not in functions:
+            continue
+        for node in ast.walk(function):
+            if not isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) or not isinstance(node.ctx, ast.Store):
+                continue
+            owner, attributes = cast("ast.expr", node), set()  # of CONFIG.rates["low"]: CONFIG and {rates}
+            while isinstance(owner, (ast.Attribute, ast.Subscript)):
+                attributes |= {owner.attr} if isinstance(owner, ast.Attribute) else set()
+                owner = owner.value
+            if not isinstance(owner, ast.Name) or not _is_global(owner.id, function, file):
+                continue
+            value = getattr(file, owner.id, None)
+            is_owner = value in kinds if isinstance(value, type) else isinstance(value, (nn.Module, ModuleType))
+            if owner.id in read or (is_owner and not read.isdisjoint(attributes)):
+                yield f"{file_name}:{node.lineno}", function.name, ast.unparse(node)
+
+
+def _is_global(name: str, function: ast.FunctionDef, file: ModuleType) -> bool:
+    """Whether a name in a function is that of a variable of its file."""
+    nodes = [*ast.walk(function)]
+    if any(isinstance(node, ast.Global) and name in node.names for node in nodes):
+        return True
+    assigned = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return name not in assigned | {node.arg for node in nodes if isinstance(node, ast.arg)} and hasattr(file, name)
+
+
+def _names_read(kind: type) -> Iterator[str]:
+    """Yield the variables of files, and the attributes, that a class's methods read."""
+    codes = [f.__code__ for name, f in vars(kind).items() if isinstance(f, FunctionType) and name not in _NOT_FORWARD]
+    for code in codes:  # which grows
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        yield from (each.argval for each in dis.get_instructions(code) if each.opname in _READING)
+
+
 def has_same_content(a: Any, b: Any, depth: int = _MAX_DEPTH) -> bool:
     """Whether two values hold the same tensors and numbers; False if unknown."""
     if type(a) is not type(b) or depth == 0:
@@ -163,12 +213,7 @@ def _user_classes(kind: type) -> Iterator[type]:
 def _uses(source: type | ModuleType) -> list[_Use]:
     """Where the functions in a class or file use attributes and variables; nothing if there is no source."""
     uses = []
-    try:
-        lines, first = inspect.getsourcelines(source)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-        file = Path(inspect.getsourcefile(source) or "").name
-    except (OSError, TypeError, SyntaxError):
-        return []
+    tree, first, file = _tree(source)
     for method in ast.walk(tree):
         if not isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef)) or method.name in _NOT_FORWARD:
             continue
@@ -180,9 +225,18 @@ def _uses(source: type | ModuleType) -> list[_Use]:
                     is_read = True
                 case _:
                     continue
-            location = f"{file}:{max(first, 1) + node.lineno - 1}"
+            location = f"{file}:{first + node.lineno - 1}"
             uses.append(_Use(name, isinstance(node, ast.Name), is_read, location))
     return uses
+
+
+def _tree(source: type | ModuleType) -> tuple[ast.Module, int, str]:
+    """Return the syntax tree of a class or file, its first line and the file's name; an empty tree if it has none."""
+    try:
+        lines, first = inspect.getsourcelines(source)
+        return ast.parse(textwrap.dedent("".join(lines))), max(first, 1), Path(inspect.getsourcefile(source) or "").name
+    except (OSError, TypeError, SyntaxError):
+        return ast.Module([], []), 1, ""
 
 
 def _is_of_torch(kind: type) -> bool:

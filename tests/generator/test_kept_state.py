@@ -225,6 +225,42 @@ def test_what_a_file_keeps_for_one_minibatch_is_no_state(name: str, tmp_path: Pa
     assert not differences(trained_in_stages(file, bundle, tmp_path / "b"), trained_plainly(file))
 
 
+CHANGED = {
+    "CALLS": ("global CALLS\n    CALLS += 1", "self.first(x) * CALLS"),
+    "LAST['mean']": ("LAST['mean'] = 1", "self.first(x) + LAST.get('mean', 0)"),
+    "Net.rate": ("Net.rate = 0.5", "self.first(x) * (self.rate if hasattr(self, 'rate') else 1)"),
+    "other.RATE": ("for other.RATE in (2, 3): pass", "self.first(x) * other.RATE"),
+}
+LEFT_ALONE = {
+    "local variable in forward": ("global CALLS\n    CALLS += 1", "[CALLS * self.first(x) for CALLS in (1,)][0]"),
+    "local variable in the function": ("CALLS = 1", "self.first(x) * (CALLS + 1)"),
+    "read by nobody": ("global CALLS\n    LAST['mean'], CALLS = 1, 2", "self.first(x)"),
+}
+
+
+@pytest.mark.parametrize("variable", CHANGED)
+def test_what_training_changes_and_forward_reads_is_refused(variable: str, tmp_path: Path) -> None:
+    """With the line; a stage file has a constant in its place."""
+    statement, value = CHANGED[variable]
+    with pytest.raises(
+        VerificationError, match=rf"model.py:\d+: after_update\(\) changes {re.escape(variable)}, which"
+    ):
+        _generated_with_after_update(statement, value, tmp_path)
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_what_has_only_the_same_name_is_no_matter(name: str, tmp_path: Path) -> None:
+    _generated_with_after_update(*LEFT_ALONE[name], tmp_path)
+
+
+def _generated_with_after_update(statement: str, value: str, folder: Path) -> None:
+    (folder / "other.py").write_text("RATE = 1\n")
+    function = f"\ndef after_update(named_parameters, update):\n    {statement}\n"
+    file = _model(folder, f"        return self.last({value})\n", FILES, function)
+    profile = skeleton(file)
+    generate(plan_of(profile, 2), profile, file, folder / "b")
+
+
 def test_state_that_forward_only_writes_is_no_matter(folder: Folder) -> None:
     """A count of calls that nobody reads, and the activations of the last call."""
     forward = (
@@ -258,8 +294,8 @@ def test_what_an_optimizer_would_miss_is_refused(part: str, tmp_path: Path) -> N
         trace_file(file, file.build(), 4)
 
 
-def _model(folder: Path, forward: str, files: str = "") -> ModelFile:
-    (folder / "model.py").write_text(files + HEAD + forward.removeprefix("\n") + TAIL)
+def _model(folder: Path, forward: str, files: str = "", functions: str = "") -> ModelFile:
+    (folder / "model.py").write_text(files + HEAD + forward.removeprefix("\n") + TAIL + functions)
     return ModelFile.load(ModelRef(source=str(folder / "model.py")), trusted=True)
 
 
