@@ -48,7 +48,8 @@ def modules_using_data(model: nn.Module) -> list[str]:
     found = []
     for path, module in model.named_modules():
         try:
-            found += [path] if ".data" in inspect.getsource(type(module).forward) else []
+            is_of_torch = type(module).__module__.partition(".")[0] == "torch"
+            found += [path] if not is_of_torch and ".data" in inspect.getsource(type(module)) else []
         except (OSError, TypeError):
             continue
     return found
