@@ -344,7 +344,7 @@ class Plan(YamlArtifact):
         counts = {"compute_s": stages, "allreduce_s": stages, "memory_bytes": stages, "transfer_s": stages - 1}
         for name, count in counts.items() if predicted and not self.edited else ():
             if (given := len(getattr(predicted, name))) != count:
-                raise FieldError(f"predicted.{name}", f"{given} of them for {stages} stages")
+                raise FieldError(f"predicted.{name}", f"has {given} value(s), but {stages} stage(s) need {count}")
 
     def _check_workers(self) -> None:
         workers = self.cluster.workers

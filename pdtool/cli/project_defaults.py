@@ -100,7 +100,12 @@ def _table(path: Path, name: str, values: Any, commands: Mapping[str, click.Comm
     if name not in commands:
         raise _unknown(path, name, "command", commands)
     if not isinstance(values, dict):
-        raise ArtifactError(path, f"is {values!r:.80}, not a table of options", f"write [{name}]", field=name)
+        raise ArtifactError(
+            path,
+            f"is {values!r:.80}, not a table of options",
+            f"write a line [{name}] and the options below it",
+            field=name,
+        )
     options = {
         option.removeprefix("--"): (param, is_on)
         for param in commands[name].params

@@ -35,7 +35,7 @@ def loss(output, target):
     return nn.functional.cross_entropy(output, target)
 
 
-def optimizer(named_parameters, lr=5e-4):  # pdtool run --set lr=1e-3 gives another
+def optimizer(named_parameters, lr=5e-4):  # change it with: pdtool run --set lr=1e-3
     return torch.optim.Adam([p for _, p in named_parameters], lr=lr)
 
 

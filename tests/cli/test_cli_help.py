@@ -145,7 +145,7 @@ def test_a_pyproject_of_others_gives_no_defaults(profiled):
         ("[run]\ntrust = true", "run.trust: is for the command line only; leave it out here"),
         ("[check]\nupdate = true", "check.update: is for the command line only"),
         ("[export]\noutput = '/etc/passwd'", "export.output: is for the command line only"),
-        ("partition = 3", "partition: is 3, not a table of options; write [partition]"),
+        ("partition = 3", "partition: is 3, not a table of options; write a line [partition]"),
         ("[partition", "is not TOML"),
         ("a = " + "[" * 100_000, "is not TOML"),
     ],

@@ -280,7 +280,7 @@ def test_pins_that_no_plan_keeps_are_refused():
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (SearchOptions(schedule="zigzag"), "schedule 'zigzag' is not searched"),
+        (SearchOptions(schedule="zigzag"), "the search has no formulas for schedule 'zigzag'"),
         (SearchOptions(microbatches=2), "schedule 1f1b cannot be combined with --microbatches 2"),
         (SearchOptions(schedule="gpipe", microbatches=0), "--microbatches 0"),
         (SearchOptions(workers=5), "--workers 5, but the cluster has 4"),

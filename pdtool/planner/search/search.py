@@ -94,7 +94,9 @@ class PlanSearch:
         options = self.options
         searched = [*(kind.name for kind in _SEARCHED), "auto"]
         if options.schedule not in searched:
-            raise UsageError(f"schedule {options.schedule!r} is not searched", f"choose one of {', '.join(searched)}")
+            raise UsageError(
+                f"the search has no formulas for schedule {options.schedule!r}", f"choose one of {', '.join(searched)}"
+            )
         has_microbatches = options.schedule == "auto" or SCHEDULES[options.schedule].flushes
         if options.microbatches < 1 or (options.microbatches > 1 and not has_microbatches):
             flushing = schedule_names(lambda kind: kind.has_formulas and kind.flushes)

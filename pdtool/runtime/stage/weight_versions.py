@@ -165,7 +165,7 @@ class WeightVersions:
                 raise FieldError(
                     self.kept_memory,
                     "moves to other memory while minibatches are in flight, but your code keeps a reference to its "
-                    "p.data or a view of that; read p.data anew in each step, or plan with --schedule 1f1b-flush",
+                    ".data or a view of that; read .data again in each step, or plan with --schedule 1f1b-flush",
                 )
             memory = self._take_memory()
             _copy_all(memory, [*(parameter.data for parameter in self.parameters.values()), *self._current.views])
@@ -308,8 +308,9 @@ def _check_change(name: str, parameter: nn.Parameter, leaf: Tensor) -> None:
     if parameter._post_accumulate_grad_hooks:
         raise FieldError(
             name,
-            "has a hook on its accumulated gradient, but that is complete only after the sum over microbatches and "
-            "replicas; update it in the optimizer, or change gradients with register_hook()",
+            "has a hook on its accumulated gradient, but this is complete only after the sum over microbatches and "
+            "replicas; update the parameter in the optimizer's step, or change each microbatch's gradient with "
+            "register_hook() in optimizer()",
         )
 
 
