@@ -8,8 +8,9 @@ sizes. Its outputs get the shapes seen then, as a function of the minibatch's si
 from __future__ import annotations
 
 import functools
+import operator
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -239,9 +240,12 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
     """
     parts = _parts(model)
     shared = {owner: variables(owner) for owner in files_and_classes(map(type, model.modules()))}
-    values = [value for held in shared.values() for value in held.values()]
-    holders = [value for value in values if type(value) in _CHANGEABLE or type(value) in shared]
-    with _containers_restored([*map(vars, model.modules()), *holders]), _variables_restored(shared):
+    containers: dict[int, Any] = {}
+    for module in model.modules():
+        _collect_containers(vars(module), _MAX_DEPTH, containers)
+    for value in (value for held in shared.values() for value in held.values()):
+        _collect_containers(value, _MAX_DEPTH, containers, shared)
+    with _contents_restored(containers), _variables_restored(shared):
         try:
             yield
         finally:
@@ -254,18 +258,24 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _containers_restored(holders: Iterable[Any]) -> Iterator[None]:
-    """Restore the contents of all containers in these values."""
-    containers: dict[int, Any] = {}
-    for value in holders:
-        _collect_containers(value, _MAX_DEPTH, containers)
+def _contents_restored(containers: Mapping[int, Any]) -> Iterator[None]:
+    """Restore what these containers hold."""
     contents = {key: copy(container) for key, container in containers.items()}
     try:
         yield
     finally:
         for key, container in containers.items():
+            if _holds(container, contents[key]):  # nearly always; other threads may use it
+                continue
             container.clear()
             (container.extend if isinstance(container, (list, deque)) else container.update)(contents[key])
+
+
+def _holds(container: Any, content: Any) -> bool:
+    """Whether two containers hold the same objects, in the same order."""
+    if isinstance(container, dict) and not all(map(operator.is_, container.values(), content.values())):
+        return False
+    return len(container) == len(content) and all(map(operator.is_, container, content))
 
 
 @contextmanager
@@ -290,17 +300,25 @@ def _parts(model: nn.Module) -> dict[str, Any]:
     return {**dict(model.named_modules()), **dict(model.named_parameters())}
 
 
-def _collect_containers(value: Any, depth: int, found: dict[int, Any]) -> None:
-    """Add to `found`, by id, the mutable containers in a module's attributes, and in plain objects there."""
-    has_attributes = hasattr(value, "__dict__") and type(value) not in _CHANGEABLE  # an OrderedDict has both
-    if has_attributes and not isinstance(value, (type, Tensor, nn.Module)) and not callable(value):
+def _collect_containers(
+    value: Any, depth: int, found: dict[int, Any], kinds: Container[ModuleType | type] | None = None
+) -> None:
+    """Add to `found`, by id, the mutable containers in a value and in plain objects there.
+
+    Args:
+        kinds: classes of the objects to look into; None: all.
+    """
+    if type(value) not in _CHANGEABLE and isinstance(getattr(value, "__dict__", None), dict):  # an OrderedDict has both
+        is_code = isinstance(value, (type, Tensor, nn.Module, ModuleType)) or callable(value)
+        if is_code or not (kinds is None or type(value) in kinds):
+            return
         value = vars(value)
     if type(value) in _CHANGEABLE and id(value) not in found:
         found[id(value)] = value
     elif type(value) is not tuple:
         return
     for held in (value.values() if isinstance(value, dict) else value) if depth else ():
-        _collect_containers(held, depth - 1, found)
+        _collect_containers(held, depth - 1, found, kinds)
 
 
 def _is_in(path: str, parents: Collection[str]) -> bool:
