@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import operator
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import count
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -239,12 +239,13 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
         TraceError: forward makes a parameter or a module.
     """
     parts = _parts(model)
-    shared = {owner: variables(owner) for owner in files_and_classes(map(type, model.modules()))}
+    shared = [(owner, variables(owner)) for owner in files_and_classes([type(module) for module in model.modules()])]
+    kinds = [SimpleNamespace, *(owner for owner, _ in shared)]
     containers: dict[int, Any] = {}
     for module in model.modules():
         _collect_containers(vars(module), _MAX_DEPTH, containers)
-    for value in (value for held in shared.values() for value in held.values()):
-        _collect_containers(value, _MAX_DEPTH, containers, shared)
+    for value in (value for _, held in shared for value in held.values()):
+        _collect_containers(value, _MAX_DEPTH, containers, kinds)
     with _contents_restored(containers), _variables_restored(shared):
         try:
             yield
@@ -279,16 +280,20 @@ def _holds(container: Any, content: Any) -> bool:
 
 
 @contextmanager
-def _variables_restored(shared: Mapping[ModuleType | type, Mapping[str, Any]]) -> Iterator[None]:
-    """Restore the variables of files and classes, and meanwhile let cached functions compute again."""
-    for owner, values in shared.items():
+def _variables_restored(shared: Sequence[tuple[ModuleType | type, Mapping[str, Any]]]) -> Iterator[None]:
+    """Restore the variables of files and classes, and meanwhile let cached functions compute their tensors again."""
+    caches: dict[int, _Cached] = {}
+    for owner, values in shared:
         for name, function in values.items():
             if isinstance(function, _CACHED):
-                setattr(owner, name, functools.cache(function.__wrapped__))
+                with suppress(AttributeError, TypeError):  # a class that cannot be changed
+                    setattr(owner, name, caches.setdefault(id(function), _Cached(function)))
     try:
         yield
     finally:
-        for owner, values in shared.items():
+        for cached in caches.values():
+            cached.forget()
+        for owner, values in shared:
             present = variables(owner)
             for name in present.keys() - values.keys():
                 delattr(owner, name)
@@ -296,13 +301,41 @@ def _variables_restored(shared: Mapping[ModuleType | type, Mapping[str, Any]]) -
                 setattr(owner, name, values[name])
 
 
+class _Cached:
+    """Takes the place of a function under functools.cache while a model is traced.
+
+    A table that the function made before is computed again, because it would be a constant in the trace. What else it
+    has returned, such as an object with settings, stays the same.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self._function, self._tables, self._has_traced = function, functools.cache(function.__wrapped__), False
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        misses = self._function.cache_info().misses
+        result = self._function(*args, **kwargs)
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+            return result
+        self._has_traced |= self._function.cache_info().misses > misses
+        return self._tables(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)  # cache_clear and so on
+
+    def forget(self) -> None:
+        """Drop the tensors of the trace."""
+        if self._has_traced:
+            self._function.cache_clear()
+
+
 def _parts(model: nn.Module) -> dict[str, Any]:
     return {**dict(model.named_modules()), **dict(model.named_parameters())}
 
 
-def _collect_containers(
-    value: Any, depth: int, found: dict[int, Any], kinds: Container[ModuleType | type] | None = None
-) -> None:
+def _collect_containers(value: Any, depth: int, found: dict[int, Any], kinds: Sequence[object] | None = None) -> None:
     """Add to `found`, by id, the mutable containers in a value and in plain objects there.
 
     Args:
@@ -310,7 +343,7 @@ def _collect_containers(
     """
     if type(value) not in _CHANGEABLE and isinstance(getattr(value, "__dict__", None), dict):  # an OrderedDict has both
         is_code = isinstance(value, (type, Tensor, nn.Module, ModuleType)) or callable(value)
-        if is_code or not (kinds is None or type(value) in kinds):
+        if is_code or not (kinds is None or any(type(value) is kind for kind in kinds)):
             return
         value = vars(value)
     if type(value) in _CHANGEABLE and id(value) not in found:

@@ -246,5 +246,8 @@ def _explained(
     if writers:
         what = f"{path.name}: forward of {writers[0] or 'the model'} uses .data, which torch.export cannot trace"
         return TraceError(what, f"use .detach() to read a tensor without its gradient; or {remedy}", module=module)
+    if "constant's list" in reason:
+        what = f"{path.name}: forward takes a tensor from an object or cache where an earlier call has put it"
+        return TraceError(what, f"make that tensor in __init__ and register it as a buffer; or {remedy}", module=module)
     what = f"{user_line(error, path)}torch.export cannot trace this line: {name}: {reason}"
     return TraceError(what, remedy, module=module)

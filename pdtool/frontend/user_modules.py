@@ -17,8 +17,9 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from importlib.machinery import (
     EXTENSION_SUFFIXES,
     SOURCE_SUFFIXES,
@@ -77,14 +78,17 @@ def user_modules_importable() -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def files_and_classes(kinds: Iterable[type]) -> list[ModuleType | type]:
+def files_and_classes(kinds: Collection[type]) -> list[ModuleType | type]:
     """Return what all models of a process share: the files that define these classes outside torch, the user's other
     files, and the classes defined in them."""
-    defining = {sys.modules.get(base.__module__) for kind in kinds for base in kind.__mro__}
-    files = [f for f in defining if f and f.__name__.partition(".")[0] not in ("torch", *sys.stdlib_module_names)]
-    files += [file for name, file in [*sys.modules.items()] if file not in defining and _place(name, file)]
-    inside = [kind for file in files for kind in [*vars(file).values()] if isinstance(kind, type)]
-    return [*files, *dict.fromkeys(kind for kind in inside if sys.modules.get(kind.__module__) in files)]
+    names = {base.__module__: None for kind in kinds for base in kind.__mro__}
+    names = {name: None for name in names if name.partition(".")[0] not in ("torch", *sys.stdlib_module_names)}
+    names |= {name: None for name, file in [*sys.modules.items()] if _place(name, file)}
+    files = {id(file): file for name in names if (file := sys.modules.get(name))}
+    inside = [value for file in files.values() for value in [*vars(file).values()] if isinstance(value, type)]
+    inside += [base for kind in kinds for base in kind.__mro__]  # classes in functions, too
+    classes = {id(k): k for k in inside if k.__module__ in names and isinstance(k, Hashable)}
+    return [*files.values(), *(kind for kind in classes.values() if not issubclass(kind, Enum))]  # Python changes it
 
 
 def variables(owner: ModuleType | type) -> dict[str, object]:

@@ -24,8 +24,8 @@ from pdtool.frontend.operators import Traced, Value, first_names, named_state
 from pdtool.frontend.random_numbers import random_state_kept
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.update_proof import check_update
-from pdtool.generator.kept_state import changed_in_training
 from pdtool.generator.stage_file import StageWriter
+from pdtool.generator.variable_uses import changed_in_training
 from pdtool.generator.verify import ModelFailedError, VerificationError, verify_shapes, verify_values
 from pdtool.generator.wiring import Wiring
 
@@ -179,7 +179,8 @@ def _verify_values(traced: Traced, model_file: ModelFile, texts: dict[str, str],
     batches = [ModelInputs.of(model_file.example_inputs(samples)) for samples in sizes]
     for samples, inputs in zip(sizes, batches, strict=True):
         _check_inputs(traced, inputs, samples)
-    verify_values(model_file.build, texts, bundle, batches)
+    after_forward = {name: model_file.function(name) for name in ("loss", "metrics") if model_file.has(name)}
+    verify_values(model_file.build, texts, bundle, batches, after_forward)
 
 
 def _check_inputs(traced: Traced, inputs: ModelInputs, samples: int) -> None:

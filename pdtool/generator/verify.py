@@ -33,7 +33,15 @@ from pdtool.frontend.operators import named_state, registered_state, shared_memo
 from pdtool.frontend.random_numbers import derive_seed, random_state_kept, seed_generators
 from pdtool.frontend.user_code import line_of
 from pdtool.frontend.user_modules import user_modules_importable
-from pdtool.generator.kept_state import TOLERANCE, KeptAttribute, has_same_content, kept_attributes, kept_state
+from pdtool.generator.kept_state import (
+    TOLERANCE,
+    KeptAttribute,
+    changed_attributes,
+    has_same_content,
+    kept_attributes,
+    kept_state,
+)
+from pdtool.generator.variable_uses import names_read, user_classes
 
 _STAGES = "the generated stages"
 _CHECK_STATE = (
@@ -114,7 +122,11 @@ def compose(stages: Sequence[nn.Module], bundle: Bundle, inputs: Sequence[Tensor
 
 
 def verify_values(
-    build: Callable[[], nn.Module], texts: Mapping[str, str], bundle: Bundle, batches: Sequence[Any]
+    build: Callable[[], nn.Module],
+    texts: Mapping[str, str],
+    bundle: Bundle,
+    batches: Sequence[Any],
+    after_forward: Mapping[str, Callable[..., Any]] | None = None,
 ) -> None:
     """Compare the composed stages with the model.
 
@@ -122,6 +134,7 @@ def verify_values(
         build: makes the model, the same each time.
         texts: texts of the stage files, by name.
         batches: inputs of three consecutive minibatches, the last one of another size, as ModelInputs takes them.
+        after_forward: the user's functions that a run calls with the last stage's output, by name.
 
     Raises:
         VerificationError: an output, a gradient or a buffer differs, or the model keeps other state between
@@ -143,6 +156,7 @@ def verify_values(
         _refuse_changed_memory(model, shared)
         raise
     _refuse_kept_state(kept_attributes(model, before), build, minibatches)
+    _refuse_hidden_paths(model, bundle, minibatches[-1], after_forward or {})
 
 
 def _compare_minibatches(
@@ -190,19 +204,20 @@ def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batche
     for training in (True, False):
         old, new = build().train(training), build().train(training)
         fresh = kept.value(new)
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.set_grad_enabled(training), torch.random.fork_rng():
             for inputs in before:
                 _run("the model", partial(_call, old, inputs), "a minibatch before")
-        with torch.no_grad(), _repeatable():
+        with torch.no_grad():
             for parameter in (parameter for parameter in old.parameters() if parameter.requires_grad):
                 parameter.add_(0.01)
             state = registered_state(old)
             for name, tensor in registered_state(new).items():
                 if name in state and state[name].shape == tensor.shape:
                     tensor.copy_(state[name])
+        with torch.set_grad_enabled(training), _repeatable():
             results = []
             for model, value in ((old, kept.value(old)), (new, fresh)):
-                kept.restore(value)
+                kept.restore(model, value)
                 output = _run("the model", partial(_call, model, last), "the last minibatch")
                 results.append((kept.value(model), *tensors_of(output)))
         if not has_same_content(results[0], results[1]):
@@ -222,6 +237,26 @@ def _refuse_kept_state(
             "minibatches in flight together cannot share it",
             "compute it from the inputs in each call, or keep it in a buffer that the module's __init__ makes",
         )
+
+
+def _refuse_hidden_paths(
+    model: nn.Module, bundle: Bundle, inputs: ModelInputs, after_forward: Mapping[str, Callable[..., Any]]
+) -> None:
+    """Refuse a variable that carries values from forward to code in another process: to the loss, or from one opaque
+    module to another. Traced modules need no variables, because the trace follows their values."""
+    readers = {f"{name}()": set(names_read(function)) for name, function in after_forward.items()}
+    opaque = [path for stage in bundle.stages for path in stage.opaque]
+    for path in opaque if len(opaque) > 1 else ():
+        kinds = {kind for part in model.get_submodule(path).modules() for kind in user_classes(type(part))}
+        readers[path] = {name for kind in kinds for name in names_read(kind)}
+    before = kept_state(model)
+    _run("the model", partial(_call, model, inputs), "a further minibatch")
+    for changed in changed_attributes(model, before):
+        reading = [reader for reader, names in readers.items() if changed.name in names]
+        if len(reading) > 1 or (reading and reading[0] not in opaque):
+            where = " and ".join(reading)
+            what = f"forward changes {changed.described} in each call for {where}, which may run in another process"
+            raise VerificationError(what, "pass the value on as an output of the model or the module")
 
 
 def _refuse_changed_memory(model: nn.Module, before: Mapping[tuple[str, ...], Tensor]) -> None:

@@ -111,6 +111,7 @@ REFUSED = {
 }
 FILES = """
 import functools
+import types
 import torch
 import other
 
@@ -118,7 +119,22 @@ import other
 def table(size):
     return torch.arange(float(size))
 
-CALLS, LAST, TABLES = 0, {}, {}
+CALLS, LAST, TABLES, HISTORY, SHOWN = 0, {}, {}, {}, set()
+
+class State:
+    __slots__ = ("step",)
+
+STATE = State()
+STATE.step = 0
+
+@functools.cache
+def settings():
+    return types.SimpleNamespace(scale=2.0)
+
+settings().scale = 3.0
+
+def counted(net):
+    return 2 if net.steps > 100 else 1
 
 def added(h):
     return h + LAST["mean"]
@@ -144,7 +160,29 @@ SHARED = {
         return self.last(h - before)
 """,
 }
+SHARED |= {
+    "the global variable STATE of model.py": """
+        STATE.step += 1
+        return self.last(self.first(x)) * (2 if STATE.step > 100 else 1)
+""",
+    "self.steps of the model": """
+        self.steps += torch.is_grad_enabled()
+        return self.last(self.first(x)) * counted(self)
+""",
+}
 OF_ONE_MINIBATCH = {
+    "warning": """
+        if "x" not in SHOWN:
+            SHOWN.add("x")
+        return self.last(self.first(x))
+""",
+    "settings": """
+        return self.last(self.first(x)) * settings().scale
+""",
+    "statistics": """
+        HISTORY.setdefault("all", []).append(x.shape[1])
+        return self.last(self.first(x))
+""",
     "table": """
         return self.last(self.first(x) + TABLES.setdefault(8, torch.arange(8.0)))
 """,
@@ -223,6 +261,17 @@ def test_what_a_file_keeps_for_one_minibatch_is_no_state(name: str, tmp_path: Pa
     profile = skeleton(file)
     bundle = generate(plan_of(profile, 2), profile, file, tmp_path / "b")
     assert not differences(trained_in_stages(file, bundle, tmp_path / "b"), trained_plainly(file))
+
+
+def test_a_loss_cannot_read_what_forward_puts_into_a_variable(tmp_path: Path) -> None:
+    loss = "\ndef loss(output, target):\n    return nn.functional.cross_entropy(output, target) + LAST.get('mean', 0)\n"
+    forward = "        LAST['mean'] = x.mean()\n        return self.last(self.first(x))\n"
+    (tmp_path / "other.py").write_text("")
+    file = _model(tmp_path, forward, FILES, loss)
+    profile = skeleton(file)
+    message = r"forward changes the global variable LAST of model.py in each call for loss\(\)"
+    with pytest.raises(VerificationError, match=message):
+        generate(plan_of(profile, 2), profile, file, tmp_path / "b")
 
 
 CHANGED = {

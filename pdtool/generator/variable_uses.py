@@ -1,0 +1,143 @@
+"""Find where the user's code reads and changes attributes and variables, from its source and bytecode."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import inspect
+import textwrap
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, cast
+
+from torch import nn
+
+_READING = ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD")  # of Python's bytecode
+_ADDING = {"append", "appendleft", "extend", "add", "update", "clear"}  # methods of containers
+_NOT_FORWARD = {"__init__", "__repr__", "extra_repr", "reset_parameters"}
+
+
+@dataclass(frozen=True)
+class Use:
+    """One place in a function where an attribute or a variable is read or changed."""
+
+    name: str
+    is_variable: bool
+    is_read: bool
+    location: str
+
+
+def user_classes(kind: type) -> list[type]:
+    """Return a class and its bases, without torch's and Python's own."""
+    return [base for base in kind.__mro__ if not is_of_torch(base) and base.__module__ != "builtins"]
+
+
+def is_of_torch(kind: type) -> bool:
+    """Whether torch defines a class."""
+    return kind.__module__.partition(".")[0] == "torch"
+
+
+def uses_in(source: type | ModuleType) -> list[Use]:
+    """Return where the functions in a class or file use attributes and variables; nothing if there is no source."""
+    found: dict[int, Use] = {}
+    tree, first, file = _tree(source)
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
+    for function in functions:
+        if isinstance(function, ast.FunctionDef) and function.name in _NOT_FORWARD:
+            continue
+        nodes = [*ast.walk(function)]
+        changed = {id(part) for node in nodes for part in _changed_by(node)}
+        for node in nodes:
+            match node:
+                case ast.Attribute(attr=name) | ast.Name(id=name):
+                    is_read = id(node) not in changed
+                case ast.Constant(value=str(name)) if name.isidentifier():  # of getattr
+                    is_read = True
+                case _:
+                    continue
+            location = f"{file}:{first + node.lineno - 1}"
+            found[id(node)] = Use(name, isinstance(node, ast.Name), is_read, location)
+    return [*found.values()]
+
+
+def _changed_by(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the parts of `a.b[c]` that a statement changes without reading them: a.b and a, if the result is unused."""
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=target, attr=method))) if method in _ADDING:
+            pass
+        case ast.Name(ctx=ast.Store() | ast.Del()) | ast.Attribute(ctx=ast.Store() | ast.Del()):
+            target = node
+        case ast.Subscript(value=target, ctx=ast.Store() | ast.Del()):
+            pass
+        case _:
+            return
+    while True:
+        match target:
+            case ast.Call(func=ast.Attribute(value=inner, attr="setdefault")):
+                target = inner
+            case ast.Attribute(value=inner) | ast.Subscript(value=inner):
+                yield target
+                target = inner
+            case _:
+                yield target
+                return
+
+
+def changed_in_training(
+    model: nn.Module, file: ModuleType, functions: Collection[str]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (line, function, variable) for each variable that a function of the user's file changes and forward reads.
+
+    Stage files have the value that it had when the model was traced.
+
+    Args:
+        functions: names of the functions that are called during training.
+    """
+    kinds = {kind for module in model.modules() for kind in user_classes(type(module))}
+    read = {name for kind in kinds for name in names_read(kind)}
+    tree, _, file_name = _tree(file)
+    for function in tree.body:
+        if not isinstance(function, ast.FunctionDef) or function.name not in functions:
+            continue
+        for node in ast.walk(function):
+            if not isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) or not isinstance(node.ctx, ast.Store):
+                continue
+            owner, attributes = cast("ast.expr", node), set()  # of CONFIG.rates["low"]: CONFIG and {rates}
+            while isinstance(owner, (ast.Attribute, ast.Subscript)):
+                attributes |= {owner.attr} if isinstance(owner, ast.Attribute) else set()
+                owner = owner.value
+            if not isinstance(owner, ast.Name) or not _is_global(owner.id, function, file):
+                continue
+            value = getattr(file, owner.id, None)
+            is_owner = value in kinds if isinstance(value, type) else isinstance(value, (nn.Module, ModuleType))
+            if owner.id in read or (is_owner and not read.isdisjoint(attributes)):
+                yield f"{file_name}:{node.lineno}", function.name, ast.unparse(node)
+
+
+def _is_global(name: str, function: ast.FunctionDef, file: ModuleType) -> bool:
+    """Whether a name in a function is that of a variable of its file."""
+    nodes = [*ast.walk(function)]
+    if any(isinstance(node, ast.Global) and name in node.names for node in nodes):
+        return True
+    assigned = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return name not in assigned | {node.arg for node in nodes if isinstance(node, ast.arg)} and hasattr(file, name)
+
+
+def names_read(source: type | Callable[..., Any]) -> Iterator[str]:
+    """Yield the variables of files, and the attributes, that a function or a class's methods read."""
+    methods = vars(source).items() if isinstance(source, type) else [("", source)]
+    codes = [f.__code__ for name, f in methods if isinstance(f, FunctionType) and name not in _NOT_FORWARD]
+    for code in codes:  # which grows
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        yield from (each.argval for each in dis.get_instructions(code) if each.opname in _READING)
+
+
+def _tree(source: type | ModuleType) -> tuple[ast.Module, int, str]:
+    """Return the syntax tree of a class or file, its first line and the file's name; an empty tree if it has none."""
+    try:
+        lines, first = inspect.getsourcelines(source)
+        return ast.parse(textwrap.dedent("".join(lines))), max(first, 1), Path(inspect.getsourcefile(source) or "").name
+    except (OSError, TypeError, SyntaxError):
+        return ast.Module([], []), 1, ""
