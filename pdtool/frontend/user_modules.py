@@ -79,16 +79,29 @@ def user_modules_importable() -> Iterator[None]:
 
 
 def files_and_classes(kinds: Collection[type]) -> list[ModuleType | type]:
-    """Return what all models of a process share: the files that define these classes outside torch, the user's other
-    files, and the classes defined in them."""
+    """Return what all models of a process share: the files that define these classes outside torch, the user's files
+    that these import, and the classes defined in them."""
     names = {base.__module__: None for kind in kinds for base in kind.__mro__}
     names = {name: None for name in names if name.partition(".")[0] not in ("torch", *sys.stdlib_module_names)}
-    names |= {name: None for name, file in [*sys.modules.items()] if _place(name, file)}
+    waiting = [*names]
+    while waiting:
+        file = sys.modules.get(waiting.pop())
+        imported = {_module_of(value) for value in [*vars(file).values()]} if file else set()
+        new = [name for name in imported - names.keys() if name in sys.modules and _place(name, sys.modules[name])]
+        names |= dict.fromkeys(new)
+        waiting += new
     files = {id(file): file for name in names if (file := sys.modules.get(name))}
     inside = [value for file in files.values() for value in [*vars(file).values()] if isinstance(value, type)]
     inside += [base for kind in kinds for base in kind.__mro__]  # classes in functions, too
     classes = {id(k): k for k in inside if k.__module__ in names and isinstance(k, Hashable)}
     return [*files.values(), *(kind for kind in classes.values() if not issubclass(kind, Enum))]  # Python changes it
+
+
+def _module_of(value: object) -> str:
+    """The name of a module, or of the one that defines a class or function; "" of other values."""
+    if isinstance(value, ModuleType):
+        return value.__name__
+    return value.__module__ or "" if isinstance(value, (type, FunctionType)) else ""
 
 
 def variables(owner: ModuleType | type) -> dict[str, object]:
