@@ -44,15 +44,19 @@ def failing_module(error: BaseException, model: nn.Module) -> str | None:
 
 
 def modules_using_data(model: nn.Module) -> list[str]:
-    """The paths of modules whose code uses `.data`, which torch.export traces into tensors without values."""
-    found = []
+    """The paths of modules whose forward uses `.data`, which torch.export traces into tensors without values; without
+    one, of those that use it in another method."""
+    in_forward, elsewhere = [], []
     for path, module in model.named_modules():
+        kind = type(module)
         try:
-            is_of_torch = type(module).__module__.partition(".")[0] == "torch"
-            found += [path] if not is_of_torch and ".data" in inspect.getsource(type(module)) else []
+            if ".data" in inspect.getsource(kind.forward):
+                in_forward.append(path)
+            elif kind.__module__.partition(".")[0] != "torch" and ".data" in inspect.getsource(kind):
+                elsewhere.append(path)
         except (OSError, TypeError):
             continue
-    return found
+    return in_forward or elsewhere
 
 
 class FixedSize(NamedTuple):
