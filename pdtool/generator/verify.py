@@ -370,7 +370,7 @@ def _compare_gradients(gradients: Mapping[str, tuple[Tensor, Tensor]], where: st
         try:
             _compare(*pair, what)
         except VerificationError:
-            _compare(*pair, what, rounding=_ROUNDINGS * _eps(pair[0]) * largest)
+            _compare(*pair, what, rounding=min(TOLERANCE["atol"], _ROUNDINGS * _eps(pair[0])) * largest)
             unclear = True
     return unclear
 

@@ -16,6 +16,7 @@ from skeletons import plan_of, skeleton
 from torch import Tensor, nn
 
 from pdtool.artifacts.artifact import ModelRef
+from pdtool.artifacts.bundle import Bundle
 from pdtool.errors import TraceError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.tracing import trace_file
@@ -299,15 +300,15 @@ def test_what_training_changes_and_forward_reads_is_refused(variable: str, tmp_p
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_what_has_only_the_same_name_is_no_matter(name: str, tmp_path: Path) -> None:
-    _generated_with_after_update(*LEFT_ALONE[name], tmp_path)
+    assert _generated_with_after_update(*LEFT_ALONE[name], tmp_path).proof == "values"
 
 
-def _generated_with_after_update(statement: str, value: str, folder: Path) -> None:
+def _generated_with_after_update(statement: str, value: str, folder: Path) -> Bundle:
     (folder / "other.py").write_text("RATE = 1\n")
     function = f"\ndef after_update(named_parameters, update):\n    {statement}\n"
     file = _model(folder, f"        return self.last({value})\n", FILES, function)
     profile = skeleton(file)
-    generate(plan_of(profile, 2), profile, file, folder / "b")
+    return generate(plan_of(profile, 2), profile, file, folder / "b")
 
 
 def test_state_that_forward_only_writes_is_no_matter(folder: Folder) -> None:
@@ -318,7 +319,46 @@ def test_state_that_forward_only_writes_is_no_matter(folder: Folder) -> None:
     folder.write("model.py", HEAD + forward + TAIL)
     folder.pdtool("profile", "model.py", "--batch-size", "4")
     folder.pdtool("partition", "--topology", "2", "--straight")
-    folder.pdtool("codegen")
+    assert "checked: outputs" in folder.pdtool("codegen").stderr
+
+
+def test_opaque_modules_cannot_pass_values_through_a_variable(tmp_path: Path) -> None:
+    """In a run each may be in a process of its own."""
+    modules = """
+from torch import nn
+
+class Writer(nn.Module):
+    def forward(self, x):
+        LAST["mean"] = x.mean()
+        return x + float(x.sum() > 1e9)
+
+class Reader(nn.Module):
+    def forward(self, x):
+        return x + LAST.get("mean", 0) + float(x.sum() > 1e9)
+
+writer, reader = Writer(), Reader()
+"""
+    (tmp_path / "other.py").write_text("")
+    forward = "        return self.last(self.reader(self.first(self.writer(x))))\n"
+    file = _model(tmp_path, forward, FILES + modules, "\nHINTS = {'opaque': ['writer', 'reader']}\n")
+    path = tmp_path / "model.py"
+    path.write_text(
+        path.read_text().replace(
+            "return Net()", "net = Net()\n    net.writer, net.reader = writer, reader\n    return net"
+        )
+    )
+    file = ModelFile.load(ModelRef(source=str(path)), trusted=True)
+    profile = skeleton(file)
+    with pytest.raises(VerificationError, match=r"variable LAST of model.py in each call for writer and reader"):
+        generate(plan_of(profile, 2), profile, file, tmp_path / "b")
+
+
+def test_a_table_where_the_trace_cannot_restore_it_is_refused(tmp_path: Path) -> None:
+    """The message says where to keep it, in place of torch's about fake tensors."""
+    forward = "        return self.last(self.first(x) + TABLE.setdefault(8, torch.arange(8.0)))\n"
+    file = _model(tmp_path, forward, "\nclass Table(dict):\n    pass\n\nTABLE = Table()\n")
+    with pytest.raises(TraceError, match=r"takes a tensor from an object or cache .*make that tensor in __init__"):
+        trace_file(file, file.build(), 4)
 
 
 @pytest.mark.parametrize("name", CACHES)

@@ -277,6 +277,9 @@ def test_hints_become_constraints(tmp_path):
     for path, remedy in ((r"\*", r"name each module by its whole path, such as .*; patterns do"), ("nrm", "mean norm")):
         with pytest.raises(ModelError, match=rf"HINTS names '{path}', but the model has no such module.*; .*{remedy}"):
             measure(write(tmp_path, text.replace("'norm', ''", repr(path.strip(chr(92))))), batch_size=4)
+    text = TEXT.replace("self.mix = nn.Linear(8, 8)", "self.none, self.mix = nn.Identity(), nn.Linear(8, 8)")
+    with pytest.raises(ModelError, match="HINTS names 'none', but forward computes nothing in it; leave it out"):
+        measure(write(tmp_path, text + "HINTS = {'pin': {'none': 0}}\n"), batch_size=4)
     text = TEXT.replace("self.mix = nn.Linear(8, 8)", "self.mix = nn.Sequential(nn.Linear(8, 8), nn.Tanh())")
     profile = measure(write(tmp_path, text + "HINTS = {'no_split': ['mix'], 'pin': {'out': -1}}\n"), batch_size=4)
     assert profile.together == (("mix.0", "mix.1"),)
