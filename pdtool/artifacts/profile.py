@@ -241,21 +241,6 @@ class Profile(Artifact):
         forward = _sent(node.output_bytes, node.exact_bytes, self._wire_dtype)
         return forward, _sent(node.gradient_bytes, node.exact_gradient_bytes, self._wire_dtype)
 
-    @cached_property
-    def working_bytes(self) -> dict[str, int]:
-        """Node name -> bytes that it needs only while it computes.
-
-        These are its output (or the gradient of that), the gradients of its inputs, and scratch; or, if larger, the
-        temporary tensors of an optimizer step on its parameters. These are as large as the optimizer's state, as in
-        PyTorch's own optimizers that step one parameter after the other, which is usual on a CPU.
-        """
-        sizes = {}
-        for node in self.nodes:
-            gradients = sum(self.by_name[source].gradient_bytes for source in node.inputs)
-            step_bytes = math.ceil(node.parameter_bytes * self.optimizer_state_bytes)
-            sizes[node.name] = max(node.output_bytes + gradients + node.scratch_bytes, step_bytes)
-        return sizes
-
     def parameter_bytes(self, nodes: Collection[str]) -> int:
         """Sum the bytes of the distinct trained parameters that `nodes` use."""
         repeated = sum(s.bytes * (max(1, sum(n in nodes for n in s.nodes)) - 1) for s in self.shared)

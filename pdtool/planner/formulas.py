@@ -269,7 +269,7 @@ class StageMemory:
     "Training Deep Nets with Sublinear Memory Cost").
 
     Attributes:
-        fixed_bytes: gradients, optimizer state, the working set of the largest operator.
+        fixed_bytes: gradients, optimizer state, what operators need while they compute, and messages that arrive then.
         version_bytes: one set of weights, for each version that a minibatch in flight still needs (PipeDream, section
             3.3).
         minibatch_bytes: a minibatch's stash between its forward and its backward, and its received tensors.
@@ -288,8 +288,9 @@ class StageMemory:
             recompute: whether the stage runs its forward twice.
         """
         gradients_and_state = np.ceil(load.parameter_bytes * (1 + optimizer_state_ratio))
+        while_computing = load.working_bytes + load.arriving_bytes + load.stash_bytes * np.asarray(recompute)
         return cls(
-            fixed_bytes=gradients_and_state + load.working_bytes + load.stash_bytes * np.asarray(recompute),
+            fixed_bytes=gradients_and_state + while_computing,
             version_bytes=load.parameter_bytes + load.frozen_bytes,
             minibatch_bytes=load.input_bytes + load.stash_bytes * np.logical_not(recompute),
         )

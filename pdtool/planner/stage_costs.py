@@ -11,18 +11,22 @@ The stages of one plan are the pairs of consecutive cuts of that plan.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdtool.artifacts.profile import Profile
+from pdtool.artifacts.profile import Node, Profile
 
 Array = NDArray[Any]
 Number = Any  # one number, or a numpy array of them
+
+_ENDS_AT_ONCE = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +39,12 @@ class StageLoad:
         frozen_bytes: parameters that are not trained.
         tied_bytes: parameters that other stages hold too.
         stash_bytes: kept from forward to backward, besides received tensors.
-        working_bytes: the most that one operator needs in addition while it computes.
+        working_bytes: the most that is needed beyond the stash at any moment: what one operator needs while it
+            computes, less the stash of the operators after it. These have not stashed yet in a forward, and have freed
+            their stash in a backward.
         input_bytes: memory of the tensors from all earlier stages, each once.
+        arriving_bytes: memory of the messages that arrive meanwhile: these tensors for the next minibatch, and the
+            gradients of all tensors that later stages take.
         received_bytes: message size of these tensors, see Profile.sent_bytes.
         returned_bytes: message size of the gradients sent back for them.
         entering_bytes: message size of all tensors that cross the cut before the stage, whoever takes them, without the
@@ -52,6 +60,7 @@ class StageLoad:
     stash_bytes: Number
     working_bytes: Number
     input_bytes: Number
+    arriving_bytes: Number
     received_bytes: Number
     returned_bytes: Number
     entering_bytes: Number
@@ -81,14 +90,15 @@ class StageLoadTable:
 
     def stages_from(self, begin: int, ends: Array) -> StageLoad:
         """Return the loads of the stages from cut `begin` to each of the cuts `ends`; every field is [ends]."""
-        moved, received_stash = np.zeros((3, len(ends))), np.zeros(len(ends))
+        moved, stash = np.zeros((3, len(ends))), np.append(self._run_stash, 0.0)
+        gradient_bytes = self._crossing[ends] @ self._producer_bytes[3]  # of what the stage or an earlier one makes
         for producer in np.flatnonzero(self._crossing[begin]):
             is_taken = self._takers_inside[ends, producer] > self._takers_inside[begin, producer]
-            moved += is_taken * self._producer_bytes[:, producer, np.newaxis]
-            is_saved = self._savers_inside[ends, producer] & ~self._savers_inside[begin, producer]
-            received_stash += is_saved * self._producer_bytes[2, producer]
+            moved += is_taken * self._producer_bytes[:3, producer, np.newaxis]
+            gradient_bytes -= self._crossing[ends, producer] * self._producer_bytes[3, producer]
+            stash[self._saver_runs[producer]] -= self._producer_bytes[2, producer]
         sums = {name: values[ends] - values[begin] for name, values in self._sums.items()}
-        sums["stash_bytes"] = np.maximum(sums["stash_bytes"] - received_stash, 0)
+        stash_bytes, working_bytes = self._kept_and_working_bytes(begin, ends, np.maximum(stash[:-1], 0))
         tied = np.zeros(len(ends))
         for size_bytes, holders_inside in self._shared:
             holders = holders_inside[ends] - holders_inside[begin]
@@ -97,18 +107,35 @@ class StageLoadTable:
         return StageLoad(
             **sums,
             tied_bytes=tied,
-            working_bytes=self._working_bytes_between(begin, ends),
+            stash_bytes=stash_bytes,
+            working_bytes=working_bytes,
             received_bytes=moved[0],
             returned_bytes=moved[1],
             input_bytes=moved[2],
+            arriving_bytes=moved[2] + gradient_bytes,
             entering_bytes=np.full(len(ends), self._entering_bytes[begin]),
         )
 
-    def _working_bytes_between(self, begin: int, ends: Array) -> Array:
-        """[ends] the largest working set of the blocks between the cuts: the first match in descending order."""
-        sizes, order = self._blocks_by_working_bytes
-        held = self.inside[np.ix_(ends, order)] & ~self.inside[begin, order]
-        return np.asarray(sizes[order][held.argmax(axis=1)])
+    def _kept_and_working_bytes(self, begin: int, ends: Array, stash: Array) -> tuple[Array, Array]:
+        """[ends] stash_bytes and working_bytes of the stages from cut `begin`.
+
+        Args:
+            stash: [runs] bytes that each run of nodes adds to the stash.
+        """
+        kept_bytes, peaks = np.zeros((2, len(ends)))
+        for first in range(0, len(ends), _ENDS_AT_ONCE):
+            rows = slice(first, first + _ENDS_AT_ONCE)
+            is_held = self._runs_inside[ends[rows]] & ~self._runs_inside[begin]
+            used = np.flatnonzero(is_held.any(axis=0))
+            columns = slice(used[0], used[-1] + 1) if used.size else slice(1)
+            is_held = is_held[:, columns]
+            kept = np.cumsum(is_held * stash[columns], axis=1)
+            kept_bytes[rows] = kept[:, -1]
+            kept += self._run_excess[columns]
+            np.maximum(kept, self._run_step_bytes[columns], out=kept)
+            kept *= is_held
+            peaks[rows] = kept.max(axis=1)
+        return kept_bytes, np.maximum(peaks - kept_bytes, 0)
 
     @cached_property
     def _block_of(self) -> dict[str, int]:
@@ -127,15 +154,52 @@ class StageLoadTable:
     @cached_property
     def _sums(self) -> dict[str, Array]:
         """Field of StageLoad -> [cuts] its sum inside each cut, shared parameters counted at each of their nodes."""
-        fields = ("forward_s", "backward_s", "update_s", "parameter_bytes", "frozen_bytes", "stash_bytes")
+        fields = ("forward_s", "backward_s", "update_s", "parameter_bytes", "frozen_bytes")
         return {name: self._sum_inside([getattr(node, name) for node in self.profile.nodes]) for name in fields}
 
     @cached_property
-    def _blocks_by_working_bytes(self) -> tuple[Array, Array]:
-        """[blocks] working bytes, and the blocks in descending order of them."""
-        working = self.profile.working_bytes
-        sizes = np.array([max((working[name] for name in block), default=0) for block in self.blocks], dtype=float)
-        return sizes, np.argsort(-sizes, kind="stable")
+    def _runs(self) -> list[list[Node]]:
+        """The nodes in their order, those together that one block has in a row."""
+        nodes = self.profile.nodes
+        return [list(run) for _, run in groupby(nodes, key=lambda node: self._block_of[node.name])]
+
+    @cached_property
+    def _runs_inside(self) -> NDArray[np.bool_]:
+        """[cuts, runs] whether a cut holds a run."""
+        return self.inside[:, [self._block_of[run[0].name] for run in self._runs]]
+
+    @cached_property
+    def _run_stash(self) -> Array:
+        """[runs] bytes that a run adds to the stash."""
+        return np.array([sum(node.stash_bytes for node in run) for run in self._runs], dtype=float)
+
+    @cached_property
+    def _run_excess(self) -> Array:
+        """[runs] the most that a run needs beyond all of its stash, while it computes."""
+        received = Counter[str]()  # counts as stash of the first node, unless another stage computes it
+        for name, _ in self._producers:
+            node = self.profile.by_name[name]
+            if node.saved_by and self._block_of[node.saved_by] != self._block_of[name]:
+                received[node.saved_by] += node.output_bytes
+        excess = np.zeros(len(self._runs))
+        for r, run in enumerate(self._runs):
+            later_bytes = 0.0
+            for node in reversed(run):
+                gradient_bytes = sum(self.profile.by_name[source].gradient_bytes for source in node.inputs)
+                needed_bytes = node.output_bytes + gradient_bytes + node.scratch_bytes
+                excess[r] = max(excess[r], needed_bytes - later_bytes)
+                later_bytes += max(0, node.stash_bytes - received[node.name])
+        return excess
+
+    @cached_property
+    def _run_step_bytes(self) -> Array:
+        """[runs] the most temporary memory of an optimizer step on one of its nodes.
+
+        It is as large as the optimizer's state, as in PyTorch's own optimizers that step one parameter after the other,
+        which is usual on a CPU.
+        """
+        largest = [max(node.parameter_bytes for node in run) for run in self._runs]
+        return np.ceil(np.array(largest, dtype=float) * self.profile.optimizer_state_bytes)
 
     @cached_property
     def _shared(self) -> list[tuple[int, Array]]:
@@ -156,10 +220,10 @@ class StageLoadTable:
 
     @cached_property
     def _producer_bytes(self) -> Array:
-        """[3, producers] bytes sent forward, bytes of gradient sent backward, bytes in memory."""
-        names = [name for name, _ in self._producers]
-        moved = [(*self.profile.sent_bytes(name), self.profile.by_name[name].output_bytes) for name in names]
-        return np.array(moved, dtype=float).reshape(len(names), 3).T
+        """[4, producers] bytes sent forward, bytes of gradient sent backward, and both in memory."""
+        nodes = [self.profile.by_name[name] for name, _ in self._producers]
+        sizes = [(*self.profile.sent_bytes(node.name), node.output_bytes, node.gradient_bytes) for node in nodes]
+        return np.array(sizes, dtype=float).reshape(len(nodes), 4).T
 
     @cached_property
     def _takers_inside(self) -> Array:
@@ -168,11 +232,11 @@ class StageLoadTable:
         return np.array(columns, dtype=np.int32).reshape(len(columns), len(self.inside)).T
 
     @cached_property
-    def _savers_inside(self) -> NDArray[np.bool_]:
-        """[cuts, producers] whether the node at which a producer's output counts as stash lies inside each cut."""
-        savers = [self.profile.by_name[name].saved_by for name, _ in self._producers]
-        columns = [self.inside[:, self._block_of[saver]] if saver else self.inside[:, 0] & False for saver in savers]
-        return np.array(columns, dtype=bool).reshape(len(columns), len(self.inside)).T
+    def _saver_runs(self) -> list[int]:
+        """[producers] the run at which a producer's output counts as stash; one more than there are for none."""
+        run_of = {node.name: r for r, run in enumerate(self._runs) for node in run}
+        savers = (self.profile.by_name[name].saved_by for name, _ in self._producers)
+        return [len(self._runs) if saver is None else run_of[saver] for saver in savers]
 
     @cached_property
     def _crossing(self) -> Array:

@@ -52,10 +52,11 @@ def test_a_straight_pipeline():
     assert costs.allreduce_s == (0, 0, 0)
     assert costs.transfer_s == (10, 11), "a goes once to each stage that takes it, b's output to the last; full duplex"
     working = (100, 10 + 50, 60 * 2)  # an operator's output and the gradients of its inputs, or an optimizer step
+    arriving = (50, 100 + 10, 110)  # the next inputs, and gradients of what later stages take
     assert costs.memory_bytes == (
-        40 * (3 + 1 + 2) + 9 * 3 + working[0],
-        100 * 2 + working[1],
-        60 * (1 + 1 + 2) + 110 + working[2],
+        40 * (3 + 1 + 2) + 9 * 3 + working[0] + arriving[0],
+        100 * 2 + working[1] + arriving[1],
+        60 * (1 + 1 + 2) + 110 + working[2] + arriving[2],
     )
     assert costs.traffic_bytes == 150 + 170
     assert (costs.time_per_minibatch_s, costs.bottleneck) == (11, "border 1|2 transfer 11 s")
@@ -65,7 +66,7 @@ def test_data_parallelism():
     costs = cost_of(SKIP, make_cluster((4,), (10.0,), latencies=[0.5]), [SKIP.graph.names], [range(4)])
     assert costs.compute_s == (10 / 4,)
     assert costs.allreduce_s == ((2 * 3 / 4 * 100 / 10 + 2 * 3 * 0.5) / 4,), "one ring in a round of four minibatches"
-    assert costs.memory_bytes == (100 * (1 + 1 + 2) + 9 + 60 * 2,)
+    assert costs.memory_bytes == (100 * (1 + 1 + 2) + 60 * 2,), "there is no stash any more when the optimizer steps"
     assert costs.traffic_bytes == 2 * 3 * 100 / 4
 
 
@@ -74,7 +75,7 @@ def test_a_flush_updates_once_for_all_its_microbatches_and_drains():
     costs = cost_of(SKIP, make_cluster((3,), (10.0,)), STAGES, [[0], [1], [2]], gpipe)
     assert costs.compute_s == (3, 2, 4 + 1 / 4)
     assert costs.time_per_minibatch_s == 11 * (4 + 3 - 1) / 4
-    assert costs.memory_bytes[0] == 40 * (1 + 1 + 2) + 9 * 4 + 100, "one weight version, four stashes"
+    assert costs.memory_bytes[0] == 40 * (1 + 1 + 2) + 9 * 4 + 100 + 50, "one weight version, four stashes"
     uneven = cost_of(SKIP, make_cluster((3,), (10.0,)), [SKIP.graph.names], [range(3)], flush)
     assert uneven.compute_s == ((2 * 9 + 1) / 4,), "one of three replicas does two of four microbatches"
 

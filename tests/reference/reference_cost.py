@@ -66,7 +66,8 @@ class Work:
     frozen: int = 0
     tied: int = 0
     stash: int = 0
-    working: int = 0
+    peak: int = 0  # of stash and working set
+    arriving: int = 0
     held: int = 0
     received: int = 0
     returned: int = 0
@@ -86,32 +87,34 @@ class ReferenceCost:
     def _work(self) -> list[Work]:
         home = {name: s for s, names in enumerate(self.plan.stages) for name in names}
         takers: dict[str, set[int]] = {}
+        step = [0] * len(self.plan.stages)
         work = [Work() for _ in self.order]
         for node in self.profile.nodes:
-            one = work[home[node.name]]
+            one = work[s := home[node.name]]
             one.forward += node.forward_s
             one.backward += node.backward_s
             one.update += node.update_s
             one.parameters += node.parameter_bytes
             one.frozen += node.frozen_bytes
-            one.stash += node.stash_bytes
+            received = [n for n in self.profile.nodes if n.saved_by == node.name and home[n.name] != home[node.name]]
+            one.stash += max(0, node.stash_bytes - sum(n.output_bytes for n in received))
             arriving = sum(self.profile.by_name[source].gradient_bytes for source in node.inputs)
-            step = math.ceil(node.parameter_bytes * self.profile.optimizer_state_bytes)
-            one.working = max(one.working, node.output_bytes + arriving + node.scratch_bytes, step)
+            one.peak = max(one.peak, one.stash + node.output_bytes + arriving + node.scratch_bytes)
+            step[s] = max(step[s], math.ceil(node.parameter_bytes * self.profile.optimizer_state_bytes))
             for source in node.inputs:
                 takers.setdefault(source, set()).add(home[node.name])
         for name, stages in takers.items():
             node, here = self.profile.by_name[name], home[name]
             for s in stages - {here}:
                 work[s].held += node.output_bytes
-                if node.saved_by and home[node.saved_by] == s:  # it is among the received tensors
-                    work[s].stash -= node.output_bytes
+                work[s].arriving += node.output_bytes
                 work[s].received += self._sent(node, node.output_bytes, node.exact_bytes)
                 work[s].returned += self._sent(node, node.gradient_bytes, node.exact_gradient_bytes)
+            work[here].arriving += node.gradient_bytes * (stages != {here})
             for s in range(here + 1, max(stages) + 1) if node.op != "input" else ():
                 work[s].passing += self._sent(node, node.output_bytes, node.exact_bytes)
-        for one in work:
-            one.stash = max(0, one.stash)
+        for one, step_bytes in zip(work, step, strict=True):
+            one.peak = max(one.peak, step_bytes, one.stash)
         for shared in self.profile.shared:
             users = [home[name] for name in shared.nodes]
             for s in set(users):
@@ -194,16 +197,17 @@ class ReferenceCost:
         return [sum(passes[s:]) / w for s, w in enumerate(flying)] if self.plan.schedule == "1f1b" else []
 
     def memory_bytes(self, s: int, *, searched: bool = False) -> int:
-        """Gradients, optimizer state and working set; weight versions; what is kept of each minibatch in flight. With
-        recomputing that is what was received, and one whole stash while it works. The search does not know who shares
-        a parameter, and so updates more rarely."""
+        """Gradients and optimizer state; weight versions; stash and working set at their peak; what is kept of each
+        other minibatch in flight, and one of each message. With recomputing that is only what was received. The search
+        does not know who shares a parameter, and so updates more rarely."""
         work, w = self.work[s], self.plan.flight[s]
         versions = 1
         if self.plan.schedule == "1f1b":
             versions = self._begun_with_different_weights(s, self.plan.round(s) if searched else self._round(s))
         state = math.ceil(work.parameters * (1 + self.profile.optimizer_state_bytes))
-        stashes = 1 if self.plan.recompute[s] else w
-        return state + work.working + (work.parameters + work.frozen) * versions + work.stash * stashes + work.held * w
+        stashes = 0 if self.plan.recompute[s] else w - 1
+        kept = work.stash * stashes + work.held * w + work.arriving
+        return state + (work.parameters + work.frozen) * versions + work.peak + kept
 
     def _begun_with_different_weights(self, s: int, interval: int) -> int:
         """How many of the w minibatches in flight at a replica, which is at its newest one, had other weights, with an
