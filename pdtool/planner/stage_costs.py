@@ -11,22 +11,19 @@ The stages of one plan are the pairs of consecutive cuts of that plan.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdtool.artifacts.profile import Node, Profile
+from pdtool.artifacts.profile import Profile
+from pdtool.planner.stash_table import StashTable
 
 Array = NDArray[Any]
 Number = Any  # one number, or a numpy array of them
-
-_ENDS_AT_ONCE = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +87,14 @@ class StageLoadTable:
 
     def stages_from(self, begin: int, ends: Array) -> StageLoad:
         """Return the loads of the stages from cut `begin` to each of the cuts `ends`; every field is [ends]."""
-        moved, stash = np.zeros((3, len(ends))), np.append(self._run_stash, 0.0)
-        gradient_bytes = self._crossing[ends] @ self._producer_bytes[3]  # of what the stage or an earlier one makes
-        for producer in np.flatnonzero(self._crossing[begin]):
+        moved, gradient_bytes = np.zeros((3, len(ends))), self._returning_bytes[ends]
+        received = np.flatnonzero(self._crossing[begin])
+        for producer in received:
             is_taken = self._takers_inside[ends, producer] > self._takers_inside[begin, producer]
             moved += is_taken * self._producer_bytes[:3, producer, np.newaxis]
             gradient_bytes -= self._crossing[ends, producer] * self._producer_bytes[3, producer]
-            stash[self._saver_runs[producer]] -= self._producer_bytes[2, producer]
         sums = {name: values[ends] - values[begin] for name, values in self._sums.items()}
-        stash_bytes, working_bytes = self._kept_and_working_bytes(begin, ends, np.maximum(stash[:-1], 0))
+        stash_bytes, working_bytes = self._stashes.between(begin, ends, [self._producers[k][0] for k in received])
         tied = np.zeros(len(ends))
         for size_bytes, holders_inside in self._shared:
             holders = holders_inside[ends] - holders_inside[begin]
@@ -116,26 +112,9 @@ class StageLoadTable:
             entering_bytes=np.full(len(ends), self._entering_bytes[begin]),
         )
 
-    def _kept_and_working_bytes(self, begin: int, ends: Array, stash: Array) -> tuple[Array, Array]:
-        """[ends] stash_bytes and working_bytes of the stages from cut `begin`.
-
-        Args:
-            stash: [runs] bytes that each run of nodes adds to the stash.
-        """
-        kept_bytes, peaks = np.zeros((2, len(ends)))
-        for first in range(0, len(ends), _ENDS_AT_ONCE):
-            rows = slice(first, first + _ENDS_AT_ONCE)
-            is_held = self._runs_inside[ends[rows]] & ~self._runs_inside[begin]
-            used = np.flatnonzero(is_held.any(axis=0))
-            columns = slice(used[0], used[-1] + 1) if used.size else slice(1)
-            is_held = is_held[:, columns]
-            kept = np.cumsum(is_held * stash[columns], axis=1)
-            kept_bytes[rows] = kept[:, -1]
-            kept += self._run_excess[columns]
-            np.maximum(kept, self._run_step_bytes[columns], out=kept)
-            kept *= is_held
-            peaks[rows] = kept.max(axis=1)
-        return kept_bytes, np.maximum(peaks - kept_bytes, 0)
+    @cached_property
+    def _stashes(self) -> StashTable:
+        return StashTable(self.profile, self._block_of, self.inside)
 
     @cached_property
     def _block_of(self) -> dict[str, int]:
@@ -156,50 +135,6 @@ class StageLoadTable:
         """Field of StageLoad -> [cuts] its sum inside each cut, shared parameters counted at each of their nodes."""
         fields = ("forward_s", "backward_s", "update_s", "parameter_bytes", "frozen_bytes")
         return {name: self._sum_inside([getattr(node, name) for node in self.profile.nodes]) for name in fields}
-
-    @cached_property
-    def _runs(self) -> list[list[Node]]:
-        """The nodes in their order, those together that one block has in a row."""
-        nodes = self.profile.nodes
-        return [list(run) for _, run in groupby(nodes, key=lambda node: self._block_of[node.name])]
-
-    @cached_property
-    def _runs_inside(self) -> NDArray[np.bool_]:
-        """[cuts, runs] whether a cut holds a run."""
-        return self.inside[:, [self._block_of[run[0].name] for run in self._runs]]
-
-    @cached_property
-    def _run_stash(self) -> Array:
-        """[runs] bytes that a run adds to the stash."""
-        return np.array([sum(node.stash_bytes for node in run) for run in self._runs], dtype=float)
-
-    @cached_property
-    def _run_excess(self) -> Array:
-        """[runs] the most that a run needs beyond all of its stash, while it computes."""
-        received = Counter[str]()  # counts as stash of the first node, unless another stage computes it
-        for name, _ in self._producers:
-            node = self.profile.by_name[name]
-            if node.saved_by and self._block_of[node.saved_by] != self._block_of[name]:
-                received[node.saved_by] += node.output_bytes
-        excess = np.zeros(len(self._runs))
-        for r, run in enumerate(self._runs):
-            later_bytes = 0.0
-            for node in reversed(run):
-                gradient_bytes = sum(self.profile.by_name[source].gradient_bytes for source in node.inputs)
-                needed_bytes = node.output_bytes + gradient_bytes + node.scratch_bytes
-                excess[r] = max(excess[r], needed_bytes - later_bytes)
-                later_bytes += max(0, node.stash_bytes - received[node.name])
-        return excess
-
-    @cached_property
-    def _run_step_bytes(self) -> Array:
-        """[runs] the most temporary memory of an optimizer step on one of its nodes.
-
-        It is as large as the optimizer's state, as in PyTorch's own optimizers that step one parameter after the other,
-        which is usual on a CPU.
-        """
-        largest = [max(node.parameter_bytes for node in run) for run in self._runs]
-        return np.ceil(np.array(largest, dtype=float) * self.profile.optimizer_state_bytes)
 
     @cached_property
     def _shared(self) -> list[tuple[int, Array]]:
@@ -232,17 +167,15 @@ class StageLoadTable:
         return np.array(columns, dtype=np.int32).reshape(len(columns), len(self.inside)).T
 
     @cached_property
-    def _saver_runs(self) -> list[int]:
-        """[producers] the run at which a producer's output counts as stash; one more than there are for none."""
-        run_of = {node.name: r for r, run in enumerate(self._runs) for node in run}
-        savers = (self.profile.by_name[name].saved_by for name, _ in self._producers)
-        return [len(self._runs) if saver is None else run_of[saver] for saver in savers]
-
-    @cached_property
     def _crossing(self) -> Array:
         """[cuts, producers] whether a producer is inside a cut and something outside takes its output."""
         homes = np.array([self._block_of[name] for name, _ in self._producers], dtype=np.int64)
         return np.asarray(self.inside[:, homes] & (self._takers_inside < self._takers_inside[-1]))
+
+    @cached_property
+    def _returning_bytes(self) -> Array:
+        """[cuts] memory of the gradients that cross each cut."""
+        return np.asarray(self._crossing @ self._producer_bytes[3])
 
     @cached_property
     def _entering_bytes(self) -> Array:

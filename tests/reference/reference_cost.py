@@ -88,18 +88,23 @@ class ReferenceCost:
         home = {name: s for s, names in enumerate(self.plan.stages) for name in names}
         takers: dict[str, set[int]] = {}
         step = [0] * len(self.plan.stages)
+        nodes = self.profile.nodes
+        last_taker = {  # (stage, node): the last that takes it in this stage or an earlier one
+            (s, name): i for i, node in enumerate(nodes) for name in node.inputs for s in self.order[home[node.name] :]
+        }
         work = [Work() for _ in self.order]
-        for node in self.profile.nodes:
+        for i, node in enumerate(nodes):
             one = work[s := home[node.name]]
             one.forward += node.forward_s
             one.backward += node.backward_s
             one.update += node.update_s
             one.parameters += node.parameter_bytes
             one.frozen += node.frozen_bytes
-            received = [n for n in self.profile.nodes if n.saved_by == node.name and home[n.name] != home[node.name]]
+            received = [n for n in nodes if n.saved_by == node.name and home[n.name] != home[node.name]]
             one.stash += max(0, node.stash_bytes - sum(n.output_bytes for n in received))
             arriving = sum(self.profile.by_name[source].gradient_bytes for source in node.inputs)
-            one.peak = max(one.peak, one.stash + node.output_bytes + arriving + node.scratch_bytes)
+            skipping = sum(before.gradient_bytes for before in nodes[:i] if i < last_taker.get((s, before.name), -1))
+            one.peak = max(one.peak, one.stash + node.output_bytes + arriving + node.scratch_bytes + skipping)
             step[s] = max(step[s], math.ceil(node.parameter_bytes * self.profile.optimizer_state_bytes))
             for source in node.inputs:
                 takers.setdefault(source, set()).add(home[node.name])
