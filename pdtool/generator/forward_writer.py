@@ -29,6 +29,7 @@ from pdtool.generator.wiring import Wiring
 
 Source = Value | State
 _MAX_NESTED = 3  # operators in one line
+_MOST_UNNEEDED = 3  # variables in a `del`
 _CASTS = {"_to_copy", "to"}
 _VIEWS = {"alias", "lift", "lift_fresh", "expand"}
 _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}  # the other operand
@@ -87,12 +88,20 @@ class ForwardWriter:
         yield from self._prologue()
         module = ""
         commented = {op.module for op in self._written if not op.is_module}  # a leaf's call shows its path
-        for op in self._written:
+        unneeded: list[str] = []
+        for i, op in enumerate(self._written):
             container = op.module.rpartition(".")[0] if op.is_module else op.module  # whose forward calls it
             if container != module and container in commented and (container or not op.is_module):
+                if unneeded:
+                    yield f"del {', '.join(unneeded)}"
+                    unneeded.clear()
                 yield f"# {container or 'the model'}"
                 module = container
             yield from self._lines(op)
+            unneeded += self._unneeded_after.get(i, [])
+            if len(unneeded) >= _MOST_UNNEEDED:
+                yield f"del {', '.join(unneeded)}"
+                unneeded.clear()
         if self.is_last:
             yield f"return {output_text(self.output, self._write)}"
         else:
@@ -243,6 +252,26 @@ class ForwardWriter:
             if len(op.outputs) == 1 and op.outputs[0] in self._taken(following) and uses[op.outputs[0]] == 1:
                 short_lived.add(op.outputs[0])
         return short_lived - self._returned
+
+    @cached_property
+    def _unneeded_after(self) -> dict[int, list[str]]:
+        """Index of an operator's line -> the names of activations that no later line takes. A variable would keep its
+        tensor until forward returns, even if autograd does not need it."""
+        in_branch = {
+            v for op in self.operators if op.branch for part in (op, *op.parts) for v in (*part.values, *part.outputs)
+        }
+        computed = {
+            value
+            for op in self._written
+            for value in op.outputs
+            if value.dtype.is_floating_point and not op.constant and _is_unpacked(op.structure)
+        }
+        last = {value: i for i, op in enumerate(self._written) for value in self._taken(op)}
+        unneeded: dict[int, list[str]] = {}
+        for value, i in last.items():
+            if value in computed - in_branch - self._short_lived - self._returned and i < len(self._written) - 1:
+                unneeded.setdefault(i, []).append(self._name(value))
+        return unneeded
 
     @cached_property
     def _short_name(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,43 @@ def test_a_stage_keeps_what_the_formulas_count(name: str, settings: dict[str, An
         copied = 0.03 * kept if name == "lstm_lm" else 0.0  # in a run dropout gets contiguous inputs, which LSTMs copy
         assert kept - copied <= counted_bytes <= 1.01 * kept + 4096, f"stage {s}"
         tensors |= dict(zip(spec.outputs, outputs, strict=bool(spec.outputs)))
+
+
+RESIDUAL = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.skip = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+    def forward(self, x):
+        return torch.tanh(self.norm(self.linear(x)) + self.skip(x))
+
+def model():
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+def example_inputs(batch_size):
+    return torch.randn(batch_size, 8)
+"""
+
+
+def test_a_forward_frees_activations_that_autograd_does_not_keep(tmp_path: Path) -> None:
+    """The sum needs neither of its operands in the backward, and the norms' outputs are taken by nothing else."""
+    (tmp_path / "model.py").write_text(RESIDUAL)
+    file = ModelFile.load(ModelRef(source=str(tmp_path / "model.py")), trusted=True)
+    profile = counted(file)
+    bundle = generate(plan_of(profile, 1), profile, file, tmp_path / "b")
+    stage = load_stage_module(bundle, tmp_path / "b", 0, file.build())
+    norms = [module for module in stage.modules() if isinstance(module, nn.LayerNorm)]
+    outputs: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []  # of the earlier norms' outputs, when a norm has computed its own
+
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        alive.append(sum(ref() is not None for ref in outputs))
+        outputs.append(weakref.ref(output))
+
+    for norm in norms:
+        norm.register_forward_hook(note)
+    stage(torch.randn(BATCH, 8))
+    assert alive == [0] * 4
