@@ -179,7 +179,8 @@ def test_a_public_module_is_there_and_imported_from_outside(folder):
 # Inside the planner: what each of these may know of the others; `choice` joins them.
 PLANNER_MAY_KNOW = {
     "placement": set(),
-    "stage_costs": set(),
+    "stash_table": set(),
+    "stage_costs": {"stash_table"},
     "formulas": {"placement", "stage_costs"},
     "plan_cost": {"placement", "stage_costs", "formulas"},
     "simulator": {"placement", "stage_costs", "formulas", "plan_cost"},
