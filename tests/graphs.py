@@ -8,10 +8,11 @@ from pdtool.artifacts.plan import Plan, Stage
 from pdtool.artifacts.profile import Node, Profile, SharedParameter
 from pdtool.schedule import SCHEDULES
 
+CPU, GPU = Device(name="test, 1 thread", kind="measured"), Device(name="test", kind="estimated")
 
-def profile_of(nodes, **fields):
+
+def profile_of(nodes, device=CPU, **fields):
     """A profile without a model behind it."""
-    device = Device(name="test", kind="estimated")
     made = Profile(
         name="net", model=None, batch_size=8, device=device, step_s=0.0, coverage=0.0, nodes=tuple(nodes), **fields
     )
@@ -82,9 +83,9 @@ def random_profile(rng: random.Random, operators: int):
     computing = [n.name for n in nodes if n.op == "op"]
     together = (tuple(rng.sample(computing, 2)),) if operators > 2 and rng.random() < 0.2 else ()
     pin = {rng.choice(computing): rng.choice([0, -1, 1, -2])} if rng.random() < 0.2 else {}
-    return profile_of(
-        nodes, shared=shared, together=together, pin=pin, optimizer_state_bytes=rng.choice([0.0, 1.0, 2.0])
-    )
+    device = (CPU, GPU)[len(nodes) % 2]
+    state_bytes = rng.choice([0.0, 1.0, 2.0])
+    return profile_of(nodes, device, shared=shared, together=together, pin=pin, optimizer_state_bytes=state_bytes)
 
 
 def random_cluster(rng: random.Random):

@@ -39,9 +39,11 @@ class StageLoad:
         working_bytes: the most that is needed beyond the stash at any moment: what one operator needs while it
             computes, less the stash of the operators after it. These have not stashed yet in a forward, and have freed
             their stash in a backward.
-        input_bytes: memory of the tensors from all earlier stages, each once.
+        input_bytes: memory of a minibatch's tensors from all earlier stages, each once. On a GPU, messages have slots
+            that are set aside, and the gradients from later stages count, too.
         arriving_bytes: memory of the messages that arrive meanwhile: these tensors for the next minibatch, and the
-            gradients of all tensors that later stages take.
+            gradients of all tensors that later stages take. On a GPU these have spare slots: three more than the
+            minibatches in flight, as `_device_layout` in runtime/messages/open_channels.py counts them.
         received_bytes: message size of these tensors, see Profile.sent_bytes.
         returned_bytes: message size of the gradients sent back for them.
         entering_bytes: message size of all tensors that cross the cut before the stage, whoever takes them, without the
@@ -88,7 +90,7 @@ class StageLoadTable:
     def stages_from(self, begin: int, ends: Array) -> StageLoad:
         """Return the loads of the stages from cut `begin` to each of the cuts `ends`; every field is [ends]."""
         moved, gradient_bytes = np.zeros((3, len(ends))), self._returning_bytes[ends]
-        received = np.flatnonzero(self._crossing[begin])
+        received, has_slots = np.flatnonzero(self._crossing[begin]), not self.profile.is_measured_on_cpu
         for producer in received:
             is_taken = self._takers_inside[ends, producer] > self._takers_inside[begin, producer]
             moved += is_taken * self._producer_bytes[:3, producer, np.newaxis]
@@ -107,8 +109,8 @@ class StageLoadTable:
             working_bytes=working_bytes,
             received_bytes=moved[0],
             returned_bytes=moved[1],
-            input_bytes=moved[2],
-            arriving_bytes=moved[2] + gradient_bytes,
+            input_bytes=moved[2] + gradient_bytes * has_slots,
+            arriving_bytes=moved[2] + gradient_bytes + has_slots * (3 * moved[2] + 2 * gradient_bytes),
             entering_bytes=np.full(len(ends), self._entering_bytes[begin]),
         )
 

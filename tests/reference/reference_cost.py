@@ -82,6 +82,7 @@ class ReferenceCost:
         self.below = [math.prod(level.size for level in cluster.levels[i + 1 :]) for i in range(len(cluster.levels))]
         self.ours = plan.cost == "ours"
         self.order = range(len(plan.stages))
+        self.on_cpu = profile.is_measured_on_cpu
         self.work = self._work()
 
     def _work(self) -> list[Work]:
@@ -112,10 +113,12 @@ class ReferenceCost:
             node, here = self.profile.by_name[name], home[name]
             for s in stages - {here}:
                 work[s].held += node.output_bytes
-                work[s].arriving += node.output_bytes
+                work[s].arriving += node.output_bytes * (1 if self.on_cpu else 4)
                 work[s].received += self._sent(node, node.output_bytes, node.exact_bytes)
                 work[s].returned += self._sent(node, node.gradient_bytes, node.exact_gradient_bytes)
-            work[here].arriving += node.gradient_bytes * (stages != {here})
+            if stages != {here}:  # on a GPU, messages have slots of their own: in flight, and three more
+                work[here].arriving += node.gradient_bytes * (1 if self.on_cpu else 3)
+                work[here].held += node.gradient_bytes * (0 if self.on_cpu else 1)
             for s in range(here + 1, max(stages) + 1) if node.op != "input" else ():
                 work[s].passing += self._sent(node, node.output_bytes, node.exact_bytes)
         for one, step_bytes in zip(work, step, strict=True):
