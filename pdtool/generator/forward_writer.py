@@ -29,7 +29,7 @@ from pdtool.generator.wiring import Wiring
 
 Source = Value | State
 _MAX_NESTED = 3  # operators in one line
-_MOST_UNNEEDED = 3  # variables in a `del`
+_MANY_UNNEEDED = 3  # variables, which are then deleted before the next module begins
 _CASTS = {"_to_copy", "to"}
 _VIEWS = {"alias", "lift", "lift_fresh", "expand"}
 _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}  # the other operand
@@ -91,17 +91,15 @@ class ForwardWriter:
         unneeded: list[str] = []
         for i, op in enumerate(self._written):
             container = op.module.rpartition(".")[0] if op.is_module else op.module  # whose forward calls it
-            if container != module and container in commented and (container or not op.is_module):
-                if unneeded:
-                    yield f"del {', '.join(unneeded)}"
-                    unneeded.clear()
+            is_next_module = container != module and container in commented and (container or not op.is_module)
+            if len(unneeded) >= (1 if is_next_module else _MANY_UNNEEDED):
+                yield f"del {', '.join(unneeded)}"
+                unneeded.clear()
+            if is_next_module:
                 yield f"# {container or 'the model'}"
                 module = container
             yield from self._lines(op)
             unneeded += self._unneeded_after.get(i, [])
-            if len(unneeded) >= _MOST_UNNEEDED:
-                yield f"del {', '.join(unneeded)}"
-                unneeded.clear()
         if self.is_last:
             yield f"return {output_text(self.output, self._write)}"
         else:
