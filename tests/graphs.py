@@ -68,6 +68,7 @@ def random_profile(rng: random.Random, operators: int):
                 gradient_bytes=rng.randrange(2000),
                 parameter_bytes=rng.choice([0, 400, rng.randrange(5000)]),
                 stash_bytes=rng.randrange(3000),
+                scratch_bytes=250 * (i % 3),
             )
         )
     ends = tuple(sorted({n.name for n in nodes} - {s for n in nodes for s in n.inputs}))

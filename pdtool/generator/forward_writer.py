@@ -29,7 +29,7 @@ from pdtool.generator.wiring import Wiring
 
 Source = Value | State
 _MAX_NESTED = 3  # operators in one line
-_MANY_UNNEEDED = 3  # variables, which are then deleted before the next module begins
+_MANY_UNNEEDED = 3  # so many variables are deleted before the next module begins
 _CASTS = {"_to_copy", "to"}
 _VIEWS = {"alias", "lift", "lift_fresh", "expand"}
 _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}  # the other operand
@@ -264,10 +264,11 @@ class ForwardWriter:
             for value in op.outputs
             if value.dtype.is_floating_point and not op.constant and _is_unpacked(op.structure)
         }
+        deletable = computed - in_branch - self._short_lived - self._returned
         last = {value: i for i, op in enumerate(self._written) for value in self._taken(op)}
         unneeded: dict[int, list[str]] = {}
         for value, i in last.items():
-            if value in computed - in_branch - self._short_lived - self._returned and i < len(self._written) - 1:
+            if value in deletable and i < len(self._written) - 1:
                 unneeded.setdefault(i, []).append(self._name(value))
         return unneeded
 

@@ -272,7 +272,7 @@ class StageMemory:
         fixed_bytes: gradients, optimizer state, what operators need while they compute, and messages that arrive then.
         version_bytes: one set of weights, for each version that a minibatch in flight still needs (PipeDream, section
             3.3).
-        minibatch_bytes: a minibatch's stash between its forward and its backward, and its received tensors.
+        minibatch_bytes: a minibatch's stash between its forward and its backward, and its messages (input_bytes).
     """
 
     fixed_bytes: Number

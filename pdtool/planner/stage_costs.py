@@ -36,9 +36,8 @@ class StageLoad:
         frozen_bytes: parameters that are not trained.
         tied_bytes: parameters that other stages hold too.
         stash_bytes: kept from forward to backward, besides received tensors.
-        working_bytes: the most that is needed beyond the stash at any moment: what one operator needs while it
-            computes, less the stash of the operators after it. These have not stashed yet in a forward, and have freed
-            their stash in a backward.
+        working_bytes: the most that is needed beyond the stash at any moment (see stash_table): what one operator needs
+            while it computes, less the stash of the operators after it. An optimizer step may need more, without stash.
         input_bytes: memory of a minibatch's tensors from all earlier stages, each once. On a GPU, messages have slots
             that are set aside, and the gradients from later stages count, too.
         arriving_bytes: memory of the messages that arrive meanwhile: these tensors for the next minibatch, and the

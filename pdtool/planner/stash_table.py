@@ -26,7 +26,7 @@ from pdtool.artifacts.profile import Node, Profile
 
 Array = NDArray[Any]
 
-_ENDS_AT_ONCE = 128
+_ENDS_AT_ONCE = 128  # stages of similar size, so that few columns are computed that most of them do not have
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class StashTable:
 
     @cached_property
     def _step(self) -> Array:
-        """[runs] the most bytes of temporary memory of an optimizer step on a node, when no stash is left.
+        """[runs] the most bytes of temporary memory of an optimizer step on a node; the minibatch has no stash then.
 
         It is as large as the optimizer's state, as in PyTorch's own optimizers that step one parameter after the other,
         which is usual on a CPU.
