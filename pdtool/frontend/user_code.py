@@ -77,12 +77,22 @@ def find_source(source: str) -> Path:
         path = Path(source)
     else:
         roots = [Path.cwd(), *(Path(entry) for entry in sys.path if entry)]
-        candidates = (root.joinpath(*names).with_suffix(".py") for root in roots)
+        candidates = [root.joinpath(*names).with_suffix(".py") for root in roots]
+        candidates += [folder.joinpath(*names[1:]).with_suffix(".py") for folder in _package_folders(names[0])]
         path = next((file for file in candidates if os.path.isfile(file)), Path(*names).with_suffix(".py"))
     if not os.path.isfile(path):  # unlike Path.is_file(), it takes any text
         remedy = "name a Python file, or a module such as package.module"
         raise UsageError(f"model {source!r}: there is no file {path}", remedy)
     return path
+
+
+def _package_folders(name: str) -> list[Path]:
+    """The folders of a package that Python finds otherwise than by sys.path, such as one of `pip install -e`."""
+    try:
+        spec = importlib.util.find_spec(name)  # imports nothing, as the name has no dot
+    except (ImportError, ValueError):  # a broken finder, or a module that was not imported from a file
+        spec = None
+    return [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
 
 
 def import_source(source: str, path: Path) -> ModuleType:

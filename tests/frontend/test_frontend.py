@@ -18,7 +18,7 @@ from pdtool.frontend.graph_digest import check_profile
 from pdtool.frontend.leaf_calls import LeafCall
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.tracing import trace, trace_file
-from pdtool.frontend.user_code import parse_ref, undoing_user_changes
+from pdtool.frontend.user_code import find_source, parse_ref, undoing_user_changes
 from pdtool.profiler.measure import measure
 
 MODELS = Path(__file__).parents[1] / "models" / "small.py"
@@ -207,6 +207,14 @@ def test_settings_go_to_the_functions_that_have_parameters_for_them(tmp_path):
 def test_missing_file_is_named():
     with pytest.raises(UsageError, match=r"there is no file nowhere.py"):
         ModelFile.load(ModelRef(source="nowhere.py"), trusted=True)
+
+
+def test_a_module_of_a_package_that_is_not_on_the_path_is_found(tmp_path, monkeypatch):
+    """`pip install -e` gives Python a finder of its own instead of a folder on sys.path."""
+    monkeypatch.chdir(tmp_path)
+    root = Path(pdtool.__file__).parent.parent
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if Path(entry).resolve() != root])
+    assert find_source("pdtool.zoo.llm") == root / "pdtool" / "zoo" / "llm.py"
 
 
 def test_missing_function_lists_what_there_is(tmp_path):
