@@ -44,9 +44,13 @@ class Machines:
             UsageError: the workers cannot be divided evenly, this machine's number is out of range, or the endpoint is
                 missing or malformed.
         """
-        if workers % self.count or not 0 <= self.node_rank < self.count:
+        if not 0 <= self.node_rank < self.count:
+            raise UsageError(
+                f"--node-rank {self.node_rank} is not one of 0 to {self.count - 1}", "number the machines from 0"
+            )
+        if workers % self.count:
             what = f"machine {self.node_rank} of {self.count} cannot get an equal share of the {workers} workers"
-            raise UsageError(what, "pass --nnodes that divides them and --node-rank from 0")
+            raise UsageError(what, "pass --nnodes that divides them")
         if self.count > 1:
             if not self.endpoint:
                 what = f"{self.count} machines need an endpoint to meet at"

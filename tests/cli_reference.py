@@ -18,7 +18,7 @@ _HEAD = """\
 `make docs` writes this page from the commands. `pdtool help COMMAND` prints the same.
 
 - Without a path, a command takes the only file in `profiles/` or `plans/`. If there are several, it lists them.
-- `-` is stdin or stdout. `--json` prints the artifact itself on stdout. Everything for people goes to stderr.
+- `-` is stdin or stdout. `--json` prints the artifact on stdout. Messages go to stderr.
 - Rates, sizes and times have units: `10Gbit/s`, `12GB/s`, `16GiB`, `50us`.
 - Put your project's default options into a [pdtool.toml](ci.md#in-your-repository).
 - [Exit codes](ci.md#exit-codes) tell scripts what happened.

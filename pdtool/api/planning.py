@@ -308,7 +308,7 @@ def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) ->
         purpose = "CUDA's context, communicators, workspaces and the gaps between tensors"
         memory_bytes = tensor_bytes
         if profile.is_measured_on_cpu:
-            purpose = "process overhead (a worker's share) and gaps between tensors"
+            purpose = "a worker's share of process overhead, and gaps between tensors"
             memory_bytes = max(1, memory_bytes)  # no plan fits, and the error says what would help
         if memory_bytes <= 0:
             what = f"{whole} of memory leaves nothing for tensors: {reserved} are for {purpose}"

@@ -155,7 +155,7 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
     """Lock a folder while artifacts are made in it, because two measured at once would both be too slow.
 
     Raises:
-        PdtoolError: another pdtool has held it for an hour.
+        PdtoolError: another pdtool has locked it for an hour.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor, since = os.open(folder, os.O_RDONLY), 0.0
@@ -165,8 +165,8 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
                 note(f"waiting for another pdtool that is writing files in {folder}/")
                 since = time.monotonic()
             if time.monotonic() - since > _MAX_WAIT_S:
-                what = f"another pdtool has held {folder}/ for an hour"
-                raise PdtoolError(what, "end it, or train in another folder")
+                what = f"another pdtool has locked {folder}/ for an hour"
+                raise PdtoolError(what, "end it, or work in a copy of this folder")
             time.sleep(_POLL_S)
         yield
     finally:

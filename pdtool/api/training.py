@@ -270,7 +270,7 @@ def check_run(asked: RunOptions, workers: int) -> None:
             raise UsageError(f"{resume} has already trained its {done} epoch(s)", "pass a larger --epochs")
     is_one_by_one = asked.nnodes > 1 or is_worker(os.environ)
     if output is None and is_one_by_one and (resume is None or not RunDir(resume).checkpoints_folder.is_dir()):
-        raise UsageError("workers started one by one need a common folder for the run", "name it with -o")
+        raise UsageError("several machines, torchrun and srun need one folder for the run", "name it with -o")
     if output:
         RunDir(Path(output)).check_no_other_run(resume)
 

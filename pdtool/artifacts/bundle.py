@@ -128,7 +128,9 @@ class Bundle(YamlArtifact):
                 raise FieldError(f"tensors[{i}].name", f"{tensor.name!r} appears twice")
             described.add(tensor.name)
             if tensor.producer >= len(self.stages):
-                raise FieldError(f"tensors[{i}].producer", f"stage {tensor.producer} of {len(self.stages)} stages")
+                raise FieldError(
+                    f"tensors[{i}].producer", f"there is no stage {tensor.producer}, only {len(self.stages)} stages"
+                )
             if any(s <= tensor.producer or s >= len(self.stages) for s in tensor.consumers):
                 to = f"{list(tensor.consumers)} of {len(self.stages)} stages"
                 raise FieldError(f"tensors[{i}].consumers", f"{tensor.name} goes from stage {tensor.producer} to {to}")

@@ -126,7 +126,10 @@ class MetricsLog:
     def _flush(self) -> None:
         """Write all lines, which readers see at once."""
         if not os.fstat(self._file.fileno()).st_nlink:
-            raise PdtoolError(f"{self._path} was removed while the run wrote to it", "do not change the run's folder")
+            raise PdtoolError(
+                f"{self._path} was removed while the run wrote to it",
+                "run `pdtool run --resume`, and leave the folder alone meanwhile",
+            )
         lines, self._unwritten = self._unwritten, []
         try:
             self._file.writelines(json.dumps(vars(line)) + "\n" for line in lines)

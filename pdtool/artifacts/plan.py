@@ -177,7 +177,7 @@ class Certificate(FrozenModel):
             return self.proof
         on = "1 worker" if self.workers == 1 else f"{self.workers} workers"
         with_replicas = f" with replicas {'-'.join(map(str, self.replicas))}" if self.replicas else ""
-        plans = "1 plan was" if self.simulated_plans == 1 else f"{self.simulated_plans} plans were"
+        plans = "1 candidate was" if self.simulated_plans == 1 else f"{self.simulated_plans} candidates were"
         simulated = f". {plans} simulated" if self.simulated_plans else ""
         if limits := ". ".join(self._limits()):
             return f"{limits}. No plan{with_replicas} can beat {on} that never wait{simulated}"
@@ -363,7 +363,10 @@ class Plan(YamlArtifact):
                 fault = f"{stage.replicas} cannot be divided evenly into {self.copies} copies"
                 raise FieldError(f"{where}.replicas", fault)
             if stage.workers != self.stages[s % depth].workers:
-                raise FieldError(f"{where}.workers", f"with {self.chunks} chunks use those of stage {s % depth}")
+                raise FieldError(
+                    f"{where}.workers",
+                    f"must be those of stage {s % depth}, because each worker has {self.chunks} chunks",
+                )
             if stage.in_flight != self.stages[s % depth].in_flight:
                 raise FieldError(f"{where}.in_flight", f"with {self.chunks} chunks use that of stage {s % depth}")
             repeated = len(set(stage.workers)) < len(stage.workers)

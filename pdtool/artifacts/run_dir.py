@@ -197,7 +197,7 @@ class Checkpoint:
             raise ArtifactError(path, f"is damaged ({reason})", self.remedy()) from error
         if self.epoch not in (None, manifest.epoch):
             what = f"is of epoch {manifest.epoch}, but its folder is of another epoch"
-            raise ArtifactError(path, what, f"name the folder epoch-{manifest.epoch}, or remove it")
+            raise ArtifactError(path, what, f"rename the folder to epoch-{manifest.epoch}, or remove it")
         return manifest
 
     def remedy(self) -> str:
@@ -206,7 +206,7 @@ class Checkpoint:
         earlier = [epoch for epoch in complete if self.epoch and epoch < self.epoch]
         if earlier:
             before = complete[max(earlier)].path
-            return f"continue from the one before it in another folder: --resume {before} without -o"
+            return f"continue in a new folder from the checkpoint before it: --resume {before} without -o"
         return "this run has none before it: train again in another folder"
 
 

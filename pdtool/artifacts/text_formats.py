@@ -228,7 +228,7 @@ class _StrictLoader(yaml.SafeLoader):
         if not all(isinstance(key, yaml.ScalarNode) for key, _ in node.value):
             raise yaml.YAMLError(f"a key is not text (line {line})")
         if any(key.tag == _MERGE_TAG for key, _ in node.value):
-            raise yaml.YAMLError(f"keys are not merged in artifacts (line {line})")
+            raise yaml.YAMLError(f"artifacts cannot merge keys with `<<` (line {line})")
         lines: dict[str, int] = {}
         for key, _ in node.value:
             here = key.start_mark.line + 1

@@ -96,7 +96,7 @@ def _passed_over(faster: FasterPlan | None, predicted: Predicted | None) -> Line
         begins = f", whose stages begin at {', '.join(faster.begins)}" if faster.begins else ""
         yield (
             f"passed over: {faster.config}{begins}. It takes {format_seconds(faster.simulated_s)}, {less:.1%} less, "
-            "but has more stages or borders inside modules (a smaller --simplest takes it)"
+            "but has more stages or borders inside modules (a smaller --simplest chooses it)"
         )
 
 

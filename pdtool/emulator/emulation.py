@@ -58,7 +58,9 @@ def choose_scaling(plan: Plan, profile: Profile, scale: float | None = None, slo
     time_s = _time_per_minibatch_s(plan)
     if time_s * MAX_FACTOR < _SHORTEST_MINIBATCH_S:
         what = f"{plan.config} takes {format_seconds(time_s)} per minibatch, which is too short to emulate"
-        raise ArtifactError(plan.profile, what, "use a profile with times")
+        raise ArtifactError(
+            plan.profile, what, "use a profile with longer times, for example with a larger --batch-size"
+        )
     load = _core_s(plan, profile) / time_s / (os.cpu_count() or 1)
     if slowdown is None:
         slowdown = max(1.0, _SHORTEST_MINIBATCH_S / time_s)

@@ -92,7 +92,7 @@ def configure(tool: str, commands: Iterable[str]) -> None:
             [tool, "-batch", "-"], input=lines, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise PdtoolError(f"`{tool} -batch` did not end within {_TIMEOUT_S:g} s", "find out what blocks it") from error
+        raise PdtoolError(f"`{tool} -batch` did not end within {_TIMEOUT_S:g} s", INSTEAD) from error
     if ended.returncode:
         said = " ".join(ended.stderr.split())
         needs = "the kernel module sch_tbf" if tool == "tc" else "the kernel modules veth and bridge"

@@ -201,7 +201,10 @@ class GraphReader:
             if kind == "wrap_with_autocast":
                 what, remedy = "autocast", "leave it out, and pass --precision bf16 to profile and run"
             else:
-                what, remedy = kind, "keep enable_grad and control-flow operators out of forward"
+                what, remedy = (
+                    kind.removeprefix("wrap_with_"),
+                    "keep enable_grad and control-flow operators out of forward",
+                )
             raise TraceError(f"{what} in forward cannot be cut into stages", remedy, location=where)
         taken: Any = node.args[body_index + 1 :]
         arguments = [self._values.argument(a) for a in taken]

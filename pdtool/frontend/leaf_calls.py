@@ -117,7 +117,9 @@ def _outputs_at(small: RecordedCall, large: RecordedCall, tensors: Sequence[Tens
             if m != n and more_samples is None:
                 more_samples = (size - m) // (n - m)
     if more_samples is None and small.outputs != large.outputs:
-        raise TraceError(f"{small.path} returns a minibatch but gets none as input", module=small.path)
+        raise TraceError(
+            f"{small.path} returns a minibatch but gets none", "pass it a tensor with one", module=small.path
+        )
     outputs = []
     for *shapes, dtype in zip(small.outputs, large.outputs, small.dtypes, strict=True):
         sizes = [m + (n - m) * more_samples if m != n else m for m, n in zip(*shapes, strict=True)]
@@ -172,7 +174,7 @@ def _recorded(model: nn.Module, paths: Collection[str], minibatch: ModelInputs) 
         result = forward(*args, **kwargs)
         register_containers(result)
         if versions != [t._version for t in inputs] or not all(map(_is_same, inputs, before)):  # by `.data`
-            what = f"{path} writes into its input in place"
+            what = f"{path} overwrites its input"
             raise TraceError(what, "work on a copy", module=path.rpartition(".")[0])
         if others := [o for o in pytree.tree_leaves(result) if o is not None and not isinstance(o, Tensor)]:
             what = f"{path} returns {type(others[0]).__name__} {others[0]!r:.80}, which is not a tensor"

@@ -101,7 +101,7 @@ class TrainingOptions:
             raise FieldError("SCHEDULER_STEP", f'{step!r:.80} is unknown; write "update" or "epoch"')
         drop_last = names.get("DROP_LAST", False)
         if not isinstance(drop_last, bool):
-            raise FieldError("DROP_LAST", f"{drop_last!r:.80} is neither True nor False; write True")
+            raise FieldError("DROP_LAST", f"{drop_last!r:.80} is neither True nor False; write one of them")
         return cls(None if norm is None else float(norm), str(step), drop_last)
 
 

@@ -130,7 +130,9 @@ def untraceable_refused() -> Iterator[None]:
         yield
         if random.getstate() != state:
             what = "forward uses Python's random numbers, which tracing would fix once and for all"
-            raise TraceError(what, "use torch's generator, and draw into a tensor")
+            raise TraceError(
+                what, "draw into a tensor with torch's generator, or move the call into a module of its own"
+            )
 
 
 def _refusing(name: str) -> Callable[..., Any]:

@@ -132,8 +132,8 @@ def _refusal(file: ModelFile, update: _Update, what: str) -> ModelError:
     return file.error_in(
         function,
         f"{update.cause} depends on parameters of several stages: {what}",
-        "let MAX_GRAD_NORM clip by the norm of all gradients. If the update needs all parameters in one place, train "
-        "without stages, as with `pdtool partition --strategy data-parallel`",
+        "let MAX_GRAD_NORM clip (with a flushing schedule by the norm of all gradients). If the update needs all "
+        "parameters in one place, train without stages, as with `pdtool partition --strategy data-parallel`",
     )
 
 

@@ -255,7 +255,8 @@ def _refuse_hidden_paths(
         reading = [reader for reader, names in readers.items() if changed.name in names]
         if len(reading) > 1 or (reading and reading[0] not in opaque):
             where = " and ".join(reading)
-            what = f"forward changes {changed.described} in each call for {where}, which may run in another process"
+            calls = f"forward changes {changed.described} in each call"
+            what = f"{calls}, and it is read in {where}, perhaps in another process"
             raise VerificationError(what, "pass the value on as an output of the model or the module")
 
 
@@ -350,7 +351,7 @@ def _gradients(
         if in_stages is None and (in_model is None or not in_model.any()):
             continue
         if in_stages is None or in_model is None:
-            what = f"the gradient of {name} reaches only one of the model and the stages ({where})"
+            what = f"only one of the model and the stages gives {name} a gradient ({where})"
             raise VerificationError(what, _CHECK_STATE)
         dense = [g.to_dense() if g.is_sparse else g for g in (in_model, in_stages)]
         gradients[name] = dense[0], dense[1]

@@ -57,12 +57,12 @@ class ProfileOptions:
         "--precision",
         Choice(("fp32", "tf32", "bf16", "fp16"), unset="the model's own"),
         "Measure with the precision of `run`: fp32 is the model as it is, bf16 is autocast. When estimating, assume a "
-        "model cast to fp32, bf16 or fp16, or fp32 with TF32 matrix products (tf32).",
+        "model cast to this type; tf32 is fp32 with TF32 matrix products.",
     )
     compiled: bool = _computing(
         "--compile/--no-compile",
         Flag(default=False),
-        "Measure the compiled model. Segments are timed, and operators get shares of their time.",
+        "Measure the compiled model. It is timed in segments, and the operators of a segment share its time.",
         keyword="compile",
     )
     calibrate: str | None = _model(
@@ -138,7 +138,7 @@ class PartitionOptions:
     )
     in_flight: int | None = _plan(
         "--in-flight N",
-        Count(1, MAX_MINIBATCHES, unset="with a flush the fastest, else the schedule's number, or up to twice as many"),
+        Count(1, MAX_MINIBATCHES, unset="with a flush the fastest, else one to two times the schedule's number"),
         "Minibatches in flight at each replica of the first stage. Later stages have fewer. With a flush, at most "
         "the microbatches of one update.",
     )
@@ -160,5 +160,5 @@ class PartitionOptions:
     max_cuts: int = _plan(
         "--cuts N",
         Count(100, 100_000, default=1200),
-        "Search at most N cuts of a branchy graph. A larger N misses fewer plans, but its time grows with N squared.",
+        "Search at most N cuts of a branchy graph. A larger N misses fewer plans. The time grows with N squared.",
     )

@@ -65,8 +65,8 @@ class WorkerOptions:
     correction: str | None = _training(
         "--correction NAME[=VALUE]",
         Text(unset="none"),
-        "Correct for stale gradients in schedules without a flush: lr-discount[=UPDATES], weight-prediction or "
-        "nesterov[=G].",
+        "Correct for stale gradients in schedules without a flush: lr-discount (or lr-discount=K, only in the first K "
+        "updates), weight-prediction, or nesterov (or nesterov=G, with momentum G instead of 0.9).",
         same=True,
     )
     device: Literal["auto", "cpu", "cuda"] = _computing(
@@ -83,13 +83,14 @@ class WorkerOptions:
     precision: Literal["fp32", "bf16"] = _computing(
         "--precision",
         Choice(("fp32", "bf16"), default="fp32"),
-        "Precision of the computation. bf16 is autocast: weights and messages stay fp32.",
+        "Precision of the computation. bf16 is autocast: weights stay fp32.",
         same=True,
     )
     transport: Literal["auto", "gloo", "shared"] = _computing(
         "--transport",
         Choice(("auto", "gloo", "shared"), default="auto"),
-        "How workers exchange tensors. auto shares memory within a machine, including between GPUs.",
+        "How workers exchange tensors. auto shares memory within a machine, including between GPUs. shared fails if "
+        "workers cannot share memory. gloo never shares it.",
         same=True,
     )
     loader_workers: int | None = _computing(

@@ -29,9 +29,9 @@ def check_executable(kind: ScheduleKind, shape: PipelineShape) -> None:
     """
     minibatches, stages = shape.representative_minibatches, len(shape.replicas)
     if minibatches * stages > _MAX_MINIBATCHES_TIMES_STAGES:
-        what = f"{minibatches} minibatches on {stages} stages fill the pipeline and update it"
-        limit = f"at most {_MAX_MINIBATCHES_TIMES_STAGES // stages}"
-        raise ScheduleError(f"{what}: {limit}", "use fewer in flight, fewer per update, or fewer replicas")
+        limit = f"the most that can be checked is {_MAX_MINIBATCHES_TIMES_STAGES // stages}"
+        what = f"{stages} stages need {minibatches} minibatches to fill the pipeline and update; {limit}"
+        raise ScheduleError(what, "use fewer in flight, fewer per update, or fewer replicas")
     lists = kind.build(shape, minibatches)
     versions = shape.weights.forward_versions(lists, shape.replicas, shape.update_every)
     try:

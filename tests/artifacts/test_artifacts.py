@@ -451,7 +451,7 @@ def test_a_tensor_of_a_bundle_is_described_once():
     with pytest.raises(ArtifactError, match=r"tensors\[2\]\.name: 'h' appears twice"):
         Bundle.parse(altered(samples.bundle(), tensors=[*content, {**content[1]}]))
     content[1] |= {"producer": 7, "consumers": []}
-    with pytest.raises(ArtifactError, match=r"tensors\[1\]\.producer: stage 7 of 2 stages"):
+    with pytest.raises(ArtifactError, match=r"tensors\[1\]\.producer: there is no stage 7, only 2 stages"):
         Bundle.parse(altered(samples.bundle(), tensors=content))
 
 
@@ -498,7 +498,7 @@ def test_sizes_follow_the_minibatch():
         ({"schedule": "interleaved", "weights": "flush"}, "chunks: 1: interleaved and looped-bfs have 2 or more"),
         (
             {"schedule": "interleaved", "weights": "flush", "chunks": 2},
-            r"stages\[1\]\.workers: with 2 chunks use those",
+            r"stages\[1\]\.workers: must be those of stage 0, because each worker has 2 chunks",
         ),
         ({"microbatches": 4}, "only flushing schedules have microbatches"),
         ({"cluster": {"levels": []}}, r"cluster\.levels"),
@@ -518,7 +518,7 @@ def test_plans_that_do_not_hold_together_are_refused(changes, match):
         ("format: pdtool/plan/1\nname: 2020-01-01\n...\n", r"name: .*is neither text nor a number"),
         ("format: pdtool/plan/1\nbatch_size: .nan\n...\n", "batch_size: nan is not a finite number"),
         ("? [a]\n: b\n...\n", "is not valid YAML"),
-        ("format: pdtool/plan/1\n<<: {name: a}\nname: b\n...\n", "keys are not merged"),
+        ("format: pdtool/plan/1\n<<: {name: a}\nname: b\n...\n", "artifacts cannot merge keys with `<<`"),
         ("#" * 5_000_001, "it has 5000001 characters, more than 5000000"),
         ("format: pdtool/plan/1\n1: b\n...\n", "1 is a key but not text"),
         ("format: pdtool/plan/1\nname: 2020-13-01\n...\n", "is not valid YAML"),
@@ -599,7 +599,7 @@ def test_a_schedule_that_nobody_means_is_refused_unbuilt():
     plan = plan_of(
         chain([1.0] * 3), [["x", "a0"], ["a1"], ["a2"]], workers, make_cluster((269,), (1e9,)), in_flight=[2, 2, 2]
     ).model_copy(update={"weights": "vertical-sync"})
-    with pytest.raises(ScheduleError, match=r"^1433079 minibatches on 3 stages .*: at most 83333; use fewer"):
+    with pytest.raises(ScheduleError, match=r"^3 stages need 1433079 minibatches .* is 83333; use fewer"):
         plan.check_schedule()
 
 

@@ -155,7 +155,7 @@ MODELS = {
         lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), WritesData(), nn.Linear(8, 3)),
         INPUT,
         CLASS,
-        refused="2 writes into its input in place; work on a copy",
+        refused="2 overwrites its input; work on a copy",
     ),
     "layer_drop": Task(LayerDrop, INPUT, CLASS, refused="random"),
     "teacher_forcing": Task(TeacherForcing, TOKENS, TOKENS, next_token_loss, refused="random"),

@@ -198,9 +198,13 @@ def test_more_minibatches_than_can_be_simulated_are_refused():
 def test_what_cannot_be_interleaved_is_refused():
     net = chain([1.0] * 3)
     plan = plan_of(net, [["x", "a0"], ["a1", "a2"]], [[0], [1]], make_cluster((2,), (1e9,)))
-    with pytest.raises(NoPlanError, match="the model has 4 operators, too few for 6 chunks; use fewer stages"):
+    with pytest.raises(
+        NoPlanError, match="the model has 4 operators, too few for 6 chunks; use fewer --workers or --chunks"
+    ):
         under_schedule(Placement.of(plan, net), net, "interleaved", chunks=3)
-    with pytest.raises(UsageError, match="HINTS pins a0 to stage 3, but it is not in part 3 of 4 even ones"):
+    with pytest.raises(
+        UsageError, match="HINTS pins a0 to stage 3, but interleaved divides the model into 4 even parts"
+    ):
         under_schedule(Placement.of(plan, net), profile_of(net.nodes, pin={"a0": 3}), "interleaved", chunks=2)
     uneven = plan_of(net, [["x", "a0"], ["a1", "a2"]], [[0, 1], [2]], make_cluster((3,), (1e9,)))
     interleaved = under_schedule(Placement.of(uneven, net), net, "interleaved", chunks=2)

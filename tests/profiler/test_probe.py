@@ -174,7 +174,7 @@ def test_a_machine_that_does_not_come_is_named(rank):
         (["--topology", "2", "--timeout", "5x"], "time '5x' is not a number with a unit"),
         (["--topology", "2", "--name", "my/lab"], "name 'my/lab' holds a quote, a slash"),
         (["--topology", "3", "--nnodes", "2"], "machine 0 of 2 cannot get an equal share of the 3 workers"),
-        (["--topology", "2", "--nnodes", "2", "--node-rank", "2"], "machine 2 of 2 cannot get an equal share"),
+        (["--topology", "2", "--nnodes", "2", "--node-rank", "2"], "--node-rank 2 is not one of 0 to 1"),
         (["--topology", "2", "--nnodes", "2"], "2 machines need an endpoint to meet at"),
         (["--topology", "2", "--nnodes", "2", "--rdzv-endpoint", "node0"], "endpoint 'node0' is not HOST:PORT"),
     ],

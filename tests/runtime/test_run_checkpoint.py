@@ -326,9 +326,8 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_named(tmp_path: P
     else:
         damage(last / name, how)
     what = "is missing" if how == "missing" else "is damaged .*"
-    message = (
-        rf"epoch-2/stage-0.safetensors: {what}; continue from the one before it in another folder: --resume {first}"
-    )
+    remedy = f"continue in a new folder from the checkpoint before it: --resume {first}"
+    message = rf"epoch-2/stage-0.safetensors: {what}; {remedy}"
     with pytest.raises(ArtifactError, match=message):
         checkpoint.export(spec.out, tmp_path / "model.pt")
     with pytest.raises(PdtoolError, match=message) as raised:
@@ -358,7 +357,9 @@ def test_a_folder_of_another_epoch_is_refused(tmp_path: Path) -> None:
     harness.run(spec)
     folder = RunDir(spec.out).latest_checkpoint().path
     folder.rename(folder.with_name("epoch-9"))
-    message = r"epoch-9/checkpoint.json: is of epoch 1, but its folder is of another epoch; name the folder epoch-1"
+    message = (
+        r"epoch-9/checkpoint.json: is of epoch 1, but its folder is of another epoch; rename the folder to epoch-1"
+    )
     with pytest.raises(ArtifactError, match=message):
         checkpoint.export(spec.out, tmp_path / "model.pt")
     with pytest.raises(ArtifactError, match=message):

@@ -336,7 +336,7 @@ def test_sparse_gradients_become_dense_ones(tmp_path, kind):
         ("MAX_GRAD_NORM = True", "MAX_GRAD_NORM: True is not a positive"),
         ("MAX_GRAD_NORM = '1'", "MAX_GRAD_NORM: '1' is not a positive"),
         ("SCHEDULER_STEP = 'minibatch'", 'SCHEDULER_STEP: \'minibatch\' is unknown; write "update" or "epoch"'),
-        ("DROP_LAST = 1", "DROP_LAST: 1 is neither True nor False; write True"),
+        ("DROP_LAST = 1", "DROP_LAST: 1 is neither True nor False; write one of them"),
     ],
 )
 def test_constants_are_checked(tmp_path, line, match):

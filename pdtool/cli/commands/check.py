@@ -27,12 +27,7 @@ _MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "")}
 
 @command(epilog="\b\nExamples:\n  pdtool check plans/mnist-2.yaml\n  pdtool check plans/mnist-2.yaml --update")
 @click.argument("plan", required=False)
-@option(
-    "--fresh",
-    in_file=False,
-    is_flag=True,
-    help="Instead, say which of profile, plan, bundle and stage files are stale.",
-)
+@option("--fresh", in_file=False, is_flag=True, help="Say instead which files are stale.")
 @option(
     "--update",
     in_file=False,

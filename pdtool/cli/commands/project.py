@@ -88,7 +88,7 @@ def makefile() -> None:
     """Print the path of pdtool's rules for make.
 
     The rules make profiles/NAME.json, plans/NAME-TOPOLOGY.yaml, the stage files and the run from any NAME.py, and
-    remake them if NAME.py has changed. Comments at the top of the file explain the variables.
+    make again only what is stale. Comments at the top of the file explain the variables.
     """
     write_stdout(f"{RULES}\n")
 

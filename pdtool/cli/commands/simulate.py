@@ -25,7 +25,7 @@ _file = partial(options.option, in_file=False, type=click.Path(path_type=Path), 
 @click.argument("plan", required=False)
 @options.options_of(SimulateOptions)
 @_file("--trace", help="Write a trace for Perfetto or chrome://tracing; - is stdout.")
-@_file("--svg", help="Draw the timeline (fill, then two rounds), or with --sweep the gain by bandwidth; - is stdout.")
+@_file("--svg", help="Draw the start of the timeline, or with --sweep the gain by bandwidth; - is stdout.")
 @options.option(
     "--sweep",
     metavar="bandwidth=LOW..HIGH",
@@ -37,9 +37,9 @@ def simulate(
 ) -> None:
     """Simulate PLAN, data parallelism and other strategies.
 
-    If all stages of the plan average the same number of samples per update, the other strategies average that number
-    too, except hybrid parallelism. Data parallelism rounds it up so that no worker is idle. Otherwise data parallelism
-    averages one minibatch of every worker, and GPipe averages as many samples as data parallelism.
+    If the plan flushes or was planned for --samples-per-update, the other strategies average as many samples per update
+    as the plan. Hybrid parallelism does not, and data parallelism rounds the number up so that no worker is idle. For
+    any other plan, data parallelism averages one minibatch of every worker, and GPipe as many samples as that.
     """
     import json
 

@@ -70,8 +70,6 @@ def partition(profile: tuple[str, ...], asked: PartitionOptions, output: str | N
 def profile(model: str, output: str | None, asked: ProfileOptions, as_json: bool, if_stale: bool) -> None:
     """Measure what each operator of MODEL costs, or estimate it.
 
-    pdtool measures on this machine, and estimates for devices that you do not have.
-
     MODEL is model.py, model.py:FUNCTION, package.module or package.module:FUNCTION.
     """
     from pdtool.api.profiling import profiled

@@ -32,8 +32,9 @@ _MAX_SWEPT_ACTIONS = 20_000  # of one plan, over all bandwidths: about ten secon
 def rival_plans(profile: Profile, cluster: Cluster, plan: Plan, names: Iterable[str]) -> dict[str, Plan]:
     """Return the best plan of each strategy on all workers of the cluster, by name, in the order of `names`.
 
-    If all stages of the plan average the same number of minibatches in an update, so do its rivals, except hybrid
-    parallelism, and data parallelism, which rounds it up to a multiple of the workers. Otherwise an update takes
+    If the plan flushes, or was planned for some number of samples per update, its rivals average as many minibatches in
+    an update, except hybrid parallelism, and data parallelism, which rounds it up to a multiple of the workers. For any
+    other plan, an update takes
 
         data-parallel       a minibatch of every worker: U minibatches for U workers
         gpipe               U minibatches, each a microbatch

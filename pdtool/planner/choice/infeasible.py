@@ -23,12 +23,15 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
         return NoPlanError(
             f"a straight pipeline on {search.workers} workers needs {search.workers} stages, but the model can be cut "
             f"into {max_stages} at most",
-            f"pass --workers {max_stages}{', or loosen HINTS pin' if search.profile.pin else ''}",
+            f"pass --workers {max_stages}{', or loosen HINTS pin and profile again' if search.profile.pin else ''}",
         )
     smallest, limit = _smallest(search), search.cluster.memory_bytes
     if smallest is None or limit is None:
         what = "no split into stages puts every pinned module into the stage that HINTS pin gives it"
-        return NoPlanError(what, "loosen HINTS pin, or allow another number of stages")
+        return NoPlanError(
+            what,
+            "loosen HINTS pin in model.py and profile again, or leave out the options that set the number of stages",
+        )
     needed = max(smallest.cost.searched_memory_bytes)
     if options.in_flight and needed <= limit:
         what = f"no plan{options.with_replicas} was found that fits with {options.in_flight} minibatches in flight"

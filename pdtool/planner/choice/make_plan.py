@@ -342,7 +342,9 @@ def even_pieces(profile: Profile, count: int) -> Stages:
     """
     blocks = _blocks(profile)
     if len(blocks) < count:
-        raise NoPlanError(f"the model has {len(blocks)} operators, too few for {count} chunks", "use fewer stages")
+        raise NoPlanError(
+            f"the model has {len(blocks)} operators, too few for {count} chunks", "use fewer --workers or --chunks"
+        )
     nodes = profile.by_name
     seconds = [sum(nodes[name].forward_s + nodes[name].backward_s for name in block) for block in blocks]
     cumulative = [0.0, *accumulate(seconds)]
@@ -384,9 +386,11 @@ def _in_chunks(
     """
     for name, stage in profile.pin.items():
         if name not in stages[stage % len(stages)]:
-            where = f"part {stage % len(stages)} of {len(stages)} even ones, as {execution.schedule} divides the model"
-            what = f"HINTS pins {name} to stage {stage}, but it is not in {where}"
-            raise UsageError(what, "use another schedule, or remove the pin")
+            parts = f"{execution.schedule} divides the model into {len(stages)} even parts"
+            what = (
+                f"HINTS pins {name} to stage {stage}, but {parts}, and part {stage % len(stages)} does not contain it"
+            )
+            raise UsageError(what, "use another schedule, or remove the pin and profile again")
     for holders in tied_bytes(profile, stages):
         if len({s % len(workers) for s in holders}) < len(holders):
             numbers = ", ".join(map(str, holders))

@@ -114,9 +114,9 @@ class WorkersLeft:
         if not self._hung_until_aborted() and not has_timed_out:
             return WorkerDiedError(f"{place} closed its connections; {last_seen}")
         if not is_stopped and all(status.is_waiting for status in self._statuses.values()):
-            what = f"{place} sent no message that arrived within {format_seconds(self._config.timeout_s)}, but all "
+            what = f"no message of {place} arrived within {format_seconds(self._config.timeout_s)}, and all workers"
             return WorkerDiedError(
-                f"{what}workers waited for messages: a message is lost or still on its way; {last_seen}",
+                f"{what} waited for messages: one is lost or still on its way; {last_seen}",
                 "check whether the links are too slow for these messages, or pass a longer --timeout",
             )
         how = f"did not answer for {format_seconds(self._config.timeout_s)}"

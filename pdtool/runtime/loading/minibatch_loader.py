@@ -136,7 +136,7 @@ class MinibatchLoader:
             return "let " + ", and ".join(wrong)
         if self.file.has("collate"):
             return "pad to a fixed length in collate(): between stages only the minibatch size may vary"
-        return "run codegen with inputs that have the dataset's shape"
+        return "let example_inputs() return tensors with the shapes of the dataset's samples, and profile again"
 
     def _check_target(self, target: Any, samples: int) -> list[Any]:
         """Return the tensors of a minibatch's target, [samples, ...] each as those of one sample are [1, ...]."""

@@ -208,7 +208,7 @@ class PipelineStage:
                 raise ModelError(
                     "optimizer() or after_update() trains parameters that model() left frozen, but the plan sends no "
                     f"gradient back for {name}, which depends on them",
-                    "leave them trainable in model() and freeze them in optimizer(), then profile and plan again",
+                    "leave them trainable in model(), freeze them in optimizer() instead, and profile and plan again",
                 )
 
     def _region(self) -> AbstractContextManager[Any]:

@@ -251,7 +251,7 @@ class StageReplica:
                 what = "gets a gradient hook during training, but a resumed run would not have it"
                 raise FieldError(name, f"{what}; register it in optimizer()")
             if parameter.requires_grad and name in self.frozen_in_stages:
-                what = "is frozen in model() and held by several stages, so nothing sums its gradient"
+                what = "was frozen in model() and is held by several stages, so nothing sums its gradient"
                 raise FieldError(name, f"{what}; leave it trainable in model() and freeze it in optimizer()")
 
 
