@@ -40,7 +40,8 @@ Each model is profiled, planned for three workers, generated, trained for 20 upd
 a flush), and exported. Its weights must then equal those of a plain PyTorch training loop on the same samples, within
 1e-6 of a tensor's largest value. If a model draws its own random numbers, its weights must instead equal those that the
 same commands train on one worker. The models are small and written like a user's (`tests/models`). If rounding errors
-grow, as in all of torchvision and timm, they use double precision.
+grow, as in all of torchvision and timm, they use double precision. A refused model ends with an error that says why and
+what to do. A wrong model gets other weights, or fails in another way. For "to be refused", refusing is right.
 
 | family | models | trained | refused | wrong |
 |---|---|---|---|---|

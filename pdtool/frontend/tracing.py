@@ -235,14 +235,15 @@ def _explained(
     if is_about_sizes and (specialized or lines[0].startswith("Constraints violated")):
         return TraceError(
             f"{fixed[0].location if fixed else path.name}: the model works for some minibatch sizes only: "
-            f"{specialized.removeprefix('- ') or lines[-1]}",
+            f"{(specialized.removeprefix('- ') or lines[-1]).partition('. If you')[0]}",
             "use x.shape[0] or -1 for the batch dimension, do not branch on it, and keep no state in forward",
             module=fixed[0].module if fixed else None,
         )
     reason = lines[0].partition(" (unhinted")[0]
     writers = modules_using_data(model) if "constant's list" in reason else []
     module = next(iter(writers), None) or failing_module(error, model)
-    remedy = "move this line into a module of its own: pdtool then keeps that module in one piece"
+    module_of_its_own = "into a module of its own: pdtool then keeps that module in one piece"
+    remedy = f"move that code {module_of_its_own}"
     if writers:
         what = f"{path.name}: forward of {writers[0] or 'the model'} uses .data, which torch.export cannot trace"
         return TraceError(what, f"use .detach() to read a tensor without its gradient; or {remedy}", module=module)
@@ -250,4 +251,4 @@ def _explained(
         what = f"{path.name}: forward takes a tensor from an object or cache where an earlier call has put it"
         return TraceError(what, f"make that tensor in __init__ and register it as a buffer; or {remedy}", module=module)
     what = f"{user_line(error, path)}torch.export cannot trace this line: {name}: {reason}"
-    return TraceError(what, remedy, module=module)
+    return TraceError(what, f"move this line {module_of_its_own}", module=module)

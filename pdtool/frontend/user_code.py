@@ -283,6 +283,8 @@ def user_line(error: BaseException, path: Path) -> str:
     line, name, folder = 0, path.name, path.resolve().parent
     for frame, number in walk_tb(error.__traceback__):
         file = Path(frame.f_code.co_filename.replace("\0", ""))
+        if file.name.startswith("<"):  # code that some library has generated
+            continue
         if file.resolve() == path.resolve() or (
             file.resolve().is_relative_to(folder) and "site-packages" not in str(file)
         ):

@@ -75,11 +75,11 @@ def test_time_to_accuracy_says_whether_the_goal_is_held_and_how_it_went_on_the_w
         ]
         page = "\n".join(time_to_accuracy.page(runs))
         assert said in page
-        assert "A single worker takes 1.2 times as long as the pipeline with its two (worst 1.2)" in page
+        assert "One worker takes 1.2 times as long as the pipeline with two (worst 1.2)" in page
         assert "target is 97.5% of the digits" in page
         assert f"| 90% | 5.0, 1.2 | {ratio:.1f}, 1.2 |" in page  # both after their first epoch
         assert f"| 95% | 2.5, 0.6 | {ratio / 2:.1f}, 0.6 |" in page  # the pipeline after its second
-    assert "Lower accuracies" not in "\n".join(time_to_accuracy.page([run | {"target": 0.5} for run in runs]))
+    assert "lower accuracies" not in "\n".join(time_to_accuracy.page([run | {"target": 0.5} for run in runs]))
 
 
 def test_a_picture_drawn_again_is_the_same_file(tmp_path):

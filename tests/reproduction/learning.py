@@ -169,7 +169,7 @@ def page(figures: Figures) -> Iterator[str]:
     yield (
         "Methods that compute the same weights, except for rounding, share one training. Asynchronous data parallelism "
         f"is vertical sync: both apply each gradient {WORKERS - 1} updates late. In the tasks without batch norm, data "
-        "parallelism and 1F1B with a flush equal one process, and 2BW was trained in undivided minibatches, one update "
+        "parallelism and 1F1B with a flush equal one process, and 2BW was trained undivided, each gradient one update "
         "late.\n"
     )
     yield from (_verdict(task, usual) for task in tasks if "stash" in methods)

@@ -68,9 +68,9 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
     yield (
         "All figures are for the clusters' nominal bandwidths. A: servers of 4 V100, 10 Gbit/s between them. B: "
         "servers of 8 V100 with NVLink, 25 Gbit/s. C: servers of one Titan X, 40 Gbit/s. *Same gain at*: the bandwidth "
-        "between servers at which the paper's configuration would have the paper's gain, or none if there is no such "
-        "bandwidth between 0.01 and 100 Gbit/s. [table1-differences.md](table1-differences.md) explains why GNMT-8 "
-        "and AlexNet differ on the paper's own profiles.\n"
+        "between servers at which the paper's configuration would have the paper's gain, or none if there is "
+        "no single such bandwidth between 0.01 and 100 Gbit/s (on one server: between its GPUs). "
+        "[table1-differences.md](table1-differences.md) explains why GNMT-8 and AlexNet differ on the paper's own profiles.\n"
     )
     yield "| model | servers | paper | gain | simulated | emulated | same gain at | pdtool | simulated | emulated |"
     yield "|---|---|---|---|---|---|---|---|---|---|"

@@ -141,14 +141,14 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
     yield ""
     yield (
         f"DDP takes {median(sooner):.1f} times as long as the pipeline (median of {len(figures)} seed(s); worst "
-        f"{min(sooner):.1f}): the goal of {WANTED:g} is {kept}. A single worker takes {median(alone):.1f} times as "
-        f"long as the pipeline with its two (worst {min(alone):.1f}). In the simulation, an update takes "
+        f"{min(sooner):.1f}): the goal of {WANTED:g} is {kept}. One worker takes {median(alone):.1f} times as "
+        f"long as the pipeline with two (worst {min(alone):.1f}). In the simulation, an update takes "
         f"{first['simulated_s'] * 1e3:.4g} ms in the pipeline and {first['ddp_simulated_s'] * 1e3:.4g} ms with data "
-        f"parallelism. A single worker takes {first['one_worker_s'] * 1e3:.4g} ms.\n"
+        f"parallelism. One worker takes {first['one_worker_s'] * 1e3:.4g} ms.\n"
     )
     if on_the_way := [accuracy for accuracy in ON_THE_WAY if accuracy < first["target"]]:
         yield (
-            "Lower accuracies on the way there. The pipeline's gradients are stale. This costs it most in the first "
+            "The same for lower accuracies. The pipeline's gradients are stale. This costs it most in the first "
             "epochs, when weights change most:\n"
         )
         seeds = " | ".join(f"seed {each['seed']}" for each in figures)
