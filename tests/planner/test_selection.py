@@ -231,7 +231,7 @@ def test_borders_are_moved_where_no_first_plan_of_a_configuration_is_fast(seed, 
     assert free.predicted.simulated_s <= narrow.predicted.simulated_s * (1 + bench_choice.MAX_LOSS)
 
 
-@pytest.mark.rows_of_the_day(days=4)
+@pytest.mark.rows_of_the_day(days=8)
 @pytest.mark.parametrize("seed", [9, 30, 35, 44, 106, 126, 235, 1013])
 def test_no_narrower_option_finds_a_faster_plan(seed):
     """Of these profiles, which a search by formulas alone gets wrong; `make bench-choice` looks at a thousand."""

@@ -70,7 +70,8 @@ def page(figures: list[dict[str, Any]]) -> Iterator[str]:
         "servers of 8 V100 with NVLink, 25 Gbit/s. C: servers of one Titan X, 40 Gbit/s. *Same gain at*: the bandwidth "
         "between servers at which the paper's configuration would have the paper's gain, or none if there is "
         "no single such bandwidth between 0.01 and 100 Gbit/s (on one server: between its GPUs). "
-        "[table1-differences.md](table1-differences.md) explains why GNMT-8 and AlexNet differ on the paper's own profiles.\n"
+        "[table1-differences.md](table1-differences.md) explains why GNMT-8 and AlexNet differ on the paper's own "
+        "profiles.\n"
     )
     yield "| model | servers | paper | gain | simulated | emulated | same gain at | pdtool | simulated | emulated |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
