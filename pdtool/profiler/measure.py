@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import cycle, islice
@@ -37,6 +37,7 @@ Timer = Callable[[str, Work], tuple[Any, Reading]]  # (name of the work, work) -
 Readings = dict[str, float]  # by node: seconds, or bytes
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 15
 _BUDGET_S = 6.0  # for all rounds, if _MIN_ROUNDS allows
+_AGREE = 0.03  # by which two rounds may differ if there is no third
 _LOADED, _LOADING_BUDGET_S = 6, 3.0  # minibatches; the first is for warming up
 _MOST_PROCESS_BYTES = 2**28  # callers of the API may hold data of their own
 _WHOLE_STEP = "whole step"  # no operator has a name with a space
@@ -119,11 +120,11 @@ class _Measurement:
     def profile(self, compiled: bool, note: OnNote) -> Profile:
         """Measure all nodes, the whole step and the optimizer step; with `compiled`, the memory as without it."""
         stash_bytes, saved_by, flops = count_stash_and_flops(self.model)
+        with host.returning_freed_memory():
+            forward, backward = self._pass(lambda _, work: measure_scratch_bytes(self.device, work))
         times = self._times()
         times, segments = self._compiled_times(times, note) if compiled else (times, ())
         update_s, state_bytes = self._optimizer()
-        with host.returning_freed_memory():
-            forward, backward = self._pass(lambda _, work: measure_scratch_bytes(self.device, work))
         costs = GraphCosts(
             forward_s=times.forward_s,
             backward_s=times.backward_s,
@@ -163,14 +164,18 @@ class _Measurement:
         """Time the whole step, each node's forward and each node's backward.
 
         Whole steps and passes through the nodes take turns, so that both run under the same conditions. A pass runs
-        every node once, in order, so that caches are as in training. The first round is for warming up.
+        every node once, in order, so that caches are as in training. Each node has run before, but the first whole
+        step is for warming up. If two rounds take longer than the budget and agree, there is no third.
         """
         start = time.perf_counter()
-        self._pass(self._timer), self._whole_step()
-        count = max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(_BUDGET_S / (time.perf_counter() - start))))
+        self._whole_step()
+        round_s = 2 * (time.perf_counter() - start)
+        if self.device.type == "cuda":
+            self._pass(self._timer)  # the timer learns how long launches take
+        count = max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(_BUDGET_S / round_s)))
         steps, passes = [], []
-        for done in range(count):
-            self.progress(done, count)
+        while len(steps) < count and not (time.perf_counter() - start > _BUDGET_S and _agree(steps, passes)):
+            self.progress(len(steps), count)
             steps.append(self._whole_step())
             passes.append(self._pass(self._timer))
         self.progress(count, count)
@@ -224,6 +229,12 @@ class _Measurement:
         seconds = statistics.median(self._seconds("optimizer step", optimizer.step) for _ in range(_MIN_ROUNDS))
         optimizer.zero_grad()
         return seconds, self.model.state_bytes_per_parameter_byte(optimizer)
+
+
+def _agree(steps: Sequence[float], passes: Sequence[tuple[Readings, Readings]]) -> bool:
+    """Whether at least two whole steps took as long as each other, and all forwards and backwards of as many passes."""
+    sums = [sum(forward.values()) + sum(backward.values()) for forward, backward in passes]
+    return len(steps) > 1 and all(max(times) <= min(times) * (1 + _AGREE) for times in (steps, sums))
 
 
 def _measured_device(device: torch.device) -> Device:

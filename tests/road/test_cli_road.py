@@ -332,7 +332,7 @@ def test_workers_started_one_by_one_need_a_bundle_and_a_folder(road, monkeypatch
     monkeypatch.setenv("RANK", "0")
     assert "run `pdtool codegen` before torchrun" in road.pdtool("run", "-o", "runs/x", code=3).stderr
     road.pdtool("codegen")
-    assert "need a common folder for the run; name it with -o" in road.pdtool("run", code=2).stderr
+    assert "need one folder for the run; name it with -o" in road.pdtool("run", code=2).stderr
 
 
 @pytest.mark.parametrize("options", [["--timeout", "5x"], ["--target", "accuracy"], ["--nnodes", "2", "-o", "x"]])
