@@ -173,7 +173,8 @@ class _Measurement:
         if self.device.type == "cuda":
             self._pass(self._timer)  # the timer learns how long launches take
         count = max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(_BUDGET_S / round_s)))
-        steps, passes = [], []
+        steps: list[float] = []
+        passes: list[tuple[Readings, Readings]] = []
         while len(steps) < count and not (time.perf_counter() - start > _BUDGET_S and _agree(steps, passes)):
             self.progress(len(steps), count)
             steps.append(self._whole_step())
