@@ -246,7 +246,9 @@ def _prediction_table(report: Report) -> Table:
         busy, sent = format_seconds(stage.busy_s), format_bytes(stage.sent_bytes)
         rows.append([s, compute, busy, memory, peak, stage.peak_versions, stage.peak_stashed, sent])
     columns = ("stage", "busy predicted", "measured", "memory predicted", "measured", "versions", "stashed", "sent")
-    title = "busy time per minibatch, and peak memory:"
+    is_on_gpu = any(stage.peak_reserved_bytes is not None for stage in report.stages)
+    kept = "" if is_on_gpu else " (measured: kept freed memory included)"
+    title = f"busy time per minibatch, and peak memory{kept}:"
     return Table(columns, rows, title=title, drop=("sent", "stashed", "versions"))
 
 
