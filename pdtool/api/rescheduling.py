@@ -36,7 +36,7 @@ def rescheduled(inputs: Inputs, asked: RunOptions) -> Plan:
         raise UsageError(f"schedule {name} cannot be combined with --weights {weights}", remedy)
     if kind.chunked != (plan.chunks > 1):
         chunked = schedule_names(lambda other: other.chunked)
-        remedy = f"use another schedule, or partition with --schedule {chunked} for several stages"
+        remedy = f"use another schedule, or partition with --schedule {chunked if kind.chunked else name}"
         raise UsageError(f"schedule {name} cannot have {plan.chunks} stage(s) on each worker", remedy)
     if kind.flushes:
         interval = {"microbatches": microbatches or max(plan.microbatches, 4), "update_every": None}

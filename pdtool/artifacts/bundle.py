@@ -132,8 +132,9 @@ class Bundle(YamlArtifact):
                     f"tensors[{i}].producer", f"there is no stage {tensor.producer}, only {len(self.stages)} stages"
                 )
             if any(s <= tensor.producer or s >= len(self.stages) for s in tensor.consumers):
-                to = f"{list(tensor.consumers)} of {len(self.stages)} stages"
-                raise FieldError(f"tensors[{i}].consumers", f"{tensor.name} goes from stage {tensor.producer} to {to}")
+                sender = f"stage {tensor.producer} of {len(self.stages)}"
+                fault = f"{sender} cannot send {tensor.name} to stages {list(tensor.consumers)}"
+                raise FieldError(f"tensors[{i}].consumers", fault)
         for s, stage in enumerate(self.stages):
             for name in (*self.inputs, *stage.inputs, *stage.outputs):
                 if name not in described:

@@ -332,7 +332,7 @@ class Plan(YamlArtifact):
             raise FieldError("update_every", fault)
         if self.kind.chunked != (self.chunks > 1):
             chunked = schedule_names(lambda kind: kind.chunked, "and")
-            raise FieldError("chunks", f"{self.chunks}: {chunked} have 2 or more on each worker, others have one")
+            raise FieldError("chunks", f"{self.chunks}: {chunked} need 2 or more on each worker, other schedules 1")
         self._check_workers()
         if rule := STRATEGIES[self.strategy].broken_rule(self.schedule, self.shape()):
             raise FieldError("strategy", f"{self.strategy}: {rule}; write auto for your own plan")

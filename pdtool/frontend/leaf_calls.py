@@ -118,7 +118,9 @@ def _outputs_at(small: RecordedCall, large: RecordedCall, tensors: Sequence[Tens
                 more_samples = (size - m) // (n - m)
     if more_samples is None and small.outputs != large.outputs:
         raise TraceError(
-            f"{small.path} returns a minibatch but gets none", "pass it a tensor with one", module=small.path
+            f"the output of {small.path} has a batch dimension, but no input has",
+            "pass it one that has",
+            module=small.path,
         )
     outputs = []
     for *shapes, dtype in zip(small.outputs, large.outputs, small.dtypes, strict=True):

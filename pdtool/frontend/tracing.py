@@ -88,7 +88,7 @@ def _check_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             what = f"parameter {name} has a gradient hook, but stages have tensors of their own and would not call it"
-            raise TraceError(what, "change gradients in the optimizer's step, or with MAX_GRAD_NORM")
+            raise TraceError(what, "register it in optimizer(), or clip with MAX_GRAD_NORM")
     if _has_backward_hook(model):
         what = "the model has a backward hook, but no stage would call it"
         raise TraceError(what, "put it on modules inside the model")

@@ -283,9 +283,8 @@ def verify_shapes(texts: Mapping[str, str], bundle: Bundle, inputs: ModelInputs,
         VerificationError: a shape or dtype of the output differs, or a stage fails.
     """
     if opaque := [path for stage in bundle.stages for path in stage.opaque]:
-        what = (
-            f"the model does not fit into this machine's memory, and without it the outputs of {opaque[0]} are unknown"
-        )
+        why = "by running the model, which does not fit into this machine's memory"
+        what = f"the outputs of {opaque[0]} are known only {why}"
         raise VerificationError(what, "run codegen on a machine with more memory")
     stages = load_stages(texts, bundle, "meta")
     meta = inputs.map(lambda tensor: tensor.to("meta"))

@@ -490,12 +490,12 @@ def test_sizes_follow_the_minibatch():
         ({"weights": "2bw"}, "weights: '2bw': schedule 1f1b allows only stash"),
         ({"schedule": "gpipe", "weights": "flush", "update_every": 4}, "update_every: 4: a flushing schedule updates"),
         ({"update_every": 1}, "update_every: 1: it must be at least 2, one minibatch"),
-        ({"chunks": 2}, "chunks: 2: interleaved and looped-bfs have 2 or more"),
+        ({"chunks": 2}, "chunks: 2: interleaved and looped-bfs need 2 or more"),
         (
             {"schedule": "interleaved", "weights": "flush", "chunks": 3},
             "chunks: 2 stages cannot be divided evenly into 3",
         ),
-        ({"schedule": "interleaved", "weights": "flush"}, "chunks: 1: interleaved and looped-bfs have 2 or more"),
+        ({"schedule": "interleaved", "weights": "flush"}, "chunks: 1: interleaved and looped-bfs need 2 or more"),
         (
             {"schedule": "interleaved", "weights": "flush", "chunks": 2},
             r"stages\[1\]\.workers: must be those of stage 0, because each worker has 2 chunks",

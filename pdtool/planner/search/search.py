@@ -101,7 +101,7 @@ class PlanSearch:
         if options.microbatches < 1 or (options.microbatches > 1 and not has_microbatches):
             flushing = schedule_names(lambda kind: kind.has_formulas and kind.flushes)
             what = f"schedule {options.schedule} cannot be combined with --microbatches {options.microbatches}"
-            raise UsageError(what, f"pass 1 or more to {flushing}; {ONE_F_ONE_B.name} has none")
+            raise UsageError(what, f"--schedule {flushing} takes 1 or more, {ONE_F_ONE_B.name} none")
         if not 1 <= self.workers <= self.cluster.workers:
             what = f"--workers {self.workers}, but the cluster has {self.cluster.workers}"
             raise UsageError(what, f"pass between 1 and {self.cluster.workers}")
