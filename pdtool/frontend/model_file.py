@@ -464,6 +464,9 @@ class ModelFile(DataFunctions, TrainingFunctions):
         Torch, Python and numpy draw from `seed`, because all replicas must start with the same weights.
         """
         function = self.function(self.ref.function)
+        if isinstance(function, nn.Module):
+            what = f"{self.ref.function} is a module, not a function that builds one"
+            raise self.error(what, f"write `def {self.ref.function}(): return ...`")
         try:
             inspect.signature(function).bind(**self.model_settings)
         except TypeError as error:
@@ -483,6 +486,9 @@ class ModelFile(DataFunctions, TrainingFunctions):
             what = f"{self.ref.function}() returned a model that cannot be used: {describe_error(error)}"
             raise self.error_in(self.ref.function, what, "call super().__init__() first in each __init__") from error
         model = unwrapped(model)
+        if isinstance(model, torch.jit.ScriptModule):
+            what = f"{self.ref.function}() returned a torch.jit.ScriptModule, which torch.export cannot trace"
+            raise self.error_in(self.ref.function, what, "return the module itself; modules inside it may be scripted")
         keep_evaluation(model)
         self.call(model.train)
         make_gradients_dense(model)

@@ -25,6 +25,8 @@ from pdtool.frontend.model_rules import hook_on_parameter
 from pdtool.frontend.user_code import line_of
 
 _DRAWING = "random randint randrange uniform choice choices sample shuffle gauss getrandbits"
+_OWN_MODULE = "move the call into a module of its own: pdtool then keeps that module in one piece"
+_SEEDING = "manual_seed seed set_rng_state fork_rng"  # of torch.random
 _DRAWING_NUMPY = "rand randn random randint uniform normal choice permutation shuffle binomial"
 
 
@@ -115,8 +117,9 @@ def _path(frame: FrameType, paths: Mapping[int, str]) -> str | None:
 def untraceable_refused() -> Iterator[None]:
     """Refuse code that torch.export would trace wrongly without an error.
 
-    These are gradients taken in forward, hooks on tensors, and random numbers from Python and numpy, which would be
-    drawn once and for all. An autograd.Function stays one operator, except reentrant checkpointing, which is left out.
+    These are gradients taken in forward, hooks on tensors, seeds of torch's generator, and random numbers from Python
+    and numpy, which would be drawn once and for all. An autograd.Function stays one operator, except reentrant
+    checkpointing, which is left out.
     """
     with ExitStack() as stack:
         stack.enter_context(_functions_kept())
@@ -126,8 +129,15 @@ def untraceable_refused() -> Iterator[None]:
         for module, names in (("random", _DRAWING), ("numpy.random", _DRAWING_NUMPY)):
             for name in names.split() if module in sys.modules else ():
                 stack.enter_context(patch.object(sys.modules[module], name, _refusing(f"{module}.{name}")))
-        state = random.getstate()
+        for name in _SEEDING.split():
+            refusing = _refusing(f"torch.{name}", unless_by_torch=getattr(torch.random, name))
+            for owner in (torch, torch.random):
+                if hasattr(owner, name):
+                    stack.enter_context(patch.object(owner, name, refusing))
+        state, seed = random.getstate(), torch.default_generator.initial_seed()
         yield
+        if torch.default_generator.initial_seed() != seed:  # by a name that was imported before
+            raise TraceError("forward seeds torch's generator, which tracing cannot see", _OWN_MODULE)
         if random.getstate() != state:
             what = "forward uses Python's random numbers, which tracing would fix once and for all"
             raise TraceError(
@@ -135,16 +145,27 @@ def untraceable_refused() -> Iterator[None]:
             )
 
 
-def _refusing(name: str) -> Callable[..., Any]:
-    """Return a function that raises if it is called while a model is traced."""
+def _refusing(name: str, unless_by_torch: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return a function that raises if it is called while a model is traced.
+
+    Args:
+        unless_by_torch: what it does if torch itself calls it, for the export.
+    """
 
     def refused(*args: Any, **kwargs: Any) -> Any:
+        if unless_by_torch and not _is_called_in_forward(sys._getframe(1)):
+            return unless_by_torch(*args, **kwargs)
         if isinstance(next(iter(args), None), nn.Parameter):
             raise hook_on_parameter(line_of(sys._getframe(1)))
-        what = f"forward calls {name}, which tracing cannot see"
-        raise TraceError(what, "move the call into a module of its own: pdtool then keeps that module in one piece")
+        raise TraceError(f"forward calls {name}, which tracing cannot see", _OWN_MODULE)
 
     return refused
+
+
+def _is_called_in_forward(frame: FrameType) -> bool:
+    """Whether code outside torch and pdtool, or torch's for it, calls a function."""
+    names = (each.f_globals.get("__name__", "") for each, _ in walk_stack(frame))
+    return not next(name for name in names if not name.startswith(("torch.", "contextlib"))).startswith("pdtool.")
 
 
 @contextmanager

@@ -129,12 +129,13 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
 
 def _refusal(file: ModelFile, update: _Update, what: str) -> ModelError:
     function = update.cause.removesuffix("()") if file.has(update.cause.removesuffix("()")) else "optimizer"
-    return file.error_in(
-        function,
-        f"{update.cause} depends on parameters of several stages: {what}",
-        "let MAX_GRAD_NORM clip (with a flushing schedule by the norm of all gradients). If the update needs all "
-        "parameters in one place, train without stages, as with `pdtool partition --strategy data-parallel`",
+    remedy = (
+        "if the update needs all parameters in one place, train without stages, as with `pdtool partition --strategy "
+        "data-parallel`"
     )
+    if function == "optimizer":
+        remedy = f"let MAX_GRAD_NORM clip (with a flushing schedule by the norm of all gradients); {remedy}"
+    return file.error_in(function, f"{update.cause} depends on parameters of several stages: {what}", remedy)
 
 
 class _Update:

@@ -217,6 +217,20 @@ def test_a_module_of_a_package_that_is_not_on_the_path_is_found(tmp_path, monkey
     assert find_source("pdtool.zoo.llm") == root / "pdtool" / "zoo" / "llm.py"
 
 
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("model = nn.Linear(2, 2)", "model is a module, not a function that builds one; write `def model"),
+        ("def model():\n    return torch.jit.script(nn.Linear(2, 2))", "returned a torch.jit.ScriptModule"),
+    ],
+)
+def test_what_is_no_function_that_builds_a_module_is_refused(tmp_path, model, message):
+    path = tmp_path / "net.py"
+    path.write_text(f"import torch\nfrom torch import nn\n{model}\n")
+    with pytest.raises(ModelError, match=re.escape(message)):
+        ModelFile.load(ModelRef(source=str(path)), trusted=True).build()
+
+
 def test_missing_function_lists_what_there_is(tmp_path):
     with pytest.raises(ModelError, match=r"model.py has no function model\(\); it defines: net, loss"):
         write(tmp_path, "def net(): pass\ndef loss(o, t): pass\n")

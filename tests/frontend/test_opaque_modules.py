@@ -39,7 +39,25 @@ OPAQUE = {
     "averaging_norm": {"1"},
     "spectral": {"1"},
     "python_table": {"1"},
+    "random_projection": {"1"},
 }
+
+
+SEEDING = """
+import torch
+from torch import nn, manual_seed as from_torch
+
+class Net(nn.Linear):
+    def forward(self, x):
+        SEED
+        return super().forward(x + torch.randn(8))
+
+def model():
+    return Net(8, 8)
+
+def example_inputs(n):
+    return torch.ones(n, 8)
+"""
 
 
 class OpaqueModel(ModelFile):
@@ -68,6 +86,16 @@ def test_it_is_one_operator_of_a_stage_that_equals_the_model(name, tmp_path):
     text = "".join(texts_in(tmp_path / "b").values())
     for path in OPAQUE[name]:
         assert f'model.get_submodule("{path}")' in text, text
+
+
+@pytest.mark.parametrize("by", ["torch.manual_seed(3)", "from_torch(3)"])
+def test_a_model_whose_own_forward_seeds_the_generator_is_refused(by, tmp_path):
+    """Its stages would draw other numbers in each minibatch."""
+    path = tmp_path / "net.py"
+    path.write_text(SEEDING.replace("SEED", by))
+    model_file = ModelFile.load(ModelRef(source=str(path)), trusted=True)
+    with pytest.raises(TraceError, match=r"net.py.*: forward (calls torch.manual_seed|seeds torch's generator)"):
+        trace_file(model_file, model_file.build(), 4)
 
 
 @pytest.mark.parametrize("stages", [1, 3])

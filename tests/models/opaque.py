@@ -428,6 +428,19 @@ def python_table():
     return _around(PythonTable())
 
 
+class RandomProjection(nn.Module):
+    """Draws the same numbers in each call."""
+
+    def forward(self, x):
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            return x @ torch.randn(8, 8)
+
+
+def random_projection():
+    return _around(RandomProjection())
+
+
 class LoopInTheModel(nn.Module):
     """Branches on values in the model's own forward."""
 
