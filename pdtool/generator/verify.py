@@ -470,7 +470,8 @@ class _SeedByInput(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 given = first.contiguous()
                 total = float(given.detach().double().abs().sum())
-                torch.manual_seed(hash((total, tuple(first.shape))) & 0x7FFFFFFF)
+                sizes = tuple(size for size in first.shape if size > 1)  # F.dropout1d adds a batch of 1
+                torch.manual_seed(hash((total, sizes)) & 0x7FFFFFFF)
             version = given._version
             args, kwargs = pytree.tree_map(lambda a: given if a is first else a, (args, kwargs))
             result = func(*args, **(kwargs or {}))

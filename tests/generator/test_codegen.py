@@ -425,6 +425,7 @@ NOISES = [
     "(lambda h: torch.bernoulli(torch.sigmoid(h)) * h)",
     "(lambda h: torch.normal(h, 0.1))",
     "(lambda h: F.dropout(h, 0.3, training=True))",
+    "(lambda h: F.dropout1d(h, 0.3))",
     "(lambda h: F.rrelu(h, training=True))",
     "(lambda h: h * F.fractional_max_pool2d(h.view(-1, 1, 2, 3), 2, output_size=(1, 2)).mean())",
     "(lambda h: h * torch.empty_like(h).uniform_(0, 2))",
