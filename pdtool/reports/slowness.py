@@ -144,8 +144,8 @@ def _computing_cause(report: Report, number: int, profiled_s: float) -> str:
         )
     else:
         why = (
-            "were the cores busy with something else, or had workers fewer threads than the profile "
-            "(--threads, OMP_NUM_THREADS)?"
+            "were the cores busy with something else, had workers fewer threads than the profile (--threads, "
+            "OMP_NUM_THREADS), or is the profile of another device?"
         )
     what = (
         f"stage {number} computes for {format_seconds(stage.busy_s)}, but the profile says {format_seconds(profiled_s)}"

@@ -250,7 +250,7 @@ def test_a_report_says_which_stage_computes_longer_than_was_profiled() -> None:
 
     [line] = said((4.6e-3, 3.1e-3))
     assert line.startswith(
-        "stage 0 computes for 4.6 ms, but the profile says 1.5 ms: were the cores busy with something else, or "
+        "stage 0 computes for 4.6 ms, but the profile says 1.5 ms: were the cores busy with something else, "
     )
     assert line.endswith("?")
     assert said((4.6e-3, 3.1e-3), epochs=1) == [f"{line} One epoch alone includes warming up"]
