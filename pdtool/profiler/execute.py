@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -260,6 +261,23 @@ class ProfiledModel:
             loss = self.model_file.loss(output, self.target)
         check_gradient(loss, output)
         return loss
+
+    def loss_is_a_sum(self) -> bool:
+        """Whether the loss of a minibatch that holds each sample twice is twice as large."""
+
+        def twice(value: Any) -> Any:
+            is_batched = isinstance(value, Tensor) and value.dim() > 0 and len(value) == self.batch
+            return torch.cat([value, value]) if is_batched else value
+
+        losses = []
+        with torch.no_grad(), self.run.region():
+            output = self.inputs.call(self.traced.model)
+            for given in (pytree.tree_map(twice, (output, self.target)), (output, self.target)):
+                try:
+                    losses.append(float(self.model_file.loss(*given)))
+                except Exception:  # a loss for this minibatch size only
+                    return False
+        return bool(losses[1]) and math.isclose(losses[0], 2 * losses[1], rel_tol=1e-3)
 
     def stepped_optimizer(self) -> Optimizer | None:
         """Return the user's optimizer over all parameters after one step with gradients of zero; None without one.

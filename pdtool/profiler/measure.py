@@ -125,6 +125,8 @@ class _Measurement:
         times = self._times()
         times, segments = self._compiled_times(times, note) if compiled else (times, ())
         update_s, state_bytes = self._optimizer()
+        if self.model.with_loss and self.model.loss_is_a_sum():
+            note("loss() sums over the samples of a minibatch, but an update averages: let it return the mean")
         costs = GraphCosts(
             forward_s=times.forward_s,
             backward_s=times.backward_s,

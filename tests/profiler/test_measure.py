@@ -154,6 +154,17 @@ def test_frozen_parameters_are_neither_updated_nor_averaged(tmp_path, model_file
     assert sum(node.update_s for node in profile.nodes) > 0
 
 
+@pytest.mark.parametrize(("reduction", "is_a_sum"), [("sum", True), ("mean", False)])
+def test_a_loss_that_sums_over_samples_is_told(tmp_path, reduction, is_a_sum):
+    path = tmp_path / "net.py"
+    path.write_text(
+        TEXT.replace("cross_entropy(output, target)", f"cross_entropy(output, target, reduction='{reduction}')")
+    )
+    notes: list[str] = []
+    measure(ModelFile.load(ModelRef(source=str(path)), trusted=True), batch_size=4, note=notes.append)
+    assert any("loss() sums over the samples" in note for note in notes) == is_a_sum
+
+
 def test_a_loss_may_change_the_output_in_place(tmp_path):
     text = TEXT.replace("def loss(output, target): ", "def loss(output, target):\n    output.sub_(1.0)\n    ")
     assert measure(write(tmp_path, text), batch_size=16).by_name["loss"].backward_s > 0
