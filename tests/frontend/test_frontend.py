@@ -217,6 +217,16 @@ def test_a_module_of_a_package_that_is_not_on_the_path_is_found(tmp_path, monkey
     assert find_source("pdtool.zoo.llm") == root / "pdtool" / "zoo" / "llm.py"
 
 
+def test_numpys_float64_is_named_as_the_cause(tmp_path):
+    path = tmp_path / "net.py"
+    path.write_text(
+        "import torch\ndef model():\n    return torch.nn.Linear(4, 2)\n"
+        "def example_inputs(n):\n    return torch.zeros(n, 4, dtype=torch.float64)\n"
+    )
+    with pytest.raises(ModelError, match="Double and Float; numpy's numbers are float64: cast them"):
+        measure(ModelFile.load(ModelRef(source=str(path)), trusted=True), batch_size=4)
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
