@@ -218,7 +218,7 @@ def test_a_module_of_a_package_that_is_not_on_the_path_is_found(tmp_path, monkey
 
 
 def test_numpys_float64_is_named_as_the_cause(tmp_path):
-    path = tmp_path / "net.py"
+    path = tmp_path / "doubles.py"
     path.write_text(
         "import torch\ndef model():\n    return torch.nn.Linear(4, 2)\n"
         "def example_inputs(n):\n    return torch.zeros(n, 4, dtype=torch.float64)\n"
@@ -235,7 +235,7 @@ def test_numpys_float64_is_named_as_the_cause(tmp_path):
     ],
 )
 def test_what_is_no_function_that_builds_a_module_is_refused(tmp_path, model, message):
-    path = tmp_path / "net.py"
+    path = tmp_path / "built.py"
     path.write_text(f"import torch\nfrom torch import nn\n{model}\n")
     with pytest.raises(ModelError, match=re.escape(message)):
         ModelFile.load(ModelRef(source=str(path)), trusted=True).build()

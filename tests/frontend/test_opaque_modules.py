@@ -91,10 +91,10 @@ def test_it_is_one_operator_of_a_stage_that_equals_the_model(name, tmp_path):
 @pytest.mark.parametrize("by", ["torch.manual_seed(3)", "from_torch(3)"])
 def test_a_model_whose_own_forward_seeds_the_generator_is_refused(by, tmp_path):
     """Its stages would draw other numbers in each minibatch."""
-    path = tmp_path / "net.py"
+    path = tmp_path / "seeding.py"
     path.write_text(SEEDING.replace("SEED", by))
     model_file = ModelFile.load(ModelRef(source=str(path)), trusted=True)
-    with pytest.raises(TraceError, match=r"net.py.*: forward (calls torch.manual_seed|seeds torch's generator)"):
+    with pytest.raises(TraceError, match=r"seeding.py.*: forward (calls torch.manual_seed|seeds torch's generator)"):
         trace_file(model_file, model_file.build(), 4)
 
 

@@ -52,6 +52,7 @@ def test_each_model_file_imports_the_modules_of_its_own_folder_as_they_are_now(t
     for folder, size in (("a", 3), ("b", 5), ("own", 7)):
         write(tmp_path / folder / "net.py", NET.format(width=size))
     monkeypatch.syspath_prepend(tmp_path / "own")
+    monkeypatch.delitem(sys.modules, "net", raising=False)  # of another test
     import net
 
     own, before = net.Net(), sys.modules.copy()

@@ -156,7 +156,7 @@ def test_frozen_parameters_are_neither_updated_nor_averaged(tmp_path, model_file
 
 @pytest.mark.parametrize(("reduction", "is_a_sum"), [("sum", True), ("mean", False)])
 def test_a_loss_that_sums_over_samples_is_told(tmp_path, reduction, is_a_sum):
-    path = tmp_path / "net.py"
+    path = tmp_path / "summing.py"
     path.write_text(
         TEXT.replace("cross_entropy(output, target)", f"cross_entropy(output, target, reduction='{reduction}')")
     )
