@@ -270,11 +270,11 @@ class ProfiledModel:
             return torch.cat([value, value]) if is_batched else value
 
         losses = []
-        with torch.no_grad(), self.run.region():
+        with self.run.region():
             output = self.inputs.call(self.traced.model)
             for given in (pytree.tree_map(twice, (output, self.target)), (output, self.target)):
                 try:
-                    losses.append(float(self.model_file.loss(*given)))
+                    losses.append(float(self.model_file.loss(*given).detach()))
                 except Exception:  # a loss for this minibatch size only
                     return False
         return bool(losses[1]) and math.isclose(losses[0], 2 * losses[1], rel_tol=1e-3)
