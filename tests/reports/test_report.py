@@ -465,7 +465,7 @@ def test_crowded_workers_are_the_reason():
 def test_a_stage_that_computes_longer_than_was_profiled_is_named():
     """On the page as in the terminal, with both figures."""
     report = reported(cores=4, local_workers=3)
-    cause = "stage 0 computes for 3 ms, but the profile says 1.2 ms: were the cores busy with something else, or "
+    cause = "stage 0 computes for 3 ms, but the profile says 1.2 ms: were the cores busy with something else, "
     assert differences(report)[0].cause.startswith(cause)
     said = list(slowness_lines(report))
     more = "stage 0 took 3 ms more per minibatch than predicted, filling and emptying the pipeline included:"
