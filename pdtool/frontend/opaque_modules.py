@@ -25,9 +25,9 @@ from pdtool.frontend.model_rules import hook_on_parameter
 from pdtool.frontend.user_code import line_of
 
 _DRAWING = "random randint randrange uniform choice choices sample shuffle gauss getrandbits"
-_OWN_MODULE = "move the call into a module of its own: pdtool then keeps that module in one piece"
-_SEEDING = "manual_seed seed set_rng_state fork_rng"  # of torch.random
 _DRAWING_NUMPY = "rand randn random randint uniform normal choice permutation shuffle binomial"
+_SEEDING = "manual_seed seed set_rng_state fork_rng"  # of torch.random
+_OWN_MODULE = "move the call into a module of its own: pdtool then keeps that module in one piece"
 
 
 def failing_module(error: BaseException, model: nn.Module) -> str | None:

@@ -15,7 +15,7 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.generator.expressions import constructor_call
 from pdtool.profiler.estimate import estimate
 from pdtool.profiler.execute import Executor
-from pdtool.profiler.measure import measure, measure_scratch_bytes
+from pdtool.profiler.measure import _agree, measure, measure_scratch_bytes
 
 TEXT = """
 import torch
@@ -154,15 +154,30 @@ def test_frozen_parameters_are_neither_updated_nor_averaged(tmp_path, model_file
     assert sum(node.update_s for node in profile.nodes) > 0
 
 
-@pytest.mark.parametrize(("reduction", "is_a_sum"), [("sum", True), ("mean", False)])
-def test_a_loss_that_sums_over_samples_is_told(tmp_path, reduction, is_a_sum):
+@pytest.mark.parametrize(
+    ("loss", "is_a_sum"),
+    [
+        ("F.cross_entropy(output, target, reduction='sum')", True),
+        ("F.cross_entropy(output, target)", False),
+        ("F.cross_entropy(output.view(4, 20), target, reduction='sum')", False),  # it takes no other minibatch
+    ],
+)
+def test_a_loss_that_sums_over_samples_is_told(tmp_path, loss, is_a_sum):
     path = tmp_path / "summing.py"
-    path.write_text(
-        TEXT.replace("cross_entropy(output, target)", f"cross_entropy(output, target, reduction='{reduction}')")
-    )
+    path.write_text(TEXT.replace("F.cross_entropy(output, target)", loss))
     notes: list[str] = []
     measure(ModelFile.load(ModelRef(source=str(path)), trusted=True), batch_size=4, note=notes.append)
     assert any("loss() sums over the samples" in note for note in notes) == is_a_sum
+
+
+def test_two_rounds_agree_if_whole_steps_and_passes_took_as_long():
+    def agree(steps, backwards):
+        return _agree(steps, [({"a": 1.0, "b": 2.0}, {"a": backward}) for backward in backwards])
+
+    assert agree([1.0, 1.02], [3.0, 3.1])
+    assert not agree([1.0], [3.0])
+    assert not agree([1.0, 1.04], [3.0, 3.0])
+    assert not agree([1.0, 1.0], [3.0, 3.3])
 
 
 def test_a_loss_may_change_the_output_in_place(tmp_path):
