@@ -6,8 +6,6 @@ has left threads running. Files in /dev/shm would outlive their processes, so th
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.util
 import os
 import sys
 import threading
@@ -26,7 +24,6 @@ _THREADS_GRACE_S = 1.0  # for threads of the user's code, when the work is done
 _ENDING_S = 0.1  # a killed process closes its connections a little before it is gone
 _RAISE_AN_ERROR = "raise an error in model.py instead"
 _FOLDER = Path("/dev/shm")  # of counters
-end_process = os._exit  # kept, because `explain_exits` replaces it
 
 
 def record_failure(out: Path, rank: int, error: BaseException) -> int:
@@ -52,37 +49,6 @@ def describe_end(exit_code: int | None) -> str:
     return describe_exit(exit_code) + (" and without a word" if exit_code >= 0 else "")
 
 
-def explain_exits(out: Path, rank: int) -> None:
-    """Make os._exit, if the user's code calls it in this process, report that first; the status is never 0."""
-    own_pid, own_code = os.getpid(), Path(__file__).parent
-
-    def exit_with_a_word(status: int) -> NoReturn:
-        caller = sys._getframe(1)
-        file = Path(caller.f_code.co_filename)
-        if os.getpid() == own_pid and not file.is_relative_to(own_code):  # not in a process forked from this one
-            what = f"os._exit({status}) was called ({file.name}:{caller.f_lineno})"
-            error = WorkerDiedError(what, _RAISE_AN_ERROR)
-            status = record_failure(out, rank, error)
-        end_process(status)
-
-    os._exit = exit_with_a_word
-
-
-def keep_threads_from_lingering() -> None:
-    """Make this process end when its work is done, even if the user's code has left threads and processes running."""
-    multiprocessing.util.Finalize(None, _terminate_children, exitpriority=0)
-    multiprocessing.util.Finalize(None, _end_worker, exitpriority=-1000)  # after all others
-
-
-def _terminate_children() -> None:
-    for child in multiprocessing.active_children():
-        child.terminate()
-
-
-def _end_worker() -> None:
-    end_despite_threads(1 if sys.exc_info()[0] else 0)  # an error during the exit still counts
-
-
 def end_despite_threads(exit_code: int) -> NoReturn:
     """End this process; threads that are not daemons get a moment to end by themselves."""
     deadline_s = time.monotonic() + _THREADS_GRACE_S
@@ -93,30 +59,26 @@ def end_despite_threads(exit_code: int) -> NoReturn:
         with suppress(OSError, ValueError):
             stream.flush()
     remove_counters(os.getpid())
-    end_process(exit_code)
+    os._exit(exit_code)
 
 
 def _failure(out: Path, rank: int, error: BaseException, at_s: float) -> WorkerFailure:
     if isinstance(error, PeerError):
-        stopped, gone = _silent_neighbours(out, rank)
-        while not stopped and not gone and time.time() < at_s + _ENDING_S:
+        while not (gone := _gone_neighbours(out, rank)) and time.time() < at_s + _ENDING_S:
             time.sleep(0.01)
-            stopped, gone = _silent_neighbours(out, rank)
-        return WorkerFailure(error, at_s, stopped, gone)
+        return WorkerFailure(error, at_s, gone)
     if not isinstance(error, PdtoolError):
         remedy = "" if isinstance(error, Exception) else _RAISE_AN_ERROR  # Ctrl-C raises nothing in a worker
         error = WorkerDiedError(f"{describe_error(error)}{_place(error)}", remedy)
     return WorkerFailure(error, at_s)
 
 
-def _silent_neighbours(out: Path, rank: int) -> tuple[list[int], list[int]]:
-    """This machine's ranks whose processes are stopped, and those whose processes have ended."""
+def _gone_neighbours(out: Path, rank: int) -> list[int]:
+    """This machine's ranks whose processes have ended."""
     first = rank - int(os.environ["LOCAL_RANK"])
     others = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
     pids = {other: pid for other in others if (pid := read_status(out, other).pid)}
-    states = {other: process_state(pid) for other, pid in pids.items()}
-    stopped = [other for other, state in states.items() if state in ("T", "t")]
-    return stopped, [other for other, state in states.items() if state in ("", "Z", "X")]
+    return [other for other, pid in pids.items() if process_state(pid) in ("", "Z", "X")]
 
 
 def _place(error: BaseException) -> str:

@@ -4,26 +4,22 @@ A worker that loses its peer says whom it lost. A worker that was killed, or tha
 is, in this order:
 
 1. a worker's own error,
-2. the end of the fork server, from which all workers come,
-3. a worker that a signal killed, or that ended silently;
+2. a worker that a signal killed, or that ended silently;
    that includes one whose connections were closed: on another machine, or before we saw its end here,
-4. a worker that others waited for until their timeout: one that was stopped; else the one that has computed longest
-   without waiting for anybody; else, if all wait for each other, the one that the first to give up waited for. That one
-   may not be to blame: over a slow link a message takes long.
+3. a worker that others waited for until their timeout: the one that has computed longest without waiting for anybody;
+   else, if all wait for each other, the one that the first to give up waited for. That one may not be to blame: over a
+   slow link a message takes long.
 
 NCCL does not report a lost peer: at the timeout its watchdog aborts the process. So a worker that ended by SIGABRT
-comes last in 3. If it had not moved for long before, it counts in 4 as one that waited.
+comes last in 2. If it had not moved for long before, it counts in 3 as one that waited.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from copy import copy
-from multiprocessing import forkserver
 
 import torch
 
@@ -31,7 +27,6 @@ from pdtool import host
 from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import PdtoolError, WorkerDiedError
 from pdtool.files import write_atomically
-from pdtool.processes import describe_exit
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.memory import killed_for_memory_error
 from pdtool.runtime.ranks import RankAssignment, assign_ranks
@@ -39,9 +34,7 @@ from pdtool.runtime.status import ANY_PEER, NOBODY, LastStatus, WorkerFailure, r
 from pdtool.runtime.worker_end import describe_end
 from pdtool.units import format_seconds
 
-_LOST_FORK_SERVER = 255  # multiprocessing's exit code for a process whose fork server has ended
 _BY_WATCHDOG = -signal.SIGABRT  # how NCCL's watchdog ends a process
-_ABORTED = (_BY_WATCHDOG, -signal.SIGSEGV, -signal.SIGBUS)
 
 
 def diagnose(config: RunConfig, local: Sequence[RankAssignment], exit_codes: Mapping[int, int]) -> PdtoolError:
@@ -52,7 +45,7 @@ def diagnose(config: RunConfig, local: Sequence[RankAssignment], exit_codes: Map
         exit_codes: exit codes of this machine's ranks that ended without a report; negative for a signal.
     """
     workers = WorkersLeft(config, local, exit_codes)
-    error = workers.own_error() or workers.lost_fork_server() or workers.silent_death() or workers.no_answer()
+    error = workers.own_error() or workers.silent_death() or workers.no_answer()
     remedies = [error.remedy] if error.remedy else []
     if isinstance(error, WorkerDiedError):
         remedies += _how_to_go_on(config, is_needed=not remedies)
@@ -83,11 +76,6 @@ class WorkersLeft:
         error.what = f"{self._assignments[rank]}, at {self._statuses[rank].text}: {error.what}"
         return error
 
-    def lost_fork_server(self) -> PdtoolError | None:
-        """Return the error of a fork server that has ended, which is no worker's fault."""
-        end = fork_server_end() if _LOST_FORK_SERVER in self._exit_codes.values() else ""
-        return WorkerDiedError(f"the fork server, which starts all workers, {end}") if end else None
-
     def silent_death(self) -> PdtoolError | None:
         """Return the error of a worker that ended and left no failure."""
         explained = self._failures.keys() | self._hung_until_aborted()
@@ -109,18 +97,16 @@ class WorkersLeft:
         """Return the error of a worker that others waited for in vain."""
         rank, first = self._hung_rank(), self._first_failure
         place, last_seen = self._assignments[rank], self._last_seen(rank)
-        is_stopped = first is not None and rank in first.stopped
-        has_timed_out = first is not None and (first.is_timeout or is_stopped)  # others may see the end of one that did
-        if not self._hung_until_aborted() and not has_timed_out:
+        if not self._hung_until_aborted() and not (first and first.is_timeout):
             return WorkerDiedError(f"{place} closed its connections; {last_seen}")
-        if not is_stopped and all(status.is_waiting for status in self._statuses.values()):
-            what = f"no message of {place} arrived within {format_seconds(self._config.timeout_s)}, and all workers"
+        timeout = format_seconds(self._config.timeout_s)
+        if all(status.is_waiting for status in self._statuses.values()):
+            what = f"no message of {place} arrived within {timeout}, and all workers waited for messages"
             return WorkerDiedError(
-                f"{what} waited for messages: one is lost or still on its way; {last_seen}",
+                f"{what}: one is lost or still on its way; {last_seen}",
                 "check whether the links are too slow for these messages, or pass a longer --timeout",
             )
-        how = f"did not answer for {format_seconds(self._config.timeout_s)}"
-        what = f"{place} {'is stopped (SIGSTOP)' if is_stopped else how}; {last_seen}"
+        what = f"{place} did not answer for {timeout}; {last_seen}"
         return WorkerDiedError(what, "if it is only slow, pass a longer --timeout")
 
     def write_story(self, error: PdtoolError) -> bool:
@@ -163,15 +149,14 @@ class WorkersLeft:
         return {rank for rank in self._assignments if self._is_aborted(rank) and self._statuses[rank].since_s <= last_s}
 
     def _hung_rank(self) -> int:
-        """See point 4 above."""
+        """See point 3 above."""
         by_age = sorted(self._assignments, key=lambda rank: self._statuses[rank].since_s)
         aborted = self._hung_until_aborted()
         unheard = [rank for rank in self._assignments if rank not in self._failures and rank not in aborted]
         by_silence = [rank for rank in by_age if rank in unheard and not self._statuses[rank].is_waiting]
         by_time = sorted(self._failures.values(), key=lambda failure: failure.at_s)
         waited_for = [failure.peer for failure in by_time if failure.peer in self._assignments]
-        stopped = by_time[0].stopped if by_time else []
-        return [*stopped, *by_silence, *waited_for, *unheard, *by_age][0]
+        return [*by_silence, *waited_for, *unheard, *by_age][0]
 
     def _last_seen(self, rank: int) -> str:
         status = self._statuses[rank]
@@ -186,8 +171,6 @@ class WorkersLeft:
         Args:
             code: its exit code; None: unknown.
         """
-        if code in _ABORTED and any(limit.name == host.ULIMIT for limit in host.memory_limits()):
-            return f"native code can end like this when {host.ULIMIT} leaves it no memory"
         kills, before = host.oom_kills(), self._statuses[rank].oom_kills
         if code not in (None, -signal.SIGKILL) or (kills is not None and kills <= before):
             return ""
@@ -222,15 +205,3 @@ def _state(status: LastStatus) -> str:
 
 def _peer(rank: int) -> str:
     return {ANY_PEER: "other workers", NOBODY: "nobody"}.get(rank, f"rank {rank}")
-
-
-def fork_server_end() -> str:
-    """Return how this process's fork server ended; "" if it runs. This leaves it for multiprocessing to wait for."""
-    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    ended = None
-    if pid is not None:
-        with suppress(ChildProcessError):
-            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if ended is None:
-        return ""
-    return describe_exit(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)

@@ -30,7 +30,7 @@ from pdtool.processes import WorkerProcesses
 from pdtool.rendezvous import gather_machines
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.launch import process_group
-from pdtool.runtime.launch.diagnosis import diagnose, fork_server_end
+from pdtool.runtime.launch.diagnosis import diagnose
 from pdtool.runtime.launch.worker_main import run_worker, worker_main
 from pdtool.runtime.ranks import RankAssignment, assign_ranks
 from pdtool.runtime.status import prepare_folder, read_failure, read_status
@@ -39,7 +39,6 @@ from pdtool.schedule import check_executable
 
 _POLL_IN_WORKER_S = 1.0  # of metrics.jsonl, in a process that trains
 _MAX_REASON = 2000  # characters
-_NO_FORK_SERVER = "unexpected EOF"  # multiprocessing's error while it waits for a new process's id
 
 
 def launch(
@@ -263,12 +262,8 @@ def _start_errors_explained() -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError) as error:
-        end = fork_server_end() or ("ended" if str(error) == _NO_FORK_SERVER else "")
-        if end:
-            what = f"the fork server, which starts all workers, {end} while it started them"
-            raise WorkerDiedError(what, "start it again") from error
-        if isinstance(error, EOFError):
-            raise
+        if isinstance(error, EOFError):  # the fork server has ended
+            raise WorkerDiedError(f"the workers could not be started ({error})", "start it again") from error
         is_too_long = "AF_UNIX path too long" in str(error)  # of the fork server's socket
         remedy = "set TMPDIR to a shorter path" if is_too_long else write_remedy(error)
         raise PdtoolError(f"the workers could not be started ({error})", remedy) from error

@@ -57,13 +57,12 @@ def worker_main(
     os.chdir(folder)
     config = config.with_absolute_paths()
     rank = int(os.environ["RANK"])
-    worker_end.keep_threads_from_lingering()
-    worker_end.explain_exits(config.out, rank)
     try:
         report = run_worker(config, meeting_folder)
     except BaseException as error:  # end at once: destructors of process groups may wait for peers
-        worker_end.end_process(worker_end.record_failure(config.out, rank, error))
+        os._exit(worker_end.record_failure(config.out, rank, error))
     launcher.send(report.dump())
+    worker_end.end_despite_threads(0)
 
 
 def run_worker(config: RunConfig, meeting_folder: str = "") -> Report:
