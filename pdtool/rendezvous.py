@@ -40,8 +40,7 @@ _NOTICE_S = 3.0  # of waiting, before a line says for which machines
 _CONNECT_S = 5.0
 _RETRY_S = 0.2
 _MAX_LINE_BYTES, _MAX_HELLO_BYTES = 2**20, 2**12  # machine 0's; another machine's
-_MAX_SILENT = 64  # connections without facts so far; the oldest makes room for another
-_HELLO_S = 10.0  # until they must have
+_HELLO_S = 10.0  # until a connection must have sent its facts
 _MAX_NUMBER, _MAX_CHARACTERS = 2**31, 255  # of a machine's facts
 _MAX_REFUSAL = 2000  # characters
 # Errors of reading if something else is connected.
@@ -198,7 +197,6 @@ class _MeetingServer(_Meeting):
     def __init__(self, own: MachineFacts, machines: Machines) -> None:
         super().__init__(own, machines)
         self._present = {0: own}
-        self._silent: dict[asyncio.StreamWriter, None] = {}
         self._admitted: dict[int, tuple[asyncio.StreamWriter, str]] = {}
         self._result: asyncio.Future[list[MachineFacts]]
 
@@ -257,25 +255,18 @@ class _MeetingServer(_Meeting):
             self._admit(machine, writer, nonce)
             await self._tell_missing()
             await reader.read(1)
-            self._dismiss(machine)
+            if self._present.get(machine.node_rank) is machine and not self._result.done():
+                del self._present[machine.node_rank], self._admitted[machine.node_rank]
             await self._tell_missing()
 
     async def _hello(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> tuple[MachineFacts, str, tuple[bytes, bytes]]:
         """Ask for a connection's facts; return them, its nonce, its HMAC and the expected HMAC."""
-        self._silent[writer] = None
-        if len(self._silent) > _MAX_SILENT:
-            oldest = next(iter(self._silent))
-            del self._silent[oldest]
-            oldest.transport.abort()
-        try:
-            nonce = secrets.token_hex(16)
-            async with asyncio.timeout(_HELLO_S):
-                await _tell(writer, {"nonce": nonce})
-                said = dict(json.loads(await reader.readline()))
-        finally:
-            self._silent.pop(writer, None)
+        nonce = secrets.token_hex(16)
+        async with asyncio.timeout(_HELLO_S):
+            await _tell(writer, {"nonce": nonce})
+            said = dict(json.loads(await reader.readline()))
         mac = said.pop("mac").encode(), _mac(nonce, said).encode()
         return MachineFacts.parse({k: v for k, v in said.items() if k != "nonce"}), str(said["nonce"]), mac
 
@@ -287,10 +278,6 @@ class _MeetingServer(_Meeting):
         if machine.is_remote:
             own_address = str(writer.get_extra_info("sockname")[0])
             self._present[0] = replace(self.own, interface=interface_with(own_address))
-
-    def _dismiss(self, machine: MachineFacts) -> None:
-        if self._present.get(machine.node_rank) is machine and not self._result.done():
-            del self._present[machine.node_rank], self._admitted[machine.node_rank]
 
     def _problem_with(self, machine: MachineFacts, mac: bytes, expected: bytes) -> PdtoolError | None:
         if not hmac.compare_digest(mac, expected):

@@ -231,7 +231,7 @@ def test_a_stranger_is_reported(endpoint: str) -> None:
     assert "within 2 s (127.0.0.1 connected, but is not a machine of this launch); start what is missing" in errors
 
 
-def test_the_connections_of_strangers_are_few_and_end(endpoint: str) -> None:
+def test_the_connections_of_strangers_end(endpoint: str) -> None:
     """The script lets them say nothing for two seconds."""
     first = machine(2, 0, endpoint, timeout_s=60)
     with ExitStack() as strangers:
@@ -240,10 +240,7 @@ def test_the_connections_of_strangers_are_few_and_end(endpoint: str) -> None:
         held.settimeout(30)
         while held.recv(1000):
             pass
-        before = len(os.listdir(f"/proc/{first.pid}/fd"))
         flood = [strangers.enter_context(connected(endpoint)) for _ in range(1000)]
-        # 64 that say nothing, and what asyncio has just accepted, 100 at a time
-        assert len(os.listdir(f"/proc/{first.pid}/fd")) - before <= 64 + 2 * 100
         second = machine(2, 1, endpoint)
         assert [code for code, _, _ in outcomes(first, second)] == [0, 0]
         assert len(flood) == 1000
