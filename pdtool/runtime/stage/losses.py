@@ -11,12 +11,14 @@ compute it, and reads it one round later. On a CPU it reads the losses of a roun
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -148,7 +150,7 @@ class MetricTotals:
             PdtoolError: one of them is not a number.
         """
         own = {name: (_as_data(total), count) for name, (total, count) in self._totals.items()}
-        gathered = all_gather(own, dict[str, tuple[float | _TensorData, float]], group, "the validation metrics")
+        gathered = all_gather(own, dict[str, tuple[float | bytes, float]], group, "the validation metrics")
         totals = _sum([{name: (_of_data(t), n) for name, (t, n) in each.items()} for each in gathered])  # in order
         loss, samples = totals.pop("loss")
         figures = {"loss": loss / samples} | self._file.summarize_metrics(totals)
@@ -162,38 +164,17 @@ class MetricTotals:
         return figures
 
 
-@dataclass(frozen=True)
-class _TensorData:
-    """A tensor in a form for other workers."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    content: bytes
-
-    def __post_init__(self) -> None:
-        dtype = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype) or math.prod(self.shape) * dtype.itemsize != len(self.content):
-            raise ValueError(f"{len(self.content)} bytes are not a {self.dtype:.20} of shape {self.shape}")
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _TensorData:
-        plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.to_dense())
-        content = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), content)
-
-    @property
-    def tensor(self) -> Tensor:
-        if not self.content:
-            return torch.empty(self.shape, dtype=getattr(torch, self.dtype))
-        return torch.frombuffer(bytearray(self.content), dtype=getattr(torch, self.dtype)).reshape(self.shape)
+def _as_data(total: Any) -> float | bytes:
+    """A total in a form for other workers; a tensor, which `_wide` has made, as a file of numpy."""
+    if not isinstance(total, Tensor):
+        return float(total)
+    file = io.BytesIO()
+    np.save(file, total.detach().to_dense().resolve_conj().resolve_neg().numpy(), allow_pickle=False)
+    return file.getvalue()
 
 
-def _as_data(total: Any) -> float | _TensorData:
-    return _TensorData.of(total) if isinstance(total, Tensor) else float(total)
-
-
-def _of_data(total: float | _TensorData) -> Any:
-    return total.tensor if isinstance(total, _TensorData) else total
+def _of_data(total: float | bytes) -> Any:
+    return torch.from_numpy(np.load(io.BytesIO(total), allow_pickle=False)) if isinstance(total, bytes) else total
 
 
 def _sum(parts: list[dict[str, tuple[Any, float]]]) -> dict[str, tuple[Any, float]]:
