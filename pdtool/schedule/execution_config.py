@@ -119,8 +119,26 @@ class ExecutionConfig:
         return self.kind.usual_in_flight(replicas, self.microbatches, self.chunks)
 
     def deeper_in_flight(self, replicas: Sequence[int], more: int) -> tuple[int, ...]:
-        """Return w[s] with `more` in flight at the first stage than usual, see ScheduleKind.deeper_in_flight."""
-        return self.kind.deeper_in_flight(replicas, more, self.microbatches, self.chunks)
+        """Return w[s] with `more` in flight at the first stage than usual.
+
+        No stage gets more than an update of a flushing schedule has, or more than the stage before lets through: it
+        would wait forever. Without a flush, a replica of the stage before also waits for the update, and so for the
+        backwards of all its replicas.
+        """
+        p, most, kind = len(replicas), self.max_in_flight(replicas), self.kind
+        deeper: list[int] = []
+        for s, w in enumerate(self.usual_in_flight(replicas)):
+            extra = math.ceil(more * kind.deepening(s, p)) if kind.deepening else 0
+            if s:
+                awaited = 1 if kind.flushes else replicas[s - 1]
+                coming = 1 + (deeper[-1] * replicas[s - 1] - awaited) // replicas[s]
+                extra = min(extra, max(0, coming - w))
+            deeper.append(max(w, int(min(most[s], w + extra))))
+        return tuple(deeper)
+
+    def max_in_flight(self, replicas: Sequence[int]) -> tuple[float, ...]:
+        """Return the most that can be in flight at each stage: all of an update, or infinity without a flush."""
+        return tuple(self.chunks * -(-self.microbatches // r) if self.kind.flushes else math.inf for r in replicas)
 
     def in_flight_from(self, replicas: Sequence[int], first: int) -> tuple[int, ...]:
         """Return w[s] with `first` in flight at the first stage, if the schedule leaves a choice. Later stages have the

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, tee
-from math import ceil, inf
+from math import ceil
 from typing import Any
 
 from pdtool.errors import UsageError
@@ -75,31 +75,6 @@ class ScheduleKind:
         """
         p = len(replicas)
         return tuple(self.in_flight(r, sum(replicas[s:]), microbatches, p, chunks) for s, r in enumerate(replicas))
-
-    def deeper_in_flight(
-        self, replicas: Sequence[int], more: int, microbatches: int = 1, chunks: int = 1
-    ) -> tuple[int, ...]:
-        """Return w as `usual_in_flight`, with `more` at the first stage.
-
-        No stage gets more than an update of a flushing schedule has, or more than the stage before lets through: it
-        would wait forever. Without a flush, a replica of the stage before also waits for the update, and so for the
-        backwards of all its replicas.
-        """
-        p, usual = len(replicas), self.usual_in_flight(replicas, microbatches, chunks)
-        most = self.max_in_flight(replicas, microbatches, chunks)
-        deeper: list[int] = []
-        for s, w in enumerate(usual):
-            extra = ceil(more * self.deepening(s, p)) if self.deepening else 0
-            if s:
-                awaited = 1 if self.flushes else replicas[s - 1]
-                coming = 1 + (deeper[-1] * replicas[s - 1] - awaited) // replicas[s]
-                extra = min(extra, max(0, coming - w))
-            deeper.append(max(w, int(min(most[s], w + extra))))
-        return tuple(deeper)
-
-    def max_in_flight(self, replicas: Sequence[int], microbatches: int = 1, chunks: int = 1) -> tuple[float, ...]:
-        """Return the most that can be in flight at each stage: all of an update, or infinity without a flush."""
-        return tuple(_all_of_update(r, 0, microbatches, 0, chunks) if self.flushes else inf for r in replicas)
 
     def build(self, shape: PipelineShape, minibatches: int) -> list[Actions]:
         """Build the action lists for minibatches 0 .. minibatches - 1 of one epoch; see `worker_actions`.

@@ -270,7 +270,7 @@ def test_as_many_are_in_flight_as_the_plan_says(p: int, m: int, v: int, first: i
         elif first >= usual[0] or not kind.chunked:  # its first minibatch must pass all chunks of the last worker
             n = m if kind.flushes else 40
             peaks = [tracked(actions).peak for actions in kind.build(execution.shape((1,) * p, in_flight), n)]
-            most = execution.kind.max_in_flight((1,) * p, m, execution.chunks)[0]
+            most = execution.max_in_flight((1,) * p)[0]
             assert in_flight[0] == min(first, most) or first < usual[0] or p == 1
             assert all(peak <= w for peak, w in zip(peaks, in_flight, strict=True))
             # of short rounds, whose groups are larger, a worker with chunks may have more

@@ -158,7 +158,7 @@ def _largest(evaluator: Evaluator, placement: Placement, usual: Sequence[int]) -
     each of a worker's chunks as large as its largest."""
     limit, depth = evaluator.cluster.memory_bytes, placement.pipeline_depth
     execution, replicas = placement.execution, placement.replicas[:depth]
-    most = execution.kind.max_in_flight(replicas, execution.microbatches, execution.chunks)
+    most = execution.max_in_flight(replicas)
     loads = stage_loads(evaluator.profile, placement.stages)
     ratio = evaluator.profile.optimizer_state_bytes
     held = [StageMemory.of(load, ratio, twice) for load, twice in zip(loads, placement.recompute, strict=True)]
