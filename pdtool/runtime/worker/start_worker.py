@@ -98,7 +98,7 @@ def build_model(config: RunConfig, place: Place) -> tuple[WorkerModel, list[str]
     file = ModelFile.load(config.model, trusted=config.trusted, digests=bundle.digests)
     stages = config.shape.stages_on_same_workers(place.assignment.stage)
     built = WorkerModel.build(file, config.seed, bundle, stages, as_a_whole=is_small(config.plan))
-    different = equalize_weights(built.model, bundle, stages, groups) if config.resume is None else []
+    different = equalize_weights(built, bundle, stages, groups) if config.resume is None else []
     # One worker per machine checks the files, which all of its workers read: the last one, as the first opens the data.
     if place.assignment.rank % place.local_workers == place.local_workers - 1:
         built.check(lambda model: check_bundle(file, model, bundle, config.check_stage_files))

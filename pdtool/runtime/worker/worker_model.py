@@ -197,7 +197,7 @@ def _description(value: Tensor | None) -> str:
     return "missing" if value is None else f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
-def equalize_weights(model: nn.Module, bundle: Bundle, stages: Iterable[int], groups: ProcessGroups) -> list[str]:
+def equalize_weights(built: WorkerModel, bundle: Bundle, stages: Iterable[int], groups: ProcessGroups) -> list[str]:
     """Give parameters and buffers that differ between copies the values of the first worker that holds them.
 
     The seeds of torch, numpy and Python make copies equal, unless model() draws from another source. Workers compare
@@ -205,7 +205,7 @@ def equalize_weights(model: nn.Module, bundle: Bundle, stages: Iterable[int], gr
     weights.
 
     Args:
-        model: as it was built, in CPU memory.
+        built: in CPU memory.
         stages: this worker's stages.
 
     Returns:
@@ -216,23 +216,18 @@ def equalize_weights(model: nn.Module, bundle: Bundle, stages: Iterable[int], gr
     """
     if not bundle.tied and all(len(group.ranks) == 1 for group in groups.replicas):  # no stage has a copy
         return []
-    state = named_state(model)
-    names = ((s, name) for s in stages for name in (*bundle.stages[s].parameters, *bundle.stages[s].buffers))
-    own = {(s, name): state[name] for s, name in names if name in state}
-    listed = [(s, name, _digest(tensor)) for (s, name), tensor in own.items()]
-    gathered = all_gather(listed, list[tuple[int, str, str]], groups.world, "the digests of the initial weights")
-    digests = [{(s, name): digest for s, name, digest in held} for held in gathered]
-    keys_of = {r.stage: [key for key in digests[r.ranks[0]] if key[0] == r.stage] for r in groups.replicas}
-    copies = [([key], r.host_group) for r in groups.replicas for key in keys_of[r.stage]]  # digests, and who has them
-    copies += [(list(zip(t.stages, t.names, strict=True)), g) for t, g in zip(bundle.tied, groups.tied, strict=True)]
-    different: dict[str, None] = {}
-    for keys, group in copies:
-        if len({held[key] for held in digests for key in keys if key in held}) > 1:
-            first_stage, first_name = keys[0]
-            different[first_name] = None
-            for key in own.keys() & keys:  # at most one: no worker has two stages with the same parameter
-                _broadcast(own[key], groups.replicas[first_stage].ranks[0], group)
-    return list(different)
+    state, first_names = named_state(built.model), built.first_names
+    names = (name for s in stages for name in (*bundle.stages[s].parameters, *bundle.stages[s].buffers))
+    own = {first_names.get(name, name): state[name] for name in names if name in state}
+    listed = {name: _digest(tensor) for name, tensor in own.items()}
+    digests = all_gather(listed, dict[str, str], groups.world, "the digests of the initial weights")
+    different = []
+    for name in dict.fromkeys(name for held in digests for name in held):
+        holders = [rank for rank, held in enumerate(digests) if name in held]
+        if len({digests[rank][name] for rank in holders}) > 1:
+            different.append(name)
+            _broadcast(own.get(name), state[name], holders[0], groups.world)
+    return different
 
 
 def _digest(tensor: Tensor) -> str:
@@ -240,10 +235,15 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(content.view(torch.uint8).numpy().data).hexdigest()
 
 
-def _broadcast(tensor: Tensor, source: int, group: Any) -> None:
-    """Give a tensor its values at rank `source`, by a gloo group."""
-    values = tensor.detach().cpu().contiguous()
+def _broadcast(own: Tensor | None, described: Tensor, source: int, world: Any) -> None:
+    """Give a worker's own tensor the values at rank `source`; workers without it drop them.
+
+    Args:
+        described: a tensor of its shape and dtype, maybe on the meta device.
+    """
+    values = torch.empty(described.shape, dtype=described.dtype) if own is None else own.detach().cpu().contiguous()
     with PeerErrorContext(f"the initial weights did not arrive from rank {source}", source):
-        dist.broadcast(values, source, group=group)
-    with torch.no_grad():
-        tensor.copy_(values)
+        dist.broadcast(values, source, group=world)
+    if own is not None:
+        with torch.no_grad():
+            own.copy_(values)
