@@ -10,7 +10,6 @@ import ctypes
 import mmap
 import multiprocessing
 import os
-import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -20,8 +19,6 @@ from pathlib import Path
 
 from pdtool.errors import UsageError, WorkerDiedError
 
-ULIMIT = "ulimit -v"
-_PROCESS_AT_START = (os.getpid(), os.getppid())
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _STATUS, _STATM, _CLEAR_REFS = (Path("/proc/self") / name for name in ("status", "statm", "clear_refs"))
 _STATUS_FIELDS = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
@@ -46,11 +43,9 @@ def end_with_parent(parent: int | None = None, number: signal.Signals = signal.S
     """Make the kernel send this process a signal when its parent ends.
 
     Args:
-        parent: process id of the parent, which may have ended already; None: the parent at pdtool's import.
+        parent: process id of the parent, if it may have ended already; None: the present parent.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if parent is None and os.getpid() == _PROCESS_AT_START[0]:
-        parent = _PROCESS_AT_START[1]
     if parent not in (None, os.getppid()):  # it ended before that
         os._exit(WorkerDiedError.exit_code)
 
@@ -202,7 +197,7 @@ class MemoryLimit:
     """A limit on the memory of this process.
 
     Attributes:
-        name: `this machine`, `the control group` or `ulimit -v`.
+        name: `this machine` or `the control group`.
         free_bytes: bytes of `total_bytes` that are still available.
     """
 
@@ -217,18 +212,12 @@ def memory_limits() -> list[MemoryLimit]:
     with suppress(OSError, KeyError):
         machine = _kilobyte_fields(_PROC / "meminfo")
         limits.append(MemoryLimit("this machine", machine["MemTotal"], machine["MemAvailable"]))
-    limits += sorted(_cgroup_limits(), key=lambda limit: limit.free_bytes)[:1]
-    address_space_bytes = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if address_space_bytes != resource.RLIM_INFINITY:
-        with suppress(OSError, KeyError):
-            used_bytes = _kilobyte_fields(_STATUS)["VmSize"]
-            limits.append(MemoryLimit(ULIMIT, address_space_bytes, max(0, address_space_bytes - used_bytes)))
-    return limits
+    return limits + sorted(_cgroup_limits(), key=lambda limit: limit.free_bytes)[:1]
 
 
 def machine_bytes() -> int | None:
     """Return the memory of all processes here together: the machine's or the control group's; None if unknown."""
-    return min((limit.total_bytes for limit in memory_limits() if limit.name != ULIMIT), default=None)
+    return min((limit.total_bytes for limit in memory_limits()), default=None)
 
 
 def oom_kills() -> int | None:
