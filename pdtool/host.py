@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,40 +63,37 @@ def process_start_s() -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-@contextmanager
-def joining_freed_memory() -> Iterator[None]:
+def joining_freed_memory() -> AbstractContextManager[None]:
     """In processes started in this context, make glibc join freed memory with its free neighbours at once.
 
     Tensors are aligned, so up to glibc 2.37 a freed tensor's memory fits the next tensor of its size only together with
     the small pieces on both sides. glibc's thread caches would keep these pieces apart.
     """
-    if _has_malloc_options():
-        yield
-        return
-    os.environ[_TUNABLES] = "glibc.malloc.tcache_count=0"
-    try:
-        yield
-    finally:
-        del os.environ[_TUNABLES]
+    return nullcontext() if _has_malloc_options() else _environment_variable(_TUNABLES, "glibc.malloc.tcache_count=0")
 
 
-@contextmanager
-def safe_path() -> Iterator[None]:
+def safe_path() -> AbstractContextManager[None]:
     """Keep the current folder off sys.path in Python processes started in this context.
 
     multiprocessing starts them with `python -c`, which would run a file signal.py there. They get this process's
     sys.path later. Their environment has PYTHONSAFEPATH: remove it before running the user's code, which may also start
     Python.
     """
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
+    return _environment_variable("PYTHONSAFEPATH", "1")
+
+
+@contextmanager
+def _environment_variable(name: str, value: str) -> Iterator[None]:
+    """Set a variable in this context."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
         if before is None:
-            del os.environ["PYTHONSAFEPATH"]
+            del os.environ[name]
         else:
-            os.environ["PYTHONSAFEPATH"] = before
+            os.environ[name] = before
 
 
 def resident_bytes() -> int | None:

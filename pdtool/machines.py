@@ -150,11 +150,6 @@ def _slurm_port(environment: Mapping[str, str]) -> int:
     return _SLURM_PORTS[zlib.crc32(step.encode()) % len(_SLURM_PORTS)]
 
 
-def is_started_by_torchrun(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun, the parent of this process, started it as one of several workers."""
-    return "RANK" in environment and "TORCHELASTIC_RUN_ID" in environment
-
-
 def is_worker(environment: Mapping[str, str]) -> bool:
     """Whether torchrun or srun started this process as one of several workers."""
     return "RANK" in environment or _number(environment, "SLURM_NTASKS", 1) > 1

@@ -12,7 +12,6 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,12 +27,18 @@ _FOLDER = Path("/dev/shm")  # of counters
 
 def record_failure(out: Path, rank: int, error: BaseException) -> int:
     """Write this worker's failure for the launcher; return the exit code of the process."""
-    failure = _failure(out, rank, error, time.time())
-    if not isinstance(error, PeerError):  # its traceback would end in our own waiting
+    at_s, gone, text = time.time(), list[int](), ""
+    if isinstance(error, PeerError):  # its traceback would end in our own waiting
+        while not (gone := _gone_neighbours(out, rank)) and time.time() < at_s + _ENDING_S:
+            time.sleep(0.01)
+    else:
         with suppress(Exception):  # memory is full, or the error cannot be printed
-            failure = replace(failure, traceback="".join(traceback.format_exception(error)))
-    write_failure(out, rank, failure)
-    return failure.error.exit_code
+            text = "".join(traceback.format_exception(error))
+    if not isinstance(error, PdtoolError):
+        remedy = "" if isinstance(error, Exception) else _RAISE_AN_ERROR  # Ctrl-C raises nothing in a worker
+        error = WorkerDiedError(f"{describe_error(error)}{_place(error)}", remedy)
+    write_failure(out, rank, WorkerFailure(error, at_s, gone, text))
+    return error.exit_code
 
 
 def exit_error(error: SystemExit) -> WorkerDiedError:
@@ -60,17 +65,6 @@ def end_despite_threads(exit_code: int) -> NoReturn:
             stream.flush()
     remove_counters(os.getpid())
     os._exit(exit_code)
-
-
-def _failure(out: Path, rank: int, error: BaseException, at_s: float) -> WorkerFailure:
-    if isinstance(error, PeerError):
-        while not (gone := _gone_neighbours(out, rank)) and time.time() < at_s + _ENDING_S:
-            time.sleep(0.01)
-        return WorkerFailure(error, at_s, gone)
-    if not isinstance(error, PdtoolError):
-        remedy = "" if isinstance(error, Exception) else _RAISE_AN_ERROR  # Ctrl-C raises nothing in a worker
-        error = WorkerDiedError(f"{describe_error(error)}{_place(error)}", remedy)
-    return WorkerFailure(error, at_s)
 
 
 def _gone_neighbours(out: Path, rank: int) -> list[int]:

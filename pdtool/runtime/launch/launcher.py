@@ -25,7 +25,7 @@ from pdtool.errors import PdtoolError, StaleError, UsageError, WorkerDiedError, 
 from pdtool.files import write_remedy
 from pdtool.frontend.compute_mode import check_autocast
 from pdtool.host import check_may_start_processes, end_with_parent, usable_cores
-from pdtool.machines import is_started_by_torchrun, rank_variables, worker_environment
+from pdtool.machines import rank_variables, worker_environment
 from pdtool.processes import WorkerProcesses
 from pdtool.rendezvous import gather_machines
 from pdtool.runtime.config import RunConfig
@@ -64,7 +64,7 @@ def launch(
     epochs_done = RunDir(config.resume).latest_checkpoint().manifest().epoch if config.resume else 0
     environment = worker_environment(os.environ, config.machines.endpoint)
     if environment:
-        if is_started_by_torchrun(os.environ):
+        if "RANK" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is the parent of this process
             end_with_parent()
             _forget_threads_of_torchrun()
         os.environ.update(environment)
