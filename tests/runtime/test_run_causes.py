@@ -390,10 +390,11 @@ def test_an_error_of_an_unknown_class_is_that_of_a_worker_that_died() -> None:
     assert (type(error), str(error)) == (WorkerDiedError, "what; remedy")
 
 
-def test_a_fork_server_that_ends_while_it_starts_a_process_is_told_without_a_traceback() -> None:
+@pytest.mark.parametrize("error", [EOFError("unexpected EOF"), ConnectionRefusedError("unexpected EOF")])
+def test_a_fork_server_that_ends_while_it_starts_a_process_is_told_without_a_traceback(error: Exception) -> None:
     named = pytest.raises(WorkerDiedError, match=r"could not be started \(unexpected EOF\); start it again$")
     with named, launcher._start_errors_explained():
-        raise EOFError("unexpected EOF")
+        raise error
 
 
 def test_a_reaper_that_dies_as_it_starts_is_named(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:

@@ -262,7 +262,7 @@ def _start_errors_explained() -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError) as error:
-        if isinstance(error, EOFError):  # the fork server has ended
+        if isinstance(error, (EOFError, ConnectionError)):  # the fork server has ended
             raise WorkerDiedError(f"the workers could not be started ({error})", "start it again") from error
         is_too_long = "AF_UNIX path too long" in str(error)  # of the fork server's socket
         remedy = "set TMPDIR to a shorter path" if is_too_long else write_remedy(error)
