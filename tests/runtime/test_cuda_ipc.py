@@ -233,22 +233,6 @@ def test_slots_of_a_gpu_suffice_for_every_schedule(schedule: str, replicas: Sequ
         assert done, f"all wait: {[str(actions[0]) for actions in lists if actions]}"
 
 
-def test_a_slot_that_cannot_be_freed_is_told_at_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python would only print an error at the end of a tensor."""
-
-    class Broken(Event):
-        def record(self, stream: Stream) -> None:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    with pair(0, monkeypatch, freed=Broken) as ends:
-        values = [torch.ones(BATCH, 3), torch.ones(BATCH, 3).bfloat16()]
-        ends.send(0, values)
-        ends.device.run()
-        ends.receive(0)
-        with pytest.raises(RuntimeError, match="illegal memory access"):
-            ends.receive(1)
-
-
 # --- how memory comes to be shared ------------------------------------------------------------------------------------
 
 

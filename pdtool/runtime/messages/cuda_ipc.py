@@ -101,13 +101,6 @@ class CudaIpcReceiver(SlotReceiver):
         super().__init__(route, layout, shared.pipes)
         self._shared, self._device = shared, shared.memory.device
         self._compute = torch.cuda.current_stream(self._device)  # also in autograd's threads
-        self._error: RuntimeError | None = None
-
-    def receive(self, minibatch: int, samples: int) -> list[Tensor]:
-        """Wait for the announcement of a message; the device waits for its copy. Raises as SlotReceiver does."""
-        if self._error:
-            raise self._error
-        return super().receive(minibatch, samples)
 
     def _tensors(self, slot: int, views: list[PartView]) -> list[Tensor]:
         self._compute.wait_event(self._shared.written[slot])
@@ -122,10 +115,7 @@ class CudaIpcReceiver(SlotReceiver):
 
     def _give_back(self, slot: int, collected: Any) -> None:
         """Free a slot once all kernels started so far are done."""
-        try:
-            self._shared.freed[slot].record(self._compute)
-        except RuntimeError as error:  # a finalizer cannot raise: Python would only print the error
-            self._error = error
+        self._shared.freed[slot].record(self._compute)
         super()._give_back(slot, collected)
 
 
