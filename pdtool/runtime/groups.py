@@ -76,15 +76,16 @@ class Reason(NamedTuple):
     is_timeout: bool = False
 
 
-def short_reason(error: RuntimeError) -> Reason:
-    """Return the first sentence of torch.distributed's message, without the line in its sources.
+def short_reason(error: RuntimeError | OSError) -> Reason:
+    """Return the first sentence of torch.distributed's message, without the line in its sources, or the system's.
 
     Raises:
-        RuntimeError: `error` itself if this worker ran out of memory, because no other one is to blame.
+        RuntimeError, OSError: `error` itself if this worker ran out of memory, because no other one is to blame.
     """
     if is_out_of_memory(error):
         raise error
-    text = re.sub(r"^\[\S*\] ?", "", str(error)).partition(". ")[0][:200]
+    said = (isinstance(error, OSError) and error.strerror) or str(error)
+    text = re.sub(r"^\[\S*\] ?", "", said).partition(". ")[0][:200]
     return Reason(text, is_timeout=_TIMED_OUT.search(text) is not None)
 
 

@@ -31,8 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdtool.runtime.groups import Reason
-from pdtool.runtime.memory import is_out_of_memory
+from pdtool.runtime.groups import Reason, short_reason
 from pdtool.runtime.messages.routes import Part, Receiver, Route, Sender
 
 _HEADER = struct.Struct("<qqq")  # minibatch, slot, bytes
@@ -114,7 +113,7 @@ class SlotPipes:
         left_s = self.timeout_s
         while not (records := self.read_now(size)):
             if left_s <= 0:
-                raise TimeoutError
+                raise TimeoutError(f"Timed out waiting {self.timeout_s:g} s")
             if not self._poll.poll(1e3 * min(left_s, _SLICE_S)):
                 left_s -= _SLICE_S
         return records
@@ -194,7 +193,7 @@ class SlotSender(Sender, ABC):
             self._copy(slot, views, parts)
             self._pipes.write(_HEADER.pack(minibatch, slot, size_bytes))
         except OSError as error:
-            raise self._route.not_sent(minibatch, _reason(error, self._pipes)) from error
+            raise self._route.not_sent(minibatch, short_reason(error)) from error
         return size_bytes
 
     def _next_slot(self) -> int:
@@ -241,7 +240,7 @@ class SlotReceiver(Receiver, ABC):
         try:
             header = self._pipes.read(_HEADER.size)
         except OSError as error:
-            raise self._route.not_received(minibatch, _reason(error, self._pipes)) from error
+            raise self._route.not_received(minibatch, short_reason(error)) from error
         number, slot, sent_bytes = _HEADER.unpack(header)
         if (number, sent_bytes) != (minibatch, size_bytes):
             reason = Reason(f"got {sent_bytes} bytes of minibatch {number}, not {size_bytes}")
@@ -290,12 +289,3 @@ class PartView:
             self.numpy_dtype, self.is_reinterpreted = torch.empty(0, dtype=self.dtype).numpy().dtype, False
         except TypeError:
             self.numpy_dtype, self.is_reinterpreted = np.dtype(f"i{self.dtype.itemsize}"), True
-
-
-def _reason(error: OSError, pipes: SlotPipes) -> Reason:
-    """Return why a message did not come or go; raises `error` itself if this worker ran out of memory."""
-    if is_out_of_memory(error):
-        raise error
-    if isinstance(error, TimeoutError):
-        return Reason(f"Timed out waiting {pipes.timeout_s:g} s", is_timeout=True)
-    return Reason(error.strerror or str(error))
