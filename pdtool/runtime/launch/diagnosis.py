@@ -30,7 +30,7 @@ from pdtool.files import write_atomically
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.memory import killed_for_memory_error
 from pdtool.runtime.ranks import RankAssignment, assign_ranks
-from pdtool.runtime.status import ANY_PEER, NOBODY, LastStatus, WorkerFailure, read_failure, read_status
+from pdtool.runtime.status import ANY_PEER, LastStatus, WorkerFailure, read_failure, read_status
 from pdtool.runtime.worker_end import describe_end
 from pdtool.units import format_seconds
 
@@ -204,4 +204,4 @@ def _state(status: LastStatus) -> str:
 
 
 def _peer(rank: int) -> str:
-    return {ANY_PEER: "other workers", NOBODY: "nobody"}.get(rank, f"rank {rank}")
+    return "other workers" if rank == ANY_PEER else f"rank {rank}"

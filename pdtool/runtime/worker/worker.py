@@ -304,7 +304,6 @@ class Worker:
             local_workers=place.local_workers,
             includes_compilation=includes_compilation,
         )
-        error = None
         if place.assignment.rank == 0:
             events_of = {worker.name: worker.events for worker in workers}
             trace = chrome_trace(events_of, host_tracks=MESSAGE_TRACKS if is_on_gpu else ())
@@ -313,11 +312,5 @@ class Worker:
                 write_atomically(run_dir.trace_file, json.dumps(trace))
             except PdtoolError as fault:  # the run is done without it
                 sys.stderr.write(f"warning: {fault}\n")
-            try:
-                report.save(run_dir.report_file)
-            except PdtoolError as fault:
-                error = fault
-        failure, *_ = all_gather(str(error or ""), str, place.groups.world, "word of the report")
-        if failure:  # on all machines
-            raise error or PdtoolError(failure)
+            report.save(run_dir.report_file)
         return report
