@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -51,11 +53,12 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
 
 
 def _smallest(search: PlanSearch) -> Candidate | None:
-    """Return the plan whose most loaded worker needs the least memory."""
+    """Return the plan whose most loaded worker needs the least memory; links do not matter, so the largest block has
+    the plans of all smaller ones."""
     executions = search.options.executions
     found: list[Candidate | None] = [search.data_parallel(execution) for execution in executions]
     if STRATEGIES[search.options.strategy].is_searched:
-        layouts = [layout for layout in search.layouts if layout.copies == 1]  # copies only hold the same once more
+        layouts = search.layouts if search.options.straight else search.layouts[-1:]
         found = [search.search_layout(*pair).least_memory() for pair in product(layouts, executions)]
     plans = [_recomputing(search, plan) for plan in found if plan]
     return min(plans, key=lambda plan: max(plan.cost.searched_memory_bytes), default=None)
@@ -69,19 +72,16 @@ def _recomputing(search: PlanSearch, plan: Candidate) -> Candidate:
 
 
 def _more_workers(search: PlanSearch) -> str:
-    """Return the fewest members of the outermost level with which a plan fits; found by doubling."""
+    """Return the fewest members of the outermost level with which a plan fits: with more, plans need no more memory."""
     options, cluster, (outer, *inner) = search.options, search.cluster, search.cluster.levels
     if options.workers is not None or options.straight or options.replicas:
         return ""
-    smaller = outer.size
-    while smaller * 2 * cluster.workers // outer.size <= _MAX_WORKERS:
-        sizes = range(smaller + 1, smaller * 2 + 1)
-        larger = [replace(cluster, levels=(replace(outer, size=size), *inner)) for size in sizes]
-        if _fits_on(search, larger[-1]):
-            smallest = next((cluster for cluster in larger[:-1] if _fits_on(search, cluster)), larger[-1])
-            return f", or use --topology {smallest.topology}"
-        smaller *= 2
-    return ""
+    sizes = range(outer.size + 1, _MAX_WORKERS * outer.size // cluster.workers + 1)
+    larger = [replace(cluster, levels=(replace(outer, size=size), *inner)) for size in sizes]
+    if not larger or not _fits_on(search, larger[-1]):
+        return ""
+    smallest = bisect_left(larger, True, hi=len(larger) - 1, key=partial(_fits_on, search))
+    return f", or use --topology {larger[smallest].topology}"
 
 
 def _other_schedules(search: PlanSearch) -> str:

@@ -162,15 +162,12 @@ class LayoutSearch:
     @cached_property
     def program(self) -> DynamicProgram:
         """The recurrence, solved as far as it was asked for."""
-        return DynamicProgram(
-            self.space,
-            self.model,
-            self.layout.workers,
-            self.replicas,
-            self.bound_s,
-            min_stages=self.min_stages,
-            spare=self.layout.spare,
-        )
+        return self._program()
+
+    def _program(self, *, minimize_memory: bool = False) -> DynamicProgram:
+        layout = self.layout
+        bounds = self.bound_s, minimize_memory, self.min_stages, layout.spare
+        return DynamicProgram(self.space, self.model, layout.workers, self.replicas, *bounds)
 
     @property
     def _stage_counts(self) -> Sequence[int]:
@@ -248,7 +245,7 @@ class LayoutSearch:
 
     def least_memory(self) -> Candidate | None:
         """Return the plan whose largest stage needs the least memory, whatever time it takes; None: there is none."""
-        program = replace(self.program, minimize_memory=True)
+        program = self._program(minimize_memory=True)
         if self.space.has_counted_pins:
             tables_by_count = (self._tables(program, stages) for stages in self._stage_counts)
             tables = min(tables_by_count, key=lambda tables: program.best(tables[-1]))
