@@ -234,8 +234,6 @@ def test_a_rival_that_does_not_fit_is_planned_all_the_same():
         "model-parallel": True,
     }
     assert rivals["data-parallel"].cluster.memory_bytes == 4500
-    with pytest.raises(UsageError, match="cannot compare with strategy 'auto'; choose from pipeline, straight"):
-        rival_plans(net, cluster, plan, ["auto"])
 
 
 def test_the_gain_of_a_flushing_plan_is_over_workers_that_are_all_busy():

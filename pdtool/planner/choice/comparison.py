@@ -23,7 +23,7 @@ from pdtool.planner.plan_cost import samples_per_update
 from pdtool.planner.simulator.engine import simulate, simulated_time_s
 from pdtool.planner.simulator.job import MAX_ACTIONS, SimulationJob, action_count
 from pdtool.planner.simulator.result import SimulationResult
-from pdtool.schedule import BASELINES, RIVALS, PipelineShape
+from pdtool.schedule import BASELINES, PipelineShape
 
 _RANGE, _POINTS = 20.0, 13  # bandwidths from a 20th of the plan's own to 20 times it; a point is its own
 _MAX_SWEPT_ACTIONS = 20_000  # of one plan, over all bandwidths: about ten seconds
@@ -53,15 +53,13 @@ def rival_plans(profile: Profile, cluster: Cluster, plan: Plan, names: Iterable[
         names: of RIVALS.
 
     Raises:
-        UsageError: a name is not one of RIVALS, or its strategy needs more workers.
+        UsageError: a strategy needs more workers.
         NoPlanError: a strategy has no plan, even with unlimited memory.
     """
     return {name: _rival_plan(profile.sent_as(plan.wire_dtype), cluster, plan, name) for name in names}
 
 
 def _rival_plan(profile: Profile, cluster: Cluster, plan: Plan, name: str) -> Plan:
-    if name not in RIVALS:
-        raise UsageError(f"cannot compare with strategy {name!r}", f"choose from {', '.join(RIVALS)}")
     options = PLANNERS[name].rival_options(profile, cluster, plan)
     try:
         return make_plan(profile, plan.profile, cluster, options)

@@ -28,7 +28,6 @@ from pdtool.planner.search.layouts import (
 from pdtool.schedule import ONE_F_ONE_B, SCHEDULES, STRATEGIES, ExecutionConfig, schedule_names
 
 _SEARCHED = [kind for kind in SCHEDULES.values() if kind.has_formulas]
-_MIN_CUTS = 100
 _MAX_TIME_S = np.finfo(float).max
 _STAGES_TIMES_WORKERS = 1024  # a plan with more is taken only if it is the fastest
 MAX_WORKERS_WITH_CONFIGURATIONS = 8  # with more, looking at every configuration takes seconds
@@ -98,7 +97,7 @@ class PlanSearch:
                 f"the search has no formulas for schedule {options.schedule!r}", f"choose one of {', '.join(searched)}"
             )
         has_microbatches = options.schedule == "auto" or SCHEDULES[options.schedule].flushes
-        if options.microbatches < 1 or (options.microbatches > 1 and not has_microbatches):
+        if options.microbatches > 1 and not has_microbatches:
             flushing = schedule_names(lambda kind: kind.has_formulas and kind.flushes)
             what = f"schedule {options.schedule} cannot be combined with --microbatches {options.microbatches}"
             raise UsageError(what, f"--schedule {flushing} takes 1 or more, {ONE_F_ONE_B.name} none")
@@ -108,8 +107,6 @@ class PlanSearch:
         if options.straight and self.workers > MAX_WORKERS_PER_COPY:
             what = f"{self.workers} workers are too many for a straight pipeline"
             raise UsageError(what, f"pass at most {MAX_WORKERS_PER_COPY}")
-        if options.max_cuts < _MIN_CUTS:
-            raise UsageError(f"--cuts {options.max_cuts} is too few", f"pass {_MIN_CUTS} or more")
 
     @cached_property
     def evaluator(self) -> Evaluator:
