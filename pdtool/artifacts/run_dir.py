@@ -358,10 +358,6 @@ class RunDir:
         latest = checkpoints[max(checkpoints)] if checkpoints else Checkpoint(folder)
         if latest.is_complete:
             return latest
-        older = (path / "epoch.json" for path in (folder, *self.checkpoints_folder.glob("epoch-*")))
-        if any(path.is_file() for path in older):
-            what = f"the checkpoints in {folder} are from an older pdtool, whose files could contain code"
-            raise UsageError(what, "export them with the pdtool that wrote them")
         if not folder.is_dir():
             fault = "is not a folder" if folder.exists() else "is not there"
             raise UsageError(f"{folder} {fault}", f"name the folder of a run{self._runs_beside()}")

@@ -142,16 +142,9 @@ def console(*, err: bool) -> Console:
     from pdtool.cli.table import PlainConsole
 
     stream = sys.stderr if err else sys.stdout
-    environment = _environment()
-    width = None if stream.isatty() else int(environment.get("COLUMNS", "0")) or _COLUMNS
-    return PlainConsole(file=stream, width=width, highlight=False, _environ=environment)
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment without invalid terminal sizes: rich takes `³` for a number, and fails."""
-    sizes = {name: os.environ.get(name, "") for name in ("COLUMNS", "LINES")}
-    unread = {name for name, size in sizes.items() if not (size.isascii() and size.isdecimal() and len(size) <= 9)}
-    return {name: value for name, value in os.environ.items() if name not in unread}
+    columns = os.environ.get("COLUMNS", "")
+    width = (int(columns) if columns.isdecimal() else 0) or _COLUMNS
+    return PlainConsole(file=stream, width=None if stream.isatty() else width, highlight=False)
 
 
 def show(*parts: RenderableType, err: bool = True) -> None:

@@ -87,32 +87,23 @@ def gain_chart(points: Sequence[SweepPoint], width: float, own: float | None = N
 
 
 def _bandwidth_marks(picture: Picture, frame: _Frame, own: float | None, equal: Sequence[float]) -> None:
-    """Mark the plan's bandwidth by a line up to a label above the chart, and bandwidths of equal speed by a ring."""
+    """Mark the plan's bandwidth by a line up to a label above the chart, and bandwidths of equal speed by rings with
+    one label."""
     if own:
         label = f"this plan, {format_bits_rate(own)}"
         x, half = frame.x(own), text_width(label, SMALL) / 2
         picture.line(x, frame.y.end, x, frame.y.start, "mark")
         centre = min(max(x, half), picture.width - half)
         picture.text(centre, frame.y.end - 6, label, "accent small", anchor="middle")
-    together: list[list[float]] = []  # rates with overlapping labels share one
-    for rate in sorted(equal):
-        picture.dot(frame.x(rate), frame.y(1), 4.5, "ring", _equal_label(frame, [rate])[0])
-        together.append([rate])
-        while len(together) > 1 and _equal_label(frame, together[-2])[2] + 8 > _equal_label(frame, together[-1])[1]:
-            together[-2:] = [together[-2] + together[-1]]
-    for rates in together:
-        label, left, right = _equal_label(frame, rates)
-        picture.text((left + right) / 2, frame.y(1) + 16, label, "soft small", anchor="middle")
-
-
-def _equal_label(frame: _Frame, rates: Sequence[float]) -> tuple[str, float, float]:
-    """Return the label below rings at these bandwidths, and its pixel range."""
-    ends = " and ".join(format_bits_rate(rate) for rate in (rates[0], *rates[1:][-1:]))
-    label = f"equal at {ends}" if len(rates) <= 2 else f"equal at {len(rates)} bandwidths between {ends}"
-    half = text_width(label, SMALL) / 2
-    middle = (frame.x(rates[0]) + frame.x(rates[-1])) / 2
-    centre = min(max(middle, frame.x.start + half + 4), frame.x.end - half)
-    return label, centre - half, centre + half
+    for rate in equal:
+        picture.dot(frame.x(rate), frame.y(1), 4.5, "ring", f"equal at {format_bits_rate(rate)}")
+    if equal:
+        ends = " and ".join(format_bits_rate(rate) for rate in (equal[0], *equal[1:][-1:]))
+        label = f"equal at {ends}" if len(equal) <= 2 else f"equal at {len(equal)} bandwidths between {ends}"
+        half = text_width(label, SMALL) / 2
+        middle = (frame.x(equal[0]) + frame.x(equal[-1])) / 2
+        centre = min(max(middle, frame.x.start + half + 4), frame.x.end - half)
+        picture.text(centre, frame.y(1) + 16, label, "soft small", anchor="middle")
 
 
 def _y_axis(picture: Picture, y: AxisScale, label_of: Callable[[float], str]) -> float:

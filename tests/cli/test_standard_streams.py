@@ -25,7 +25,6 @@ def shell(text: str) -> subprocess.CompletedProcess[str]:
         ("pdtool --help >/dev/full", 1, "error: the output failed: No space left on device\n"),
         ("pdtool show nofile 2>/dev/full", 3, ""),
         ("pdtool init new <&- >&- 2>&-", 0, ""),
-        ("COLUMNS=³ LINES=² pdtool show plan.yaml", 0, ""),
     ],
 )
 def test_streams_that_are_closed_or_full_change_no_exit_code(command, code, says, folder):
@@ -46,7 +45,7 @@ def test_a_note_that_cannot_be_written_ends_nothing(monkeypatch):
     terminal.note("epoch 1")
 
 
-@pytest.mark.parametrize(("columns", "width"), [("³", 80), ("0", 80), ("-5", 80), ("20", 20), ("9" * 30, 80)])
+@pytest.mark.parametrize(("columns", "width"), [("³", 80), ("", 80), ("0", 80), ("-5", 80), ("20", 20)])
 def test_only_a_number_is_a_width(columns, width, monkeypatch):
     with monkeypatch.context() as patch:  # only here: pytest -v reads it, too, and cannot write so wide
         patch.setenv("COLUMNS", columns)

@@ -394,13 +394,6 @@ def test_a_file_of_a_checkpoint_that_is_no_file_is_refused(tmp_path: Path) -> No
         checkpoint.export(spec.out, tmp_path / "model.pt")
 
 
-def test_a_checkpoint_of_an_older_pdtool_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "epoch-1").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "epoch-1" / "epoch.json").write_text("{}")
-    with pytest.raises(UsageError, match="from an older pdtool, whose files could contain code; export them with"):
-        RunDir(tmp_path).latest_checkpoint()
-
-
 def test_values_that_share_memory_are_saved_each(tmp_path: Path) -> None:
     """A view, a transposed tensor, a tensor under two names, one without elements, a scalar."""
     base = torch.arange(12.0)
