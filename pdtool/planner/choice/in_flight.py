@@ -199,66 +199,52 @@ def _choices(evaluator: Evaluator, candidate: Candidate, margin: float) -> list[
         _within_memory(model, (load, r), _MAX_FACTOR * w, w, recompute)
         for load, r, w, recompute in zip(loads, placement.replicas_per_copy, default, placement.recompute, strict=True)
     ]
-    wanted = _wanted(evaluator, candidate, loads, margin)
+    wanted = _wanted(evaluator, candidate, loads, largest, margin)
     largest = _decreasing(placement, [*largest[:-1], default[-1]])
     choices = {default, tuple(wanted), tuple(_decreasing(placement, wanted)), tuple(largest)}
     return [evaluator.with_in_flight(candidate, numbers) for numbers in sorted(choices, key=lambda n: (sum(n), n))]
 
 
-def _wanted(evaluator: Evaluator, candidate: Candidate, loads: Sequence[StageLoad], margin: float) -> list[int]:
-    """Return round trip over time per minibatch for each stage: as many in flight hide the round trip."""
+def _wanted(
+    evaluator: Evaluator, candidate: Candidate, loads: Sequence[StageLoad], largest: Sequence[int], margin: float
+) -> list[int]:
+    """Return round trip over time per minibatch for each stage, at most `largest`: as many in flight hide the trip.
+
+    A round trip is from a forward's start to the end of its backward: all later stages compute, and messages travel
+    there and back. If rounds wait longer for their replicas, that counts instead (see `_hiding_rounds`). Queues at a
+    busy link are left to the simulator.
+    """
     placement, in_flight = candidate.placement, list(candidate.placement.in_flight)
-    model = evaluator.model_of(placement.workers, placement.execution)
+    workers, replicas = placement.workers, placement.replicas_per_copy
     links_s = link_times_s(evaluator, placement, loads)
     time_s = max(candidate.time_per_minibatch_s, *(float(times_s.max()) for times_s in links_s))
-    for s in reversed(range(len(in_flight))):  # from the end: what a stage wants depends on those after it
-        round_trip_s = _round_trips_s(model, loads, placement.with_in_flight(in_flight), time_s)[s]
-        hidden_s = len(placement.workers[s]) * time_s * (1 + margin) * TOLERANCE
-        enough = math.ceil(round_trip_s / hidden_s) if time_s else in_flight[s]
-        enough = min(enough, _MAX_FACTOR * in_flight[s])
-        stage = loads[s], placement.replicas_per_copy[s]
-        in_flight[s] = _within_memory(model, stage, enough, in_flight[s], placement.recompute[s])
+    trip_s = 0.0
+    for s in reversed(range(len(in_flight) if time_s else 0)):  # what a stage wants depends on those after it
+        trip_s += loads[s].forward_s * (1 + placement.recompute[s]) + loads[s].backward_s
+        round_s = time_s * _hiding_rounds(replicas[s:], in_flight[s:]) * placement.execution.copies
+        hidden_s = len(workers[s]) * time_s * (1 + margin) * TOLERANCE
+        in_flight[s] = max(in_flight[s], min(math.ceil(max(trip_s, round_s) / hidden_s), largest[s]))
+        link = evaluator.cluster.link(workers[s - 1][0], workers[s][0]) if s else None
+        if link:
+            trip_s += link.time_s(loads[s].received_bytes + loads[s].returned_bytes, messages=2)
     return in_flight
 
 
-def _round_trips_s(model: CostModel, loads: Sequence[StageLoad], placement: Placement, time_s: float) -> list[float]:
-    """For each stage, seconds from a forward's start to the end of its backward, in a pipeline that keeps `time_s` per
-    minibatch.
-
-    All later stages compute, and messages travel there and back. If rounds wait longer for their replicas, that counts
-    instead (see `_hiding_rounds`). Queues at a busy link are left to the simulator.
-    """
-    copies, workers = placement.execution.copies, placement.workers
-    hiding = _hiding_rounds(placement.replicas_per_copy, placement.in_flight)
-    rounds_s = [time_s * count * copies for count in hiding]
-    trip_s = 0.0
-    round_trips_s: list[float] = []
-    for s in reversed(range(len(loads))):
-        load = loads[s]
-        trip_s += load.forward_s * (1 + placement.recompute[s]) + load.backward_s
-        round_trips_s.append(max(trip_s, rounds_s[s]))
-        link = model.cluster.link(workers[s - 1][0], workers[s][0]) if s else None
-        if link:
-            trip_s += link.time_s(load.received_bytes + load.returned_bytes, messages=2)
-    return round_trips_s[::-1]
-
-
-def _hiding_rounds(replicas: Sequence[int], in_flight: Sequence[int]) -> list[int]:
-    """For each stage, the minibatches in flight at all its replicas so that it never waits for others' rounds.
+def _hiding_rounds(replicas: Sequence[int], in_flight: Sequence[int]) -> int:
+    """Return the minibatches in flight at all replicas of a stage so that it never waits for others' rounds.
 
     A replicated stage updates when its last replica is done, so its minibatches come and go in groups. An earlier stage
     must have one more group on its way. In simulations that keeps the time, or nearly. Straight pipelines need p - s as
     usual.
 
     Args:
-        in_flight: minibatches in flight at one replica of each stage, as the plan has them.
+        replicas, in_flight: of the stage and all later ones; in flight at one replica of each.
     """
-    wanted = [replicas[-1]]
-    for s in reversed(range(len(replicas) - 1)):
-        r, after = replicas[s], replicas[s + 1]
-        group = max(r, after) if r % after == 0 or after % r == 0 else r + after
-        wanted.append(in_flight[s + 1] * after + group)
-    return wanted[::-1]
+    r, *later = replicas
+    if not later:
+        return r
+    group = max(r, later[0]) if r % later[0] == 0 or later[0] % r == 0 else r + later[0]
+    return in_flight[1] * later[0] + group
 
 
 def _within_memory(model: CostModel, stage: tuple[StageLoad, int], wanted: int, minimum: int, recompute: bool) -> int:
