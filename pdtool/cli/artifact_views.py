@@ -148,7 +148,7 @@ def _speed(plan: Plan, predicted: Predicted) -> Lines:
     is_data_parallel = len(plan.stages) == 1 and plan.workers == plan.cluster.workers
     throughput = f" ({predicted.throughput_samples_per_s:.4g} samples/s)"
     gain = f", {predicted.gain_over_data_parallel:.3g} times as fast as data parallelism"
-    own_s, one_worker_s = predicted.simulated_s or predicted.bottleneck_s, plan.why and plan.why.one_worker_s
+    own_s, one_worker_s = predicted.time_s, plan.why and plan.why.one_worker_s
     if one_worker_s and own_s:
         gain += f", {one_worker_s / own_s:.3g} times as fast as one worker"
     if is_data_parallel:

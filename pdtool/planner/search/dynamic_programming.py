@@ -36,7 +36,7 @@ import numpy as np
 
 from pdtool.planner.formulas import TOLERANCE, CostModel, fractions_on_members, members_between
 from pdtool.planner.search.cuts import CutSpace
-from pdtool.planner.stage_costs import Array, StageLoad
+from pdtool.planner.stage_costs import Array, Number, StageLoad
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,8 @@ class DynamicProgram:
             stages = self.candidates[cut]
             values = self._with_following(stages, tables[max(0, len(tables) - 2 - len(spans))])
             if replicas_before:
-                border = self._border[stages.first % self._period, stages.replicas, replicas_before]
-                values = self.combine(values, self.model.border_s(stages.border_bytes, border))
+                border_s = self.border_before_s(stages.border_bytes, stages.first, stages.replicas, replicas_before)
+                values = self.combine(values, border_s)
             values = np.where(stages.first == first, values, np.inf)
             best = np.flatnonzero(values <= values.min())
             # ties: the stage that ends last, then the one with the most replicas
@@ -177,8 +177,8 @@ class DynamicProgram:
             first += replicas_before
         return spans
 
-    def border_before_s(self, border_bytes: Array, first: int, replicas: int, replicas_before: int) -> Array:
-        """(3) Seconds of so many bytes over the border before a stage on the workers from `first`."""
+    def border_before_s(self, border_bytes: Array, first: Number, replicas: Number, replicas_before: int) -> Array:
+        """(3) Seconds of so many bytes over the border before a stage on the workers from `first`; or of arrays."""
         border = self._border[first % self._period, replicas, replicas_before]
         seconds: Array = self.model.border_s(border_bytes, border)
         return seconds
