@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -217,7 +217,9 @@ class ProfiledModel:
             replayed.append((op.name, outputs, self.run.gradient_leaves(op, inputs)))
         if self.with_loss:
             returned = detached(self.outputs, environment)
-            output = self.output({value: as_returned(tensor) for value, tensor in returned.items()})
+            output = self.output(
+                {value: tensor.clone() for value, tensor in returned.items()}
+            )  # which a loss may change
             loss, forward["loss"] = measure("loss", lambda: self.loss(output))
             replayed.append(("loss", [loss], requiring_gradients(returned.values())))
         backward: dict[str, R] = {}
@@ -318,21 +320,6 @@ def _has_gradient(returned: Any) -> bool:
 def detached(values: Iterable[Value], environment: Mapping[Value, Tensor]) -> Environment:
     """Return detached tensors, so that a backward stops there."""
     return {v: environment[v].detach().requires_grad_(v.differentiable) for v in values}
-
-
-def as_returned(leaf: Tensor) -> Tensor:
-    """Return the same tensor, in the same memory, as an operator returns it: a loss may change it in place."""
-    return cast("Tensor", _Returned.apply(leaf))  # type: ignore[no-untyped-call]
-
-
-class _Returned(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0]
 
 
 def requiring_gradients(tensors: Iterable[Tensor]) -> list[Tensor]:
