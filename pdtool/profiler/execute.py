@@ -217,9 +217,8 @@ class ProfiledModel:
             replayed.append((op.name, outputs, self.run.gradient_leaves(op, inputs)))
         if self.with_loss:
             returned = detached(self.outputs, environment)
-            output = self.output(
-                {value: tensor.clone() for value, tensor in returned.items()}
-            )  # which a loss may change
+            copies = {value: tensor.clone() for value, tensor in returned.items()}  # a loss may change them in place
+            output = self.output(copies)
             loss, forward["loss"] = measure("loss", lambda: self.loss(output))
             replayed.append(("loss", [loss], requiring_gradients(returned.values())))
         backward: dict[str, R] = {}
