@@ -15,11 +15,10 @@ from pdtool.artifacts.bundle import Bundle, StageModule
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.run_dir import RunDir
-from pdtool.errors import PdtoolError, StaleError, TraceError, UsageError
+from pdtool.errors import PdtoolError, StaleError, UsageError
 from pdtool.files import write_atomically, write_remedy
 from pdtool.frontend.graph_digest import check_profile, graph_sha256
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.operators import Traced, Value, first_names, named_state
 from pdtool.frontend.random_numbers import random_state_kept
 from pdtool.frontend.tracing import trace_file
@@ -161,39 +160,23 @@ def _verify(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle
     if bundle.proof == "values":
         size = min(bundle.batch_size, _VERIFIED_SAMPLES)
         try:
-            _verify_values(traced, model_file, texts, bundle, size)
+            _verify_values(model_file, texts, bundle, size)
         except ModelFailedError:
             if size == bundle.batch_size:
                 raise
-            _verify_values(traced, model_file, texts, bundle, bundle.batch_size)
+            _verify_values(model_file, texts, bundle, bundle.batch_size)
     else:
-        inputs = ModelInputs.of(model_file.example_inputs(bundle.batch_size))
+        inputs = model_file.example_inputs(bundle.batch_size)
         state, size = named_state(traced.model), bundle.batch_size
         output = traced.output_with(lambda leaf: leaf.meta(size) if isinstance(leaf, Value) else state[leaf.name], size)
         verify_shapes(texts, bundle, inputs, output)
 
 
-def _verify_values(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle: Bundle, size: int) -> None:
+def _verify_values(model_file: ModelFile, texts: dict[str, str], bundle: Bundle, size: int) -> None:
     """Compare values for minibatches of `size` samples and of one more."""
-    sizes = (size, size, size + 1)
-    batches = [ModelInputs.of(model_file.example_inputs(samples)) for samples in sizes]
-    for samples, inputs in zip(sizes, batches, strict=True):
-        _check_inputs(traced, inputs, samples)
+    batches = [model_file.example_inputs(samples) for samples in (size, size, size + 1)]
     after_forward = {name: model_file.function(name) for name in ("loss", "metrics") if model_file.has(name)}
     verify_values(model_file.build, texts, bundle, batches, after_forward)
-
-
-def _check_inputs(traced: Traced, inputs: ModelInputs, samples: int) -> None:
-    """Check that a minibatch has the arguments and shapes that the model was traced with, apart from its size."""
-    expected = [op.outputs[0].meta(samples).shape for op in traced.operators if op.is_input]
-    shapes = [tensor.shape for tensor in inputs.tensors]
-    if inputs.signature != traced.arguments or len(shapes) != len(expected):
-        what = f"the inputs of {samples} samples differ from the arguments in the trace"
-        raise TraceError(what, "change only the minibatch size in example_inputs")
-    for shape, expected_shape in zip(shapes, expected, strict=True):
-        if shape != expected_shape:
-            what = f"an input of {samples} samples has shape {list(shape)}, not {list(expected_shape)} as it was traced"
-            raise TraceError(what, "pad to a fixed length")
 
 
 def fits_in_memory(model: nn.Module) -> bool:

@@ -167,18 +167,6 @@ def test_example_inputs_that_change_with_the_size(example, message):
         trace(load("dictionary").build(), example, 4, MODELS)
 
 
-def test_lengths_that_differ_from_minibatch_to_minibatch(tmp_path):
-    class Varying(StructuredModel):
-        def example_inputs(self, batch_size):
-            return self.as_inputs({"words": torch.randn(batch_size, 2 + (batch_size < 4), 8), "mask": torch.ones(8)})
-
-    model_file = Varying.load(ModelRef(source=str(MODELS), function="any_keywords"), trusted=True)
-    profile = skeleton(model_file)
-    message = r"an input of 2 samples has shape \[2, 3, 8\], not \[2, 2, 8\] as it was traced; pad to a fixed length"
-    with pytest.raises(TraceError, match=message):
-        generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
-
-
 LANGUAGE_MODEL = """
 import torch
 
