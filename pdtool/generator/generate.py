@@ -19,6 +19,7 @@ from pdtool.errors import PdtoolError, StaleError, UsageError
 from pdtool.files import write_atomically, write_remedy
 from pdtool.frontend.graph_digest import check_profile, graph_sha256
 from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.operators import Traced, Value, first_names, named_state
 from pdtool.frontend.random_numbers import random_state_kept
 from pdtool.frontend.tracing import trace_file
@@ -166,7 +167,7 @@ def _verify(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle
                 raise
             _verify_values(model_file, texts, bundle, bundle.batch_size)
     else:
-        inputs = model_file.example_inputs(bundle.batch_size)
+        inputs = ModelInputs.of(model_file.example_inputs(bundle.batch_size))
         state, size = named_state(traced.model), bundle.batch_size
         output = traced.output_with(lambda leaf: leaf.meta(size) if isinstance(leaf, Value) else state[leaf.name], size)
         verify_shapes(texts, bundle, inputs, output)
