@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from pdtool.artifacts.text_formats import FormatError, read_message, write_message
 from pdtool.errors import WorkerDiedError
 
-_GRACE_S = 1.0  # for others to notice that a wait has failed
 _REMEDY = "check that it runs and can be reached, or pass a longer --timeout"
 
 
@@ -65,15 +64,11 @@ class Rendezvous:
 
     @contextmanager
     def waiting_for(self, peers: Iterable[int], remedy: str = _REMEDY) -> Iterator[None]:
-        """Turn errors of torch.distributed into a WorkerDiedError that names the step and the missing `peers`."""
+        """Turn errors of torch.distributed into a WorkerDiedError that names the step and the `peers`."""
         try:
             yield
         except RuntimeError as error:
-            silent: set[int] = set()
-            with suppress(RuntimeError):  # the store may be what is lost
-                silent = self._silent_ranks()
-            others = sorted({*peers} - {self.rank})
-            raise self._timeout_error([peer for peer in others if peer in silent] or others or [0], remedy) from error
+            raise self._timeout_error(sorted({*peers} - {self.rank}) or [0], remedy) from error
 
     def _answers(self, subject: str, content: bytes) -> list[bytes]:
         """Each worker's value in the store on a subject, including this one's."""
@@ -87,21 +82,6 @@ class Rendezvous:
                 time.sleep(pause_s)
                 pause_s = min(0.02, 1.5 * pause_s)
             return list(self.store.multi_get(keys))
-
-    def _silent_ranks(self) -> set[int]:
-        """The workers who have neither given up the work of this turn nor finished it."""
-        given_up = f"{self._turn} given up"
-        self.store.set(f"{given_up}/{self.rank}", "")
-        deadline_s = time.monotonic() + _GRACE_S
-        while True:
-            silent = {
-                rank
-                for rank in range(self._workers)
-                if not any(self.store.check([f"{subject}/{rank}"]) for subject in (str(self._turn + 1), given_up))
-            }
-            if not silent or time.monotonic() > deadline_s:
-                return silent
-            time.sleep(0.02)
 
     def _timeout_error(self, peers: Sequence[int], remedy: str = _REMEDY) -> WorkerDiedError:
         ranks = f"worker{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
