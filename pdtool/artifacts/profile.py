@@ -90,7 +90,7 @@ class Profile(Artifact):
         segments: groups of nodes that were compiled and timed together. The sum of a group's times was measured; each
             node has a share in proportion to its uncompiled time. Nodes outside groups were timed uncompiled.
         reserved_bytes: device memory not available to tensors (see DeviceSpec); on a CPU, memory of a process with
-            PyTorch loaded besides tensors (see `tensor_bytes`). 0: an earlier pdtool did not measure it.
+            PyTorch loaded besides tensors (see `tensor_bytes`). 0: an earlier pdtool did not record it.
         step_s: seconds of one whole training step, measured end to end; 0 if not measured.
         launch_s: seconds that the host needs to launch the kernels of a step on a GPU; 0 if not measured.
         coverage: sum of all nodes' forward, backward and update over step_s.

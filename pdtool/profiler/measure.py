@@ -39,7 +39,9 @@ _MIN_ROUNDS, _MAX_ROUNDS = 3, 15
 _BUDGET_S = 6.0  # for all rounds, if _MIN_ROUNDS allows
 _AGREE = 0.03  # by which two rounds may differ if there is no third
 _LOADED, _LOADING_BUDGET_S = 6, 3.0  # minibatches; the first is for warming up
-_MOST_PROCESS_BYTES = 2**29  # torch for CUDA takes 350 MB of it; callers of the API may hold data of their own
+# Memory of a process that has imported torch: 200 to 265 MB, and up to 365 MB if torch is built for CUDA, even without
+# a GPU. It is not measured anew for each profile, because then plans of the same options would differ.
+_PROCESS_BYTES, _PROCESS_BYTES_WITH_CUDA = 2**28, 3 * 2**27
 _WHOLE_STEP = "whole step"  # no operator has a name with a space
 _MAX_SPIN_S = 1.0
 _MARGIN_S = 20e-6  # of a spin: recording two events
@@ -79,7 +81,6 @@ def measure(
     if where.type == "cuda" and not torch.cuda.is_available():
         what = "--device cuda: torch finds no CUDA device here"
         raise UsageError(what, "measure with --device cpu, or estimate for a device by its name, such as --device v100")
-    process_bytes = min(host.resident_bytes() or 0, _MOST_PROCESS_BYTES)  # before there is a model
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
@@ -89,7 +90,7 @@ def measure(
             digest = graph_sha256(traced)
             disable_inplace_modules(traced.model.to(where))
             profiled = ProfiledModel.of(model_file, traced, batch_size, where, precision=precision)
-            return _Measurement(profiled, where, progress, process_bytes).profile(compiled, note).with_graph(digest)
+            return _Measurement(profiled, where, progress).profile(compiled, note).with_graph(digest)
     finally:
         torch.set_num_threads(before)
 
@@ -106,16 +107,11 @@ class _StepTimes:
 
 @dataclass(frozen=True)
 class _Measurement:
-    """The measurement of one profile.
-
-    Attributes:
-        process_bytes: memory of this process before it had the model.
-    """
+    """The measurement of one profile."""
 
     model: ProfiledModel
     device: torch.device
     progress: OnProgress
-    process_bytes: int
 
     def profile(self, compiled: bool, note: OnNote) -> Profile:
         """Measure all nodes, the whole step and the optimizer step; with `compiled`, the memory as without it."""
@@ -145,7 +141,7 @@ class _Measurement:
             precision=self.model.run.precision,
             compiled=compiled,
             segments=segments,
-            reserved_bytes=RESERVED_BYTES if self.device.type == "cuda" else self.process_bytes,
+            reserved_bytes=_reserved_bytes(self.device),
             launch_s=times.launch_s,
         )
 
@@ -238,6 +234,13 @@ def _agree(steps: Sequence[float], passes: Sequence[tuple[Readings, Readings]]) 
     """Whether at least two whole steps took as long as each other, and all forwards and backwards of as many passes."""
     sums = [sum(forward.values()) + sum(backward.values()) for forward, backward in passes]
     return len(steps) > 1 and all(max(times) <= min(times) * (1 + _AGREE) for times in (steps, sums))
+
+
+def _reserved_bytes(device: torch.device) -> int:
+    """Return the memory that is not left for tensors: see Profile."""
+    if device.type == "cuda":
+        return RESERVED_BYTES
+    return _PROCESS_BYTES_WITH_CUDA if torch.version.cuda or torch.version.hip else _PROCESS_BYTES
 
 
 def _measured_device(device: torch.device) -> Device:
