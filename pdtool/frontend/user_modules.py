@@ -5,22 +5,32 @@ would get the first one's net.py. An edited net.py would not be read again. Here
 as in a process of its own. At the end, the calling program's modules are restored.
 
 Python takes the bytecode of a file in __pycache__ if the file has the same size and was last changed in the same
-second. After a quick edit, that is the code before the edit. So a model file, named by its path, is compiled at each
-import. For the files that it imports Python's rule holds, as for any program.
+second. After a quick edit, that is the code before the edit. So the user's files are compiled again if their bytecode
+is not certainly newer.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import sysconfig
+import time
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from importlib.machinery import PathFinder, SourceFileLoader
+from importlib.machinery import (
+    EXTENSION_SUFFIXES,
+    SOURCE_SUFFIXES,
+    ExtensionFileLoader,
+    FileFinder,
+    PathFinder,
+    SourceFileLoader,
+)
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from pdtool.host import process_start_s
@@ -28,6 +38,7 @@ from pdtool.host import process_start_s
 _ALIASES = f"{__name__}."  # prefix for model files whose own name a library has
 __path__ = sys.path  # where a process that such a file spawns finds it by that name
 _LIBRARIES = ("/site-packages/", "/dist-packages/", *(sysconfig.get_path(k) for k in ("stdlib", "platstdlib")))
+_MIN_AGE_S = 2.0  # of a file when its bytecode was written, so that later edits show
 CODE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, staticmethod, classmethod, property)
 _Stamp = tuple[int, int]
 
@@ -108,7 +119,10 @@ def begin_import(path: Path, folder: Path, name: str = "") -> None:
         folder: the folder to put first on sys.path.
         name: a module to load anew in any case.
     """
-    importlib.invalidate_caches()
+    if _finder_of_user in sys.path_hooks:
+        importlib.invalidate_caches()
+    else:
+        _set_path_hooks([_finder_of_user, *sys.path_hooks])
     own = _below([folder]) | _kept.get(path, {})
     for other in [other for other, module in sys.modules.items() if _place(other, module)]:
         spec = PathFinder.find_spec(other.partition(".")[0], [str(folder)])
@@ -124,6 +138,7 @@ def begin_import(path: Path, folder: Path, name: str = "") -> None:
 def undoing_imports() -> Iterator[None]:
     """Undo at the end the changes of the user's imports to sys.modules, sys.path and sys.argv."""
     modules, path, argv, outer = sys.modules.copy(), sys.path[:], sys.argv, _imported.copy()
+    hooks = sys.path_hooks[:]
     _imported.clear()
     try:
         yield
@@ -138,6 +153,8 @@ def undoing_imports() -> Iterator[None]:
                 sys.modules.pop(loaded, None)
         sys.modules.update(modules)
         sys.path[:], sys.argv = path, argv
+        if sys.path_hooks != hooks:
+            _set_path_hooks(hooks)
         _imported.clear()
         _imported.update(outer)
 
@@ -154,11 +171,29 @@ def import_file(name: str, path: Path) -> ModuleType:
 
 
 class _CurrentSource(SourceFileLoader):
-    """Compiles a file as it is now, whatever bytecode there is."""
+    """Loads a file as it is now: its bytecode only if that is certainly newer than the file's last change."""
 
-    def get_code(self, fullname: str) -> CodeType:
-        """Return the compiled file."""
-        return self.source_to_code(self.get_data(self.path), self.path)
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Return the compiled file, and write its bytecode only if that will be certainly newer."""
+        try:
+            written_s = os.stat(importlib.util.cache_from_source(self.path)).st_mtime
+        except (OSError, NotImplementedError):
+            written_s = time.time()
+        if written_s < os.stat(self.path).st_ctime + _MIN_AGE_S:
+            return self.source_to_code(self.get_data(self.path), self.path)
+        return super().get_code(fullname)
+
+
+def _finder_of_user(folder: str) -> FileFinder:
+    """Find the modules of a folder that is not a library's; raises ImportError for all others."""
+    if any(library in f"{folder}/" for library in _LIBRARIES) or not os.path.isdir(folder):
+        raise ImportError("no folder of the user", path=folder)
+    return FileFinder(folder, (ExtensionFileLoader, EXTENSION_SUFFIXES), (_CurrentSource, SOURCE_SUFFIXES))
+
+
+def _set_path_hooks(hooks: list[Any]) -> None:
+    sys.path_hooks[:] = hooks
+    sys.path_importer_cache.clear()
 
 
 def _below(folders: Iterable[Path]) -> dict[str, ModuleType]:

@@ -1,15 +1,18 @@
 """Which modules a model file finds, and under which name it is imported itself."""
 
+import marshal
 import os
 import pickle
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 from skeletons import plan_of, skeleton
 
 from pdtool.artifacts.artifact import ModelRef
+from pdtool.frontend import user_modules
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.user_code import undoing_user_changes
 from pdtool.generator.generate import generate
@@ -65,13 +68,34 @@ def test_each_model_file_imports_the_modules_of_its_own_folder_as_they_are_now(t
 def test_an_edit_in_the_same_second_is_seen_though_python_wrote_bytecode(tmp_path, monkeypatch):
     """Python itself takes the bytecode of the first text: the size is the same, and so is the second."""
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    model = tmp_path / "model.py"
-    program = [sys.executable, "-c", "from model import WIDTH; print(WIDTH)"]
+    model, net, hooks = (
+        write(tmp_path / "model.py", MODEL.format(module="part.net")),
+        tmp_path / "part/net.py",
+        [*sys.path_hooks],
+    )
+    program = [sys.executable, "-c", "from part.net import WIDTH; print(WIDTH)"]
     for size in (3, 5, 7):
-        write(model, NET.format(width=size) + "def model(): return torch.nn.Sequential(torch.nn.Identity(), Net())\n")
-        os.utime(model, (1e9, 1e9))
+        write(net, NET.format(width=size))
+        os.utime(net, (1e9, 1e9))
         assert subprocess.check_output(program, cwd=tmp_path, text=True) == "3\n"
-        assert width(str(model)) == size
+        assert width(model) == size
+    assert hooks == sys.path_hooks
+
+
+def test_bytecode_of_a_file_is_written_once_the_file_is_two_seconds_old(tmp_path, monkeypatch):
+    """And then it is used: here it holds another number than the file."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file, now_s = tmp_path / "model.py", time.time()
+    write(file, "WIDTH = 3\n")
+    assert user_modules.import_file("model", file).WIDTH == 3
+    assert not list(tmp_path.rglob("*.pyc"))
+    monkeypatch.setattr(user_modules.time, "time", lambda: now_s + 9)
+    assert user_modules.import_file("model", file).WIDTH == 3
+    [bytecode] = tmp_path.rglob("*.pyc")
+    bytecode.write_bytes(bytecode.read_bytes()[:16] + marshal.dumps(compile("WIDTH = 5", file, "exec")))
+    os.utime(bytecode, (now_s + 9, now_s + 9))
+    assert user_modules.import_file("model", file).WIDTH == 5
+    del sys.modules["model"]
 
 
 def test_a_package_is_loaded_again_after_an_edit(tmp_path, monkeypatch):
