@@ -12,14 +12,14 @@ Source: github.com/msr-fiddle/pipedream, graph/graph.py (Node.from_str, Graph.fr
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import networkx as nx
 
-from pdtool.artifacts.artifact import fields_checked, title
+from pdtool.artifacts.artifact import title
 from pdtool.artifacts.device import Device, find_device
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.errors import ArtifactError
@@ -28,21 +28,20 @@ DEVICE, _DEVICE_IN_TABLE = "V100 (published by PipeDream)", "v100"  # the paper'
 _MAX_SAMPLES = 10**9
 DEFAULT_BATCH = 128  # the batch size of most of PipeDream's own profiles
 _FLOAT_BYTES = 4
-_NUMBER = r"[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]{1,2})?"
-_SIZE = rf"({_NUMBER}|\[{_NUMBER}(?:; *{_NUMBER})*\])"
+_MAX_NUMBER = 1e12  # of milliseconds and of bytes
 _NODE = re.compile(
-    r"(node[0-9]{1,18}) -- (([^()\x00-\x1f]{1,100}?)(?:\([^\x00-\x1f]*)?) -- "
-    rf"forward_compute_time=({_NUMBER}), backward_compute_time=({_NUMBER}), "
-    rf"activation_size={_SIZE}, parameter_size={_SIZE}(?: -- stage_id=[0-9]+)?"
+    r"(node[0-9]{1,18}) -- (([^()\x00-\x1f]{1,100}?)(?:\([^\x00-\x1f]*)?) -- forward_compute_time=([^,]+), "
+    r"backward_compute_time=([^,]+), activation_size=([^,]+), parameter_size=([^,]+?)(?: -- stage_id=[0-9]+)?"
 )
 # Operators that write into the memory of their input, or return a part of it.
 _ALIAS = re.compile(r"(View|Size|__getitem__)\b|.*\(.*\binplace\b")
 _EDGE = re.compile(r"\t(node[0-9]{1,18}) -- (node[0-9]{1,18})")
+_NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?(e[+-]?[0-9]{1,3})?")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _NodeLine:
-    """A node as its line describes it, without its edges.
+    """A node as its line describes it.
 
     Attributes:
         number: number of the line.
@@ -51,8 +50,9 @@ class _NodeLine:
 
     number: int
     description: str
-    output_bytes: list[float]
+    output_bytes: tuple[int, ...]
     node: Node
+    inputs: list[str] = field(default_factory=list)
 
 
 def read_pipedream_profile(text: str, path: str, *, name: str, batch_size: int | None = None) -> tuple[Profile, str]:
@@ -70,8 +70,7 @@ def read_pipedream_profile(text: str, path: str, *, name: str, batch_size: int |
         ArtifactError: a line is malformed, a node stands twice, an edge leads nowhere or the graph has a cycle.
         UsageError: a profile cannot have that name.
     """
-    graph = _parse(text, path)
-    lines: list[_NodeLine] = [graph.nodes[name]["line"] for name in _ordered(graph, path)]
+    lines = _parse(text, path)
     samples, batch_source = (batch_size, "") if batch_size else _batch_size(lines)
     device = find_device(_DEVICE_IN_TABLE)
     profile = Profile(
@@ -83,84 +82,104 @@ def read_pipedream_profile(text: str, path: str, *, name: str, batch_size: int |
         reserved_bytes=device.reserved_bytes,
         step_s=0.0,
         coverage=0.0,
-        nodes=tuple(_node(line, sorted(graph.predecessors(line.node.name), key=_index)) for line in lines),
+        nodes=tuple(_node(lines[key]) for key in _ordered(lines, path)),
     )
     profile.check()
     return profile, batch_source
 
 
-def _parse(text: str, path: str) -> nx.DiGraph[str]:
-    """Return the graph; a node has its `line`, which may come after edges that name it, and an edge its `number`."""
-    graph: nx.DiGraph[str] = nx.DiGraph()
-    lines: dict[str, _NodeLine] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
+def _parse(text: str, path: str) -> dict[str, _NodeLine]:
+    """Return the nodes by name, with their edges; a node's line may come after edges that name it."""
+    nodes: dict[str, _NodeLine] = {}
+    edges: dict[tuple[str, str], int] = {}
+    for number, line in enumerate(text.split("\n"), start=1):
+        line = line.removesuffix("\r")
         if match := _EDGE.fullmatch(line):
-            graph.add_edge(match[1], match[2], number=number)
+            if edges.setdefault((match[1], match[2]), number) != number:
+                raise _fault(path, number, f"the edge {match[1]} -- {match[2]} appears twice")
         elif match := _NODE.fullmatch(line):
-            if match[1] in lines:
-                raise _fault(path, number, f"{match[1]} appears twice (first in line {lines[match[1]].number})")
-            lines[match[1]] = _line(match, number, path)
+            if match[1] in nodes:
+                raise _fault(path, number, f"{match[1]} appears twice (first in line {nodes[match[1]].number})")
+            nodes[match[1]] = _line(match, number, path)
         elif line:
             raise _fault(path, number, f"is neither a node nor an edge: {line[:60]!r}")
-    for source, target, number in graph.edges(data="number"):
+    for (source, target), number in edges.items():
         for end in (source, target):
-            if end not in lines:
+            if end not in nodes:
                 raise _fault(path, number, f"the edge {source} -- {target} names {end}, which is not a node")
-    if not lines:
+        nodes[target].inputs.append(source)
+    if not nodes:
         raise ArtifactError(path, "has no nodes", "name a graph.txt of PipeDream's profiler")
-    for name, node_line in lines.items():
-        if name not in graph and len(lines) > 1:
-            raise _fault(path, node_line.number, f"no edge leads from or to {name} (is the file cut off?)")
-        graph.add_node(name, line=node_line)
-    return graph
+    connected = {end for edge in edges for end in edge}
+    for key, node in nodes.items():
+        if key not in connected and len(nodes) > 1:
+            raise _fault(path, node.number, f"no edge leads from or to {key} (is the file cut off?)")
+    return nodes
 
 
 def _line(match: re.Match[str], number: int, path: str) -> _NodeLine:
-    name, description, op, forward_ms, backward_ms, *sizes = match.groups()
-    output_bytes, parameter_bytes = ([float(size) for size in text.strip("[]").split(";")] for text in sizes)
-    output_size: Any = sum(output_bytes)  # a Node checks that it is whole
-    parameter_size: Any = sum(parameter_bytes)
-    with fields_checked(lambda fault: _fault(path, number, fault)):
-        node = Node(
-            name=name,
-            op=op.strip(),
-            module=name,
-            forward_s=float(forward_ms) / 1e3,
-            backward_s=float(backward_ms) / 1e3,
-            output_bytes=output_size,
-            gradient_bytes=output_size,
-            parameter_bytes=parameter_size,
-            stash_bytes=0 if _ALIAS.match(description) else output_size,
-        )
-    return _NodeLine(number, description, output_bytes, node)
+    values: dict[str, list[float]] = {}
+    for key, text in zip(("forward", "backward", "activation_size", "parameter_size"), match.groups()[3:], strict=True):
+        items = text.removeprefix("[").removesuffix("]").split(";") if re.fullmatch(r"\[.*\]", text) else [text]
+        values[key] = [_number(item.strip(), key, number, path) for item in items]
+        is_size = key.endswith("size")
+        if not is_size and len(items) > 1:
+            raise _fault(path, number, f"{key} {text!r} is not one number")
+        if is_size and any(v != int(v) for v in values[key]):
+            raise _fault(path, number, f"{key} {text!r} is not whole bytes")
+    output_bytes = tuple(map(int, values["activation_size"]))
+    node = Node(
+        name=match[1],
+        op=match[3].strip(),
+        module=match[1],
+        forward_s=values["forward"][0] / 1e3,
+        backward_s=values["backward"][0] / 1e3,
+        output_bytes=sum(output_bytes),
+        gradient_bytes=sum(output_bytes),
+        parameter_bytes=sum(map(int, values["parameter_size"])),
+        stash_bytes=0 if _ALIAS.match(match[2]) else sum(output_bytes),
+    )
+    return _NodeLine(number=number, description=match[2], output_bytes=output_bytes, node=node)
+
+
+def _number(text: str, key: str, line: int, path: str) -> float:
+    value = float(text) if _NUMBER.fullmatch(text) else math.nan
+    if not math.isfinite(value):
+        raise _fault(path, line, f"{key} {text[:40]!r} is not a number from 0 up")
+    if value > _MAX_NUMBER or 0 < value < 1 / _MAX_NUMBER:
+        limits = f"0, or from {1 / _MAX_NUMBER:g} to {_MAX_NUMBER:g}"
+        raise _fault(path, line, f"{key} {text[:40]!r} is not plausible: {limits}")
+    return value
 
 
 def _fault(path: str, line: int, what: str) -> ArtifactError:
     return ArtifactError(path, what, "give a graph.txt of PipeDream's profiler", field=f"line {line}")
 
 
-def _ordered(graph: nx.DiGraph[str], path: str) -> list[str]:
+def _ordered(nodes: Mapping[str, _NodeLine], path: str) -> list[str]:
     """Order the nodes topologically, with ties by number, whatever the order of the lines."""
+    graph = nx.DiGraph((source, key) for key, node in nodes.items() for source in node.inputs)
+    graph.add_nodes_from(nodes)
     try:
         return list(nx.lexicographical_topological_sort(graph, key=_index))
     except nx.NetworkXUnfeasible:
         cycle = [source for source, _ in nx.find_cycle(graph)]
         what = f"the edges make a cycle: {' -- '.join([*cycle, cycle[0]])}"
-        raise _fault(path, graph.nodes[cycle[0]]["line"].number, what) from None
+        raise _fault(path, nodes[cycle[0]].number, what) from None
 
 
-def _index(name: str) -> int:
-    return int(name.removeprefix("node"))
+def _index(key: str) -> int:
+    return int(key.removeprefix("node"))
 
 
-def _node(line: _NodeLine, inputs: Sequence[str]) -> Node:
+def _node(line: _NodeLine) -> Node:
     """Return the node with its edges; an input costs nothing."""
-    if not inputs and re.fullmatch(r"Input[0-9]*", line.description):
+    if not line.inputs and re.fullmatch(r"Input[0-9]*", line.description):
         return Node(name=line.node.name, op="input", module=line.node.module, output_bytes=line.node.output_bytes)
-    return line.node.model_copy(update={"inputs": tuple(inputs)})
+    return line.node.model_copy(update={"inputs": tuple(sorted(line.inputs, key=_index))})
 
 
-def _batch_size(lines: Sequence[_NodeLine]) -> tuple[int, str]:
+def _batch_size(nodes: Mapping[str, _NodeLine]) -> tuple[int, str]:
     """Derive the samples in a minibatch from float32 sizes; return them and their source in words.
 
     The state of an LSTM has samples × hidden numbers whatever the length of its sequences. The output of a Linear after
@@ -168,11 +187,11 @@ def _batch_size(lines: Sequence[_NodeLine]) -> tuple[int, str]:
     """
     # (operator, number of its outputs, index of the one whose size tells, words)
     kinds = [(r"LSTM\([0-9]+, ([0-9]+)\)", 3, 1, "the state of")]
-    if any(line.node.op == "View" for line in lines):
+    if any(line.node.op == "View" for line in nodes.values()):
         kinds.append((r"Linear\(.*out_features=([0-9]+).*\)", 1, 0, "the output of"))
     for pattern, outputs, index, what in kinds:
         lines_by_samples = {}
-        for line in lines:
+        for line in nodes.values():
             match = re.fullmatch(pattern, line.description)
             if match and int(match[1]) and len(line.output_bytes) == outputs:
                 lines_by_samples[line.output_bytes[index] / (_FLOAT_BYTES * int(match[1]))] = line
