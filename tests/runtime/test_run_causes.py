@@ -96,6 +96,7 @@ def test_a_worker_that_ends_with_status_0_before_its_work_does_is_named(tmp_path
     assert str(error).startswith(
         f"rank {last} (stage {last}, replica 0) ended with exit status 0 and without a word; it was last at {last}F0 "
     )
+    assert error.remedy.startswith("if model.py calls os._exit, raise an error instead; see ")
 
 
 @pytest.mark.parametrize(
@@ -253,6 +254,15 @@ def test_the_one_that_waits_for_nobody_is_named(left: Left) -> None:
     left.failure(0, "backward 'a' did not arrive (Timed out waiting 5 s)", peer=1)
     assert str(left.diagnosis({0: 5})).startswith(
         "rank 2 (stage 1, replica 1) did not answer for 5 s; it was last at 1F3"
+    )
+
+
+def test_a_killed_fork_server_is_named_and_no_worker(left: Left) -> None:
+    left.status(0, "0B3", waits_for=1)
+    left.failure(0, "backward 'a' did not arrive (Connection closed by peer)", peer=1)
+    error = str(left.diagnosis({0: 5, 1: 255, 2: 255, 3: 255}))
+    assert error.startswith(
+        "the workers ended with the fork server, from which they come: it was killed; start it again"
     )
 
 

@@ -28,14 +28,30 @@ def model():
 """
 
 
-@pytest.mark.parametrize(("toy", "replicas"), [(CONV2, (2, 1)), (TIED3, (2, 1, 1))], ids=["replicas", "tied"])
+FREEZING = """
+_trained = model
+
+def model():
+    made = _trained()
+    made.embed.weight.requires_grad_(False)
+    return made
+"""
+_X, _E, _H = TIED3.tensors
+FROZEN3 = replace(  # nothing sums gradients of the shared parameter, so the bundle lists none as tied
+    TIED3, model=TIED3.model + FREEZING, tensors=(_X, _E.model_copy(update={"gradient": False}), _H), tied=()
+)
+
+
+@pytest.mark.parametrize(
+    ("toy", "replicas"), [(CONV2, (2, 1)), (TIED3, (2, 1, 1)), (FROZEN3, (1, 1, 1))], ids=["replicas", "tied", "frozen"]
+)
 def test_weights_that_no_seed_fixes_begin_alike(tmp_path: Path, toy: harness.Toy, replicas: tuple[int, ...]) -> None:
     """After training, too: the replicas of the first stage have equal parameters, and so have tied copies."""
     outcomes = harness.run(harness.job(tmp_path, replace(toy, model=toy.model + UNSEEDED), replicas, epochs=1))
     first = [harness.without_statistics(outcome.state) for outcome in outcomes if outcome.stage == 0]
-    assert len(first) == 2
-    assert all(torch.equal(first[0][name], first[1][name]) for name in first[0])
-    for tied in toy.tied:
+    assert len(first) == replicas[0]
+    assert all(torch.equal(first[0][name], first[-1][name]) for name in first[0])
+    for tied in TIED3.tied if toy is FROZEN3 else toy.tied:
         states = [weights([outcome for outcome in outcomes if outcome.stage == s]) for s in tied.stages]
         copies = [state[name] for state, name in zip(states, tied.names, strict=True)]
         assert all(torch.equal(copies[0], other) for other in copies[1:])

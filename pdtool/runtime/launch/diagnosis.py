@@ -34,6 +34,7 @@ from pdtool.runtime.status import ANY_PEER, LastStatus, WorkerFailure, read_fail
 from pdtool.runtime.worker_end import describe_end
 from pdtool.units import format_seconds
 
+_LOST_FORK_SERVER = 255  # multiprocessing's exit code for a process whose fork server has ended
 _BY_WATCHDOG = -signal.SIGABRT  # how NCCL's watchdog ends a process
 
 
@@ -85,13 +86,16 @@ class WorkersLeft:
         silent = sorted(ended, key=self._is_aborted)
         rank, place = silent[0], self._assignments[silent[0]]
         code = self._exit_codes.get(rank)
+        if code == _LOST_FORK_SERVER:
+            return WorkerDiedError("the workers ended with the fork server, from which they come: it was killed")
         what = f"{place} {describe_end(code)}; {self._last_seen(rank)}"
         guess = self._memory_guess(rank, code) if rank in self._local else ""
         if guess:
             return killed_for_memory_error(f"{what}; {guess}", self._config.plan, place)
         if self._uses_cuda and self._is_aborted(rank):
             what += "; NCCL's watchdog ends a worker like this if it loses another one, perhaps on another machine"
-        return WorkerDiedError(what)
+        is_exit = code is not None and code >= 0
+        return WorkerDiedError(what, "if model.py calls os._exit, raise an error instead" if is_exit else "")
 
     def no_answer(self) -> PdtoolError:
         """Return the error of a worker that others waited for in vain."""

@@ -27,13 +27,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from pdtool.artifacts.plan import Plan
-from pdtool.errors import ModelError, PdtoolError, WorkerDiedError
+from pdtool.errors import ModelError, PdtoolError, WorkerDiedError, describe_error
 from pdtool.host import end_with_parent, usable_cores
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatches import DataPass
 from pdtool.runtime.memory import is_out_of_memory
-from pdtool.runtime.worker_end import describe_end
+from pdtool.runtime.worker_end import describe_end, exit_error
 from pdtool.units import format_seconds
 
 LoadedMinibatch = tuple[list[Tensor], list[Tensor]]  # the inputs and the tensors of the target, [samples, ...] each
@@ -98,7 +98,7 @@ class MinibatchSource:
                 pin_memory=pins_memory,
                 timeout=timeout_s,
             )
-        self._iterator: Iterator[LoadedMinibatch | Exception] = iter(())
+        self._iterator: Iterator[LoadedMinibatch | BaseException] = iter(())
         self._processes: list[BaseProcess] = []
 
     def begin_pass(self, data: DataPass, minibatches: Sequence[int]) -> None:
@@ -125,8 +125,8 @@ class MinibatchSource:
             ModelError: a sample cannot be read or does not match the others, or the inputs do not match the stages.
             WorkerDiedError: a loader worker has ended, or does not answer.
         """
-        loaded: LoadedMinibatch | Exception = self._answer(partial(next, self._iterator), minibatch)
-        if isinstance(loaded, Exception):
+        loaded: LoadedMinibatch | BaseException = self._answer(partial(next, self._iterator), minibatch)
+        if isinstance(loaded, BaseException):
             self._kill()
             raise loaded
         if self._loader is None:
@@ -206,7 +206,7 @@ def _interrupted_by_end(processes: Sequence[BaseProcess]) -> Iterator[None]:
         signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
 
 
-class _TaskLoader(DataLoader[LoadedMinibatch | Exception]):
+class _TaskLoader(DataLoader[LoadedMinibatch | BaseException]):
     """Loads tasks in loader workers."""
 
     def check_worker_number_rationality(self) -> None:
@@ -250,13 +250,13 @@ class LoadTasks:
         return LoadTask(self.data.split_name, i, self.data.minibatches[i], self.data.seed(i), self.data.stream_pass)
 
 
-class TaskDataset(Dataset[LoadedMinibatch | Exception]):
+class TaskDataset(Dataset[LoadedMinibatch | BaseException]):
     """Minibatches by their tasks. Errors are returned, because DataLoader would lose their class."""
 
     def __init__(self, loaders: Mapping[str, MinibatchLoader]) -> None:
         self._loaders = loaders
 
-    def __getitem__(self, task: LoadTask) -> LoadedMinibatch | Exception:
+    def __getitem__(self, task: LoadTask) -> LoadedMinibatch | BaseException:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as in loader workers: the order of a sum depends on it
         try:
@@ -264,6 +264,13 @@ class TaskDataset(Dataset[LoadedMinibatch | Exception]):
             return [_detached(tensor) for tensor in inputs], [_detached(tensor) for tensor in target]
         except PdtoolError as error:
             return error if get_worker_info() is None else _portable(error)
+        except SystemExit as error:
+            return exit_error(error)
+        except BaseException as error:  # KeyboardInterrupt and the like would end a loader worker silently
+            if get_worker_info() is None:
+                raise
+            what = f"the dataset raised {describe_error(error)} while {task} was loaded"
+            return WorkerDiedError(what, "raise a subclass of Exception instead")
         finally:
             torch.set_num_threads(threads)
 
@@ -277,7 +284,7 @@ def _detached(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
-def _portable(error: PdtoolError) -> Exception:
+def _portable(error: PdtoolError) -> BaseException:
     """The error in a form for another process, with its traceback as a note."""
     if is_out_of_memory(error):
         return MemoryError(str(error))

@@ -8,9 +8,11 @@ replicas of a stage, and in stages that share it.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -214,11 +216,12 @@ def equalize_weights(built: WorkerModel, bundle: Bundle, stages: Iterable[int], 
     Raises:
         PeerError: a worker is lost.
     """
-    if not bundle.tied and all(len(group.ranks) == 1 for group in groups.replicas):  # no stage has a copy
-        return []
     state, first_names = named_state(built.model), built.first_names
-    names = (name for s in stages for name in (*bundle.stages[s].parameters, *bundle.stages[s].buffers))
-    own = {first_names.get(name, name): state[name] for name in names if name in state}
+    names_of = [{first_names.get(n, n): n for n in (*stage.parameters, *stage.buffers)} for stage in bundle.stages]
+    is_shared = max(Counter(chain(*names_of)).values(), default=0) > 1
+    if not is_shared and all(len(group.ranks) == 1 for group in groups.replicas):  # nothing has a copy
+        return []
+    own = {first: state[name] for s in stages for first, name in names_of[s].items() if name in state}
     listed = {name: _digest(tensor) for name, tensor in own.items()}
     digests = all_gather(listed, dict[str, str], groups.world, "the digests of the initial weights")
     different = []
