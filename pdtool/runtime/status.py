@@ -120,12 +120,14 @@ class WorkerFailure:
     Attributes:
         error: the error that it raised: a PeerError if it waited in vain.
         at_s: when, in seconds of time.time.
+        stopped: ranks of its machine whose processes were stopped then (SIGSTOP).
         gone: ranks of its machine whose processes had ended then.
         traceback: traceback of the error; "" for none.
     """
 
     error: PdtoolError
     at_s: float = 0.0
+    stopped: list[int] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
     traceback: str = ""
 
@@ -144,7 +146,7 @@ def write_failure(out: Path, rank: int, failure: WorkerFailure) -> None:
     """Write a failure for `read_failure`, into the bytes reserved for it; then its traceback."""
     error, path = failure.error, RunDir(out).worker_file(rank, "failure")
     raised = [type(error).__name__, error.what, error.remedy, error.fields]
-    text = json.dumps([raised, failure.at_s, failure.gone], default=str)
+    text = json.dumps([raised, failure.at_s, failure.stopped, failure.gone], default=str)
     with suppress(OSError, ArtifactError), open_in_place(path) as file:  # it may be gone
         file.write(text.encode().ljust(_FAILURE_BYTES))
         file.write(b"\n" + failure.traceback.encode(errors="backslashreplace"))
@@ -155,8 +157,8 @@ def read_failure(out: Path, rank: int) -> WorkerFailure | None:
     try:
         path = RunDir(out).worker_file(rank, "failure")
         text, _, traceback = path.read_text(encoding="utf-8", errors="replace").partition("\n")
-        raised, at_s, gone = json.loads(text)
-        return WorkerFailure(revived(*raised), at_s, gone, traceback)
+        raised, at_s, stopped, gone = json.loads(text)
+        return WorkerFailure(revived(*raised), at_s, stopped, gone, traceback)
     except (OSError, ValueError, TypeError):
         return None
 
@@ -173,7 +175,7 @@ def read_status(out: Path, rank: int) -> LastStatus:
 
 
 def process_state(pid: int) -> str:
-    """Return Linux's letter for the state of a process of this machine; Z or "" has ended."""
+    """Return Linux's letter for the state of a process of this machine: T is stopped, Z or "" has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
     except OSError:

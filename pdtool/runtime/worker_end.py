@@ -27,17 +27,19 @@ _FOLDER = Path("/dev/shm")  # of counters
 
 def record_failure(out: Path, rank: int, error: BaseException) -> int:
     """Write this worker's failure for the launcher; return the exit code of the process."""
-    at_s, gone, text = time.time(), list[int](), ""
+    at_s, stopped, gone, text = time.time(), list[int](), list[int](), ""
     if isinstance(error, PeerError):  # its traceback would end in our own waiting
-        while not (gone := _gone_neighbours(out, rank)) and time.time() < at_s + _ENDING_S:
+        stopped, gone = _silent_neighbours(out, rank)
+        while not stopped and not gone and time.time() < at_s + _ENDING_S:
             time.sleep(0.01)
+            stopped, gone = _silent_neighbours(out, rank)
     else:
         with suppress(Exception):  # memory is full, or the error cannot be printed
             text = "".join(traceback.format_exception(error))
     if not isinstance(error, PdtoolError):
         remedy = "" if isinstance(error, Exception) else _RAISE_AN_ERROR  # Ctrl-C raises nothing in a worker
         error = WorkerDiedError(f"{describe_error(error)}{_place(error)}", remedy)
-    write_failure(out, rank, WorkerFailure(error, at_s, gone, text))
+    write_failure(out, rank, WorkerFailure(error, at_s, stopped, gone, text))
     return error.exit_code
 
 
@@ -67,12 +69,14 @@ def end_despite_threads(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _gone_neighbours(out: Path, rank: int) -> list[int]:
-    """This machine's ranks whose processes have ended."""
+def _silent_neighbours(out: Path, rank: int) -> tuple[list[int], list[int]]:
+    """This machine's ranks whose processes are stopped, and those whose processes have ended."""
     first = rank - int(os.environ["LOCAL_RANK"])
     others = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
     pids = {other: pid for other in others if (pid := read_status(out, other).pid)}
-    return [other for other, pid in pids.items() if process_state(pid) in ("", "Z", "X")]
+    states = {other: process_state(pid) for other, pid in pids.items()}
+    stopped = [other for other, state in states.items() if state in ("T", "t")]
+    return stopped, [other for other, state in states.items() if state in ("", "Z", "X")]
 
 
 def _place(error: BaseException) -> str:

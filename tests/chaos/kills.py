@@ -68,8 +68,7 @@ def _kill(
 def _expected(target: str, rank: int, number: signal.Signals) -> tuple[list[int], str]:
     """Exit codes and words."""
     if target == "worker":
-        is_stopped = number == signal.SIGSTOP
-        words = "(did not answer|arrived within)" if is_stopped else f"(was killed by {number.name}|died)"
+        words = r"is stopped \(SIGSTOP\)" if number == signal.SIGSTOP else f"(was killed by {number.name}|died)"
         return [5], rf"rank {rank} \(stage {rank}, replica 0\) {words}"
     if target == "fork server":
         return [5], "could not be started|ended with the fork server"

@@ -210,12 +210,16 @@ def loss(output, target, of=loss):
 
 
 @pytest.mark.rows_of_the_day(days=2)
-@pytest.mark.parametrize("statement", ["time.sleep(600)", "os.kill(os.getpid(), 19)"], ids=["asleep", "stopped"])
-def test_a_hung_replica_is_named_and_not_those_that_wait_for_it(tmp_path: Path, statement: str) -> None:
+@pytest.mark.parametrize(
+    ("statement", "how"),
+    [("time.sleep(600)", "did not answer for 2 s"), ("os.kill(os.getpid(), 19)", "is stopped (SIGSTOP)")],
+    ids=["asleep", "stopped"],
+)
+def test_a_hung_replica_is_named_and_not_those_that_wait_for_it(tmp_path: Path, statement: str, how: str) -> None:
     toy = with_code(CONV2, SLEEP_IN_LOSS.replace("STATEMENT", statement))
     error = failure_of(harness.job(tmp_path, toy, (2, 2), timeout_s=2.0))
     assert error.exit_code == WorkerDiedError.exit_code
-    assert str(error).startswith("rank 3 (stage 1, replica 1) did not answer for 2 s; it was last at 1F")
+    assert str(error).startswith(f"rank 3 (stage 1, replica 1) {how}; it was last at 1F")
 
 
 @pytest.fixture
@@ -254,6 +258,18 @@ def test_the_one_that_waits_for_nobody_is_named(left: Left) -> None:
     left.failure(0, "backward 'a' did not arrive (Timed out waiting 5 s)", peer=1)
     assert str(left.diagnosis({0: 5})).startswith(
         "rank 2 (stage 1, replica 1) did not answer for 5 s; it was last at 1F3"
+    )
+
+
+@pytest.mark.parametrize("why", ["Timed out waiting 5000ms", "Connection closed by peer"])
+def test_one_that_was_stopped_while_it_waited_is_named(left: Left, why: str) -> None:
+    """A worker that timed out closes its connections, and another may write that down first."""
+    for rank in range(4):
+        left.status(rank, "1F3", waits_for=ANY_PEER)
+    left.failure(0, f"the validation metrics did not come ({why})", peer=ANY_PEER, stopped=[2])
+    error = left.diagnosis({0: 5})
+    assert str(error).startswith(
+        "rank 2 (stage 1, replica 1) is stopped (SIGSTOP); it was last at 1F3, where it waited"
     )
 
 

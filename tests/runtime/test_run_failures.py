@@ -80,7 +80,7 @@ def processes() -> list[tuple[int, int, int]]:
         pytest.param(
             "os.kill(os.getpid(), signal.SIGSTOP) if self.n == 9 else 0",
             WorkerDiedError,
-            r"^rank 1 .* did not answer for 3 s; it was last at 1F2 of the validation after epoch 1",
+            r"^rank 1 .* is stopped \(SIGSTOP\); it was last at 1F2 of the validation after epoch 1",
             id="stopped",
         ),
     ],

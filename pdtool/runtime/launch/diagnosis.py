@@ -6,9 +6,9 @@ is, in this order:
 1. a worker's own error,
 2. a worker that a signal killed, or that ended silently;
    that includes one whose connections were closed: on another machine, or before we saw its end here,
-3. a worker that others waited for until their timeout: the one that has computed longest without waiting for anybody;
-   else, if all wait for each other, the one that the first to give up waited for. That one may not be to blame: over a
-   slow link a message takes long.
+3. a worker that others waited for until their timeout: one that was stopped; else the one that has computed longest
+   without waiting for anybody; else, if all wait for each other, the one that the first to give up waited for. That one
+   may not be to blame: over a slow link a message takes long.
 
 NCCL does not report a lost peer: at the timeout its watchdog aborts the process. So a worker that ended by SIGABRT
 comes last in 2. If it had not moved for long before, it counts in 3 as one that waited.
@@ -101,16 +101,18 @@ class WorkersLeft:
         """Return the error of a worker that others waited for in vain."""
         rank, first = self._hung_rank(), self._first_failure
         place, last_seen = self._assignments[rank], self._last_seen(rank)
-        if not self._hung_until_aborted() and not (first and first.is_timeout):
+        is_stopped = first is not None and rank in first.stopped
+        has_timed_out = first is not None and (first.is_timeout or is_stopped)  # others may see the end of one that did
+        if not self._hung_until_aborted() and not has_timed_out:
             return WorkerDiedError(f"{place} closed its connections; {last_seen}")
         timeout = format_seconds(self._config.timeout_s)
-        if all(status.is_waiting for status in self._statuses.values()):
+        if not is_stopped and all(status.is_waiting for status in self._statuses.values()):
             what = f"no message of {place} arrived within {timeout}, and all workers waited for messages"
             return WorkerDiedError(
                 f"{what}: one is lost or still on its way; {last_seen}",
                 "check whether the links are too slow for these messages, or pass a longer --timeout",
             )
-        what = f"{place} did not answer for {timeout}; {last_seen}"
+        what = f"{place} {'is stopped (SIGSTOP)' if is_stopped else f'did not answer for {timeout}'}; {last_seen}"
         return WorkerDiedError(what, "if it is only slow, pass a longer --timeout")
 
     def write_story(self, error: PdtoolError) -> bool:
@@ -160,7 +162,8 @@ class WorkersLeft:
         by_silence = [rank for rank in by_age if rank in unheard and not self._statuses[rank].is_waiting]
         by_time = sorted(self._failures.values(), key=lambda failure: failure.at_s)
         waited_for = [failure.peer for failure in by_time if failure.peer in self._assignments]
-        return [*by_silence, *waited_for, *unheard, *by_age][0]
+        stopped = by_time[0].stopped if by_time else []
+        return [*stopped, *by_silence, *waited_for, *unheard, *by_age][0]
 
     def _last_seen(self, rank: int) -> str:
         status = self._statuses[rank]
