@@ -71,7 +71,7 @@ def _expected(target: str, rank: int, number: signal.Signals) -> tuple[list[int]
         words = r"is stopped \(SIGSTOP\)" if number == signal.SIGSTOP else f"(was killed by {number.name}|died)"
         return [5], rf"rank {rank} \(stage {rank}, replica 0\) {words}"
     if target == "fork server":
-        return [5], "could not be started|ended with the fork server"
+        return [5], "could not be started|the fork server, which starts all workers, has ended"
     if number == signal.SIGKILL:
         return [-signal.SIGKILL], ""
     return [-number, 128 + number], "" if number == signal.SIGQUIT else "--resume|start it again|interrupted|stopped"

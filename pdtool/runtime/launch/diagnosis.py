@@ -4,7 +4,7 @@ A worker that loses its peer says whom it lost. A worker that was killed, or tha
 is, in this order:
 
 1. a worker's own error,
-2. a worker that a signal killed, or that ended silently;
+2. the fork server, if it has ended; else a worker that a signal killed, or that ended silently;
    that includes one whose connections were closed: on another machine, or before we saw its end here,
 3. a worker that others waited for until their timeout: one that was stopped; else the one that has computed longest
    without waiting for anybody; else, if all wait for each other, the one that the first to give up waited for. That one
@@ -86,8 +86,8 @@ class WorkersLeft:
         silent = sorted(ended, key=self._is_aborted)
         rank, place = silent[0], self._assignments[silent[0]]
         code = self._exit_codes.get(rank)
-        if code == _LOST_FORK_SERVER:
-            return WorkerDiedError("the workers ended with the fork server, from which they come: it was killed")
+        if {*self._exit_codes.values()} == {_LOST_FORK_SERVER}:
+            return WorkerDiedError("the fork server, which starts all workers, has ended")
         what = f"{place} {describe_end(code)}; {self._last_seen(rank)}"
         guess = self._memory_guess(rank, code) if rank in self._local else ""
         if guess:
