@@ -117,7 +117,7 @@ def worker_environment(environment: Mapping[str, str], endpoint: str = "") -> di
     else:
         return {}
     if rank >= workers:
-        what = f"this process is worker {rank} of {workers}, by RANK and WORLD_SIZE or SLURM_PROCID and SLURM_NTASKS"
+        what = f"this process has rank {rank} of {workers} (RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS)"
         raise UsageError(what, "start the workers with torchrun or srun, which number them from 0")
     return rank_variables(rank, local_rank, workers, local_workers, address)
 

@@ -165,9 +165,10 @@ class _Meeting:
                 return await self._meet()
         except TimeoutError:
             raise WorkerDiedError(
-                f"{self._whom()} did not connect to {self.endpoint} within {timeout_s:g} s{self._because()}",
-                f"start what is missing, with --node-rank {_list(self.missing, 'or')}, and check that every "
-                f"machine can reach {self.endpoint}",
+                f"{self._whom()} did not {'answer at' if 0 in self.missing else 'connect to'} {self.endpoint} "
+                f"within {timeout_s:g} s{self._because()}",
+                f"start {'them' if len(self.missing) > 1 else 'it'} with --node-rank {_list(self.missing, 'and')}, and "
+                f"check that every machine can reach {self.endpoint}",
             ) from None
         finally:
             notices.cancel()

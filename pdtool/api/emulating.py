@@ -170,7 +170,7 @@ def _scalings(plans: Mapping[str, Plan], profile: Profile, asked: EmulateOptions
     scalings = {name: choose_scaling(plan, profile, *factors) for name, plan in plans.items()}
     for name, scaling in scalings.items() if any(factors) else ():
         for warning in scaling_warnings(plans[name], profile, scaling):
-            note(f"warning: {name}, bytes / {scaling.scale:g}, times x {scaling.slowdown:g}: {warning}")
+            note(f"warning: {name}, with --scale {scaling.scale:g} and --slowdown {scaling.slowdown:g}: {warning}")
     return scalings
 
 

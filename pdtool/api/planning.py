@@ -66,17 +66,17 @@ def partition(
     Args:
         profile: the profile, or the path of its file; with `samples_per_update`, paths of several profiles with
             different batch sizes: the plan is for the fastest of these.
-        topology: sizes of the cluster's nested levels, the outermost first, as "4x4".
+        topology: sizes of the cluster's nested levels, the outermost first, such as "4x4".
         cluster: a file from `pdtool probe`, instead of `topology`, `bandwidth` and `latency`.
-        bandwidth: of one link of each level, in bits or bytes per second, as "10Gbit/s,12GB/s".
-        latency: of one message at each level, as "50us,5us".
-        memory: of each device, as "16GB", or "none" for no limit; None: that of the profiled device.
-        strategy: the kind of plan, as "straight"; "auto" takes the fastest of any kind.
-        replicas: workers of each stage, as "15-1".
-        schedule: as "1f1b" or "gpipe".
+        bandwidth: of one link of each level, in bits or bytes per second, such as "10Gbit/s,12GB/s".
+        latency: of one message at each level, such as "50us,5us".
+        memory: of each device, such as "16GB", or "none" for no limit; None: that of the profiled device.
+        strategy: the kind of plan, such as "straight"; "auto" takes the fastest of any kind.
+        replicas: workers of each stage, such as "15-1".
+        schedule: the order of work, such as "1f1b" or "gpipe".
         microbatches: minibatches in one update of a flushing schedule.
         output: file to write; None: plans/NAME-TOPOLOGY.yaml.
-        options: other options of `pdtool partition --help`, as `workers=3` or `simplest="0%"`.
+        options: other options of `pdtool partition --help`, such as `workers=3` or `simplest="0%"`.
 
     Returns:
         The plan; `plan.predicted` has seconds per minibatch, and bytes of memory of each stage.
@@ -308,12 +308,12 @@ def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) ->
         purpose = "CUDA's context, communicators, workspaces and the gaps between tensors"
         memory_bytes = tensor_bytes
         if profile.is_measured_on_cpu:
-            purpose = "a worker's share of process overhead, and gaps between tensors"
+            purpose = "processes, and for gaps between tensors"
             memory_bytes = max(1, memory_bytes)  # no plan fits, and the error says what would help
         if memory_bytes <= 0:
             what = f"{whole} of memory leaves nothing for tensors: {reserved} are for {purpose}"
             raise UsageError(what, "pass the memory of the whole device")
-        note(f"leaving {reserved if tensor_bytes > 0 else 'all'} of {whole} of memory for {purpose}")
+        note(f"{reserved if tensor_bytes > 0 else 'all'} of {whole} of memory is set aside for {purpose}")
     return replace(cluster, memory_bytes=memory_bytes)
 
 

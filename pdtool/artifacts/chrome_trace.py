@@ -103,7 +103,7 @@ def _workers(entries: list[dict[str, Any]]) -> list[WorkerTrace]:
             events[pid] = []
         elif entry["name"] == "thread_name":
             tracks[pid, entry["tid"]] = str(entry["args"]["name"]).split(" ")[0]
-        else:
+        elif entry["ph"] == "X":
             start_s, length_s = float(entry["ts"]) / 1e6, float(entry["dur"]) / 1e6
             event = TraceEvent(tracks[pid, entry["tid"]], str(entry["name"]), str(entry["cat"]), start_s, length_s)
             events[pid].append(event)

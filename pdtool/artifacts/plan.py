@@ -174,19 +174,19 @@ class Certificate(FrozenModel):
     def sentence(self) -> str:
         """Say why no plan beats the bound; "" if an earlier pdtool did not record it."""
         if self.workers is None or self.cuts is None:
-            return self.proof
+            return f"proof: {self.proof}" if self.proof else ""
         on = "1 worker" if self.workers == 1 else f"{self.workers} workers"
         with_replicas = f" with replicas {'-'.join(map(str, self.replicas))}" if self.replicas else ""
         plans = "1 candidate was" if self.simulated_plans == 1 else f"{self.simulated_plans} candidates were"
         simulated = f". {plans} simulated" if self.simulated_plans else ""
         if limits := ". ".join(self._limits()):
-            return f"{limits}. No plan{with_replicas} can beat {on} that never wait{simulated}"
+            return f"bound: {limits}. The bound is the time of {on} that are always busy{with_replicas}{simulated}"
         kind = STRATEGIES[self.kind].noun or f"plan of strategy {self.kind}"
         at_most = f" of at most {self.max_stages} stages" if self.max_stages else ""
         without_limit = ", without the memory limit" if self.without_memory_limit else ""
         return (
-            f"the search covered every {kind}{at_most}{with_replicas} on {on}, over {self.cuts} cuts, "
-            f"with the minibatches in flight that its schedule wants{without_limit}{simulated}"
+            f"proof: the search covered every {kind}{at_most}{with_replicas} on {on}, over {self.cuts} cuts, "
+            f"with the minibatches in flight that its schedule requires{without_limit}{simulated}"
         )
 
     def _limits(self) -> Iterator[str]:

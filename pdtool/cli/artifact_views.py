@@ -96,22 +96,22 @@ def _passed_over(faster: FasterPlan | None, predicted: Predicted | None) -> Line
         begins = f", whose stages begin at {', '.join(faster.begins)}" if faster.begins else ""
         yield (
             f"passed over: {faster.config}{begins}. It takes {format_seconds(faster.simulated_s)}, {less:.1%} less, "
-            "but has more stages or borders inside modules (a smaller --simplest chooses it)"
+            "but has more stages, or borders inside modules (to get it, pass a smaller --simplest)"
         )
 
 
 def _certificate(certificate: Certificate | None, flushes: bool) -> Lines:
     """Say how fast any plan can be by the formulas, and why."""
-    excess = ", which let all stages fill and drain as slowly as the slowest," if flushes else ""
+    excess = " (they let every stage fill and drain as slowly as the slowest)" if flushes else ""
     if certificate:
         bound, gap = f"{format_seconds(certificate.bound_s)} per minibatch", certificate.gap
-        fastest = f"by the formulas{excess} no plan with these options is faster than {bound}"
+        fastest = f"by the formulas no plan with these options is faster than {bound}{excess}"
         slower = (
             f"{fastest}. This plan takes {gap:.1%} more" if gap and gap >= _MIN_GAP else f"optimal, because {fastest}"
         )
         yield f"certificate: {slower}"
         if proof := certificate.sentence():
-            yield f"proof: {proof}"
+            yield proof
 
 
 def _rejected(why: Why) -> Lines:
@@ -286,10 +286,10 @@ def _coverage_warnings(result: Profile) -> Iterator[str]:
         )
     is_long_enough = result.step_s >= _MIN_STEP_S
     if result.device.kind == "measured" and is_long_enough and not 0.9 <= result.coverage <= 1.1:
-        why = "torch.compile fuses less in segments than in the whole model, or " if result.compiled else ""
+        why = "that torch.compile fuses less in segments than in the whole model, or " if result.compiled else ""
         yield (
             f"warning: the operators' times add up to {result.coverage:.2f} of a whole step (0.9 to 1.1 is good); "
-            f"{why}something else is running on this machine"
+            f"the usual cause is {why}another program on this machine"
         )
 
 

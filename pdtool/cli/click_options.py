@@ -119,7 +119,7 @@ def flag(*names: str, help: str) -> Decorator:
     return option(*names, section="Output", is_flag=True, help=help)
 
 
-as_json = flag("--json", "as_json", help="Print the artifact on stdout, as JSON.")
+as_json = flag("--json", "as_json", help="Print the result on stdout, as JSON.")
 
 
 def is_asked_for(context: click.Context, name: str) -> bool:

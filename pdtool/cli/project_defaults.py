@@ -122,7 +122,7 @@ def _table(path: Path, name: str, values: Any, commands: Mapping[str, click.Comm
         if not getattr(param, "in_file", True):
             raise ArtifactError(path, "is for the command line only", "leave it out here", field=f"{name}.{key}")
         if param.name in table:
-            raise ArtifactError(path, "sets the same option twice", "remove one of them", field=f"{name}.{key}")
+            raise ArtifactError(path, "is set twice", "remove one of them", field=f"{name}.{key}")
         table[param.name or ""] = _value(path, f"{name}.{key}", value, param, is_on)
     return table
 

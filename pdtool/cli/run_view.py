@@ -247,7 +247,7 @@ def _prediction_table(report: Report) -> Table:
         rows.append([s, compute, busy, memory, peak, stage.peak_versions, stage.peak_stashed, sent])
     columns = ("stage", "busy predicted", "measured", "memory predicted", "measured", "versions", "stashed", "sent")
     is_on_gpu = any(stage.peak_reserved_bytes is not None for stage in report.stages)
-    kept = "" if is_on_gpu else " (measured: kept freed memory included)"
+    kept = "" if is_on_gpu else " (measured: includes freed memory that workers keep)"
     title = f"busy time per minibatch, and peak memory{kept}:"
     return Table(columns, rows, title=title, drop=("sent", "stashed", "versions"))
 

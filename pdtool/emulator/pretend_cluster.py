@@ -61,7 +61,7 @@ def enter_own_network() -> None:
     except OSError as failure:
         reason = ": ".join(filter(None, (failure.strerror, failure.filename)))
         what = f"emulation needs network namespaces, but this process is not allowed to make any ({reason})"
-        raise PdtoolError(what, f"start it as root, in a container with CAP_SYS_ADMIN; {INSTEAD}") from failure
+        raise PdtoolError(what, f"start pdtool as root, in a container also with CAP_SYS_ADMIN; {INSTEAD}") from failure
 
 
 def _unshare(flags: int) -> int:

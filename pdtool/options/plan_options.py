@@ -116,8 +116,8 @@ class PartitionOptions:
     schedule: str | None = _plan(
         "--schedule",
         Choice((*SCHEDULES, "auto"), unset="1f1b, or that of --strategy"),
-        f"{ORDER_OF_WORK}. auto takes the fastest. It tries schedules with a flush only if you pass "
-        "--microbatches or --samples-per-update.",
+        f"{ORDER_OF_WORK}. auto takes the fastest of {schedule_names(lambda kind: kind.has_formulas, 'and')}. It tries "
+        "those with a flush only if you pass --microbatches or --samples-per-update.",
     )
     microbatches: int | None = _plan(
         "--microbatches N",
@@ -138,7 +138,11 @@ class PartitionOptions:
     )
     in_flight: int | None = _plan(
         "--in-flight N",
-        Count(1, MAX_MINIBATCHES, unset="with a flush the fastest, else one to two times the schedule's number"),
+        Count(
+            1,
+            MAX_MINIBATCHES,
+            unset="with a flush, whatever is fastest; otherwise what the schedule requires, or up to twice that",
+        ),
         "Minibatches in flight at each replica of the first stage. Later stages have fewer. With a flush, at most "
         "the microbatches of one update.",
     )

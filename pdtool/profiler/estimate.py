@@ -111,7 +111,7 @@ def measured_model(profile: Profile, path: Path | str) -> ModelRef:
     """Return the model of a measured profile; raises ArtifactError if pdtool did not measure its operators."""
     if profile.device.kind != "measured" or profile.model is None:
         remedy = "calibrate with a profile made with --device cpu or cuda"
-        raise ArtifactError(path, "holds no times that pdtool measured", remedy, field="device.kind")
+        raise ArtifactError(path, "contains no times that pdtool measured", remedy)
     if profile.compiled:
         what = "was measured with --compile: its operators have no times of their own"
         raise ArtifactError(path, what, "calibrate with a profile made without", field="compiled")

@@ -122,7 +122,9 @@ class _Measurement:
         times, segments = self._compiled_times(times, note) if compiled else (times, ())
         update_s, state_bytes = self._optimizer()
         if self.model.with_loss and self.model.loss_is_a_sum():
-            note("loss() sums over the samples of a minibatch, but an update averages: let it return the mean")
+            note(
+                "loss() sums over the samples of a minibatch, but updates average over them: let loss() return the mean"
+            )
         costs = GraphCosts(
             forward_s=times.forward_s,
             backward_s=times.backward_s,

@@ -194,5 +194,5 @@ def time_labels(ticks: Sequence[float]) -> list[str]:
 
 
 def number_label(tick: float) -> str:
-    """Write a number shortly: `0.05`, `20`, `1e-05`, `20,000`."""
+    """Write a number in short form: `0.05`, `20`, `1e-05`, `20,000`."""
     return f"{tick:,.0f}" if 1000 <= abs(tick) < 1e7 else f"{tick:.6g}"

@@ -50,7 +50,7 @@ def differences(report: Report) -> list[ExtraTime]:
             "averaging gradients", stage.allreduce_s, "waits for replicas, which the prediction counts as waiting"
         ),
         ExtraTime("loading", stage.data_s, f"the prediction leaves out loading, and {_loading_remedy(report)}"),
-        ExtraTime("between actions", stage.rest_s, "Python, and the system giving the core to others"),
+        ExtraTime("between actions", stage.rest_s, "Python's overhead, and times when the core ran other processes"),
     ]
     notable = [part for part in parts if abs(part.more_s) >= _NOTABLE * max(predicted_s, 1e-12)]
     return sorted(notable, key=lambda part: -abs(part.more_s))
@@ -136,7 +136,8 @@ def _computing_cause(report: Report, number: int, profiled_s: float) -> str:
         return f"{report.local_workers} workers share {report.cores} cores, but the profile had one core to itself"
     if not 0 < profiled_s * _MUCH_SLOWER < stage.busy_s:
         sending = f". Handing over messages takes {format_seconds(stage.send_s)} of it" if stage.send_s else ""
-        return f"operators are slower than in the profile: other threads, memory bandwidth, temperature{sending}"
+        causes = "other threads, memory bandwidth or temperature"
+        return f"operators ran slower than in the profile, perhaps because of {causes}{sending}"
     if report.cores is None:
         why = (
             "does the host need longer to launch the kernels than the GPU to run them (if so, profile with a larger "

@@ -44,7 +44,7 @@ def check_executable(kind: ScheduleKind, shape: PipelineShape) -> None:
     except ScheduleError as error:
         replicas = shape.replicas[: shape.pipeline_depth]
         wanted = ", ".join(map(str, kind.usual_in_flight(replicas, shape.update_every[0], shape.chunks)))
-        raise ScheduleError(error.what, f"set in_flight of the stages to {wanted}, as {kind.name} wants") from error
+        raise ScheduleError(error.what, f"set in_flight of the stages to {wanted}, as {kind.name} requires") from error
 
 
 def _fault(action: Action, tracker: StashTracker, forward_versions: ForwardVersions, shape: PipelineShape) -> str:

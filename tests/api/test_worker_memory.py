@@ -29,21 +29,15 @@ def saved(device, path="profiles/net.json"):
     ("device", "topology", "memory", "expected", "words"),
     [
         (GPU, "2", [], 13_993_367_040, "no --memory given: planning for the 16 GB of V100 (--memory none: no"),
-        (GPU, "2x2", [], 13_993_367_040, "leaving 2.01 GB of 16 GB of memory for CUDA's context"),
+        (GPU, "2x2", [], 13_993_367_040, "2.01 GB of 16 GB of memory is set aside for CUDA's context"),
         (CPU, "3", [], 4 * GB, "planning for 4 GB a worker, the machine's 12 GB shared by 3 (--memory none: no limit)"),
         (CPU, "2x3", [], 4 * GB, "planning for 4 GB a worker, the machine's 12 GB shared by 3 (--"),
         (CPU, "3x1", [], 12 * GB, "planning for 12 GB a worker (--memory none: no limit)"),
         (UNKNOWN, "3", [], None, "the profile does not record its device's memory: planning without a limit"),
         (GPU, "2", ["--memory", "none"], None, ""),
-        (GPU, "2", ["--memory", "8GB"], 6_493_367_040, "leaving 1.51 GB of 8 GB"),
+        (GPU, "2", ["--memory", "8GB"], 6_493_367_040, "1.51 GB of 8 GB"),
         (CPU, "3", ["--memory", "8GB"], 8 * GB, ""),
-        (
-            MEASURED_CPU,
-            "4",
-            ["--memory", "8GB"],
-            6_825_000_001,
-            "leaving 1.17 GB of 8 GB of memory for a worker's share of process",
-        ),
+        (MEASURED_CPU, "4", ["--memory", "8GB"], 6_825_000_001, "1.17 GB of 8 GB of memory is set aside for processes"),
         (MEASURED_CPU, "2", ["--memory", "8GB"], 6_708_333_335, "overhead, and gaps between tensors"),
     ],
 )
@@ -72,7 +66,7 @@ def test_what_a_cluster_file_says_goes_before_the_device_and_after_the_option(fo
 def test_less_than_processes_need_is_answered_with_what_would_do(folder):
     saved(MEASURED_CPU)
     stderr = folder.pdtool("partition", "--topology", "2", "--bandwidth", "1GB/s", "--memory", "10MB", code=4).stderr
-    assert "leaving all of 10 MB of memory for a worker's share of process overhead" in stderr
+    assert "all of 10 MB of memory is set aside for processes" in stderr
     assert "and a worker has nothing left for them" in stderr
     enough = re.search(r"at least --memory ([\d.]+\w*B)", stderr)[1]
     folder.pdtool("partition", "--topology", "2", "--bandwidth", "1GB/s", "--memory", enough)

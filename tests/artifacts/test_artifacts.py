@@ -588,7 +588,9 @@ def test_numbers_in_flight_that_deadlock_are_refused():
         stage.model_copy(update={"replicas": 1, "workers": (s,), "in_flight": 1 + s})
         for s, stage in enumerate(fine.stages)
     )
-    with pytest.raises(ScheduleError, match=r"^deadlock: .*; set in_flight of the stages to [0-9, ]+, as 1f1b wants\n"):
+    with pytest.raises(
+        ScheduleError, match=r"^deadlock: .*; set in_flight of the stages to [0-9, ]+, as 1f1b requires\n"
+    ):
         fine.model_copy(update={"stages": thrice}).check_schedule()
 
 

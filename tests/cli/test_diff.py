@@ -99,6 +99,6 @@ def test_profiles_runs_and_what_cannot_be_compared(plans):
     samples.report().model_copy(update={"metrics": {"loss": 0.5, "accuracy": 0.5}}).save("other.json")
     assert rows(plans.pdtool("diff", "report.json", "other.json").stdout)["metrics loss"] == ("0.25", "0.5", "+100.0%")
     stderr = plans.pdtool("diff", "a.yaml", "first.json", code=2).stderr
-    assert "a.yaml is a plan and first.json a profile; name two artifacts of the same kind" in stderr
+    assert "a.yaml is a plan and first.json a profile; name two files of the same kind" in stderr
     twice = plans.pdtool("diff", "-", "-", code=2, stdin=Path("a.yaml").read_text())
     assert "A and B would both come from stdin" in twice.stderr

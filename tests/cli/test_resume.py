@@ -51,7 +51,10 @@ def test_resume_alone_trains_what_the_run_was_asked_for(trainable: Folder) -> No
     assert "continuing after epoch 1" in said
     assert losses("runs/half") == losses("runs/whole")
     shutil.rmtree("runs/half/checkpoints")
-    assert "has no checkpoint yet, so its run starts again" in trainable.pdtool("run", "--resume", "runs/half").stderr
+    assert (
+        "has no checkpoint yet, so the run starts from the beginning"
+        in trainable.pdtool("run", "--resume", "runs/half").stderr
+    )
     assert losses("runs/half") == losses("runs/whole")
 
 

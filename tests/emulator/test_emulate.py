@@ -264,7 +264,7 @@ class TestCommand:
 
 def test_a_process_that_may_not_make_namespaces_is_told(monkeypatch):
     monkeypatch.setattr("pdtool.emulator.pretend_cluster._unshare", lambda flags: 1)
-    with pytest.raises(PdtoolError, match=r"but this process is not allowed .*start it as root.*pdtool simulate"):
+    with pytest.raises(PdtoolError, match=r"but this process is not allowed .*start pdtool as root.*pdtool simulate"):
         enter_own_network()
 
 

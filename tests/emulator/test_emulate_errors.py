@@ -93,7 +93,8 @@ def test_a_user_namespace_that_cannot_be_used_is_told(monkeypatch):
     monkeypatch.setattr(linux, "_unshare", lambda flags: 0 if flags & linux._CLONE_NEWUSER else errno.EPERM)
     monkeypatch.setattr(Path, "write_text", denied)
     with pytest.raises(
-        PdtoolError, match=r"is not allowed to make any \(Permission denied: /proc/self/setgroups\); start it as root"
+        PdtoolError,
+        match=r"is not allowed to make any \(Permission denied: /proc/self/setgroups\); start pdtool as root",
     ):
         linux.enter_own_network()
 

@@ -332,7 +332,7 @@ def test_the_search_is_repeated_as_it_was_asked_for(folder, options):
 
 EARLIER = """  lower_bound_s: {bound_s!r}
   gap: {gap!r}
-  proof: every plan on 4 workers was searched, over 6 cuts, with the minibatches in flight that its schedule wants
+  proof: every plan on 4 workers was searched, over 6 cuts, with the minibatches in flight that its schedule requires
 """
 
 

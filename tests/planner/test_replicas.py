@@ -182,7 +182,9 @@ def test_zb_h1_takes_as_many_replicas_of_each_stage(replicas):
 
 
 def test_more_replicas_than_one_pipeline_can_have():
-    with pytest.raises(UsageError, match="--replicas 256-1 needs 257 workers; pass at most 256"):
+    with pytest.raises(
+        UsageError, match="--replicas 256-1 needs 257 workers; pass replicas that add up to 256 or less"
+    ):
         planned(chain([1.0] * 4), make_cluster((300,), (FAST,)), (256, 1))
 
 

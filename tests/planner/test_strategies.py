@@ -491,7 +491,7 @@ def test_the_search_counts_the_weight_versions_that_a_plan_keeps(every):
             {},
             "--strategy hybrid fixes the size of updates, so it cannot be combined with --samples-per-update 96; leave",
         ),
-        (32 * 10**6, "auto", {}, "is 1000000 minibatches of 32; pass at most 320000"),
+        (32 * 10**6, "auto", {}, "is 1000000 minibatches of 32, too many for one update; pass at most 320000"),
     ],
 )
 def test_samples_per_update_that_make_no_sense_are_refused(samples, strategy, options, match):

@@ -261,9 +261,7 @@ def test_calibration_refuses_what_is_not_measured_or_not_this_model(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     file = write(tmp_path, NET)
     measured = measure(file, batch_size=4)
-    with pytest.raises(
-        ArtifactError, match=r"m.json: device.kind: holds no times that pdtool measured; calibrate with"
-    ):
+    with pytest.raises(ArtifactError, match=r"m.json: contains no times that pdtool measured; calibrate with"):
         calibrate_device(DEVICE, estimate(file, batch_size=4, device=DEVICE), "m.json")
     (tmp_path / "net.py").write_text(NET + "\n")
     with pytest.raises(StaleError, match="has changed since it was profiled"):

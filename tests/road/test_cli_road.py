@@ -141,7 +141,7 @@ def test_a_plan_for_gpus_leaves_room_for_what_no_tensor_gets(road):
     road.pdtool("profile", "model.py", "--device", "v100")
     result = road.pdtool(*partition, "2GB")
     assert Plan.load(PLAN).cluster.memory_bytes == Profile.load("profiles/model.json").tensor_bytes(2 * 10**9, 2)
-    assert "leaving 1.13 GB of 2 GB of memory for CUDA's context" in result.stderr
+    assert "1.13 GB of 2 GB of memory is set aside for CUDA's context" in result.stderr
     result = road.pdtool(*partition, "1GB", code=2)
     assert "1 GB of memory leaves nothing for tensors: 1.07 GB are for CUDA's context" in result.stderr
 

@@ -18,7 +18,7 @@ PLAN = "plans/model-2.yaml"
     ("toml", "code", "says"),
     [
         (b"[run]\nepochs = " + b"9" * 5000, 3, "is not TOML (Exceeds the limit"),
-        (b"[run]\nlog-every = 1\nlog_every = 2\n", 3, "run.log_every: sets the same option twice; remove one of them"),
+        (b"[run]\nlog-every = 1\nlog_every = 2\n", 3, "run.log_every: is set twice; remove one of them"),
         (b"\xef\xbb\xbf[devices]\njson = true\n", 0, ""),
         (b"[profile]\nset = {}\n", 0, ""),
         (b"[run]\nset = []\n", 0, ""),

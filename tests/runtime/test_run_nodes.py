@@ -105,7 +105,7 @@ def test_a_machine_that_does_not_come_is_named_within_the_timeout(tmp_path: Path
     code, _, errors = Launch(spec, tmp_path).end()
     assert code == 5
     assert f"waiting for machine 1 of 2 at {spec.machines.endpoint}, for 4 s at most" in errors
-    assert f"machine 1 of 2 did not connect to {spec.machines.endpoint} within 4 s; start what is missing" in errors
+    assert f"machine 1 of 2 did not connect to {spec.machines.endpoint} within 4 s; start it with" in errors
     assert time.monotonic() - begin < 30
     assert not spec.out.exists(), "nothing in it would be worth reading"
 

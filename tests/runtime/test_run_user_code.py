@@ -161,10 +161,10 @@ def test_the_seed_fixes_numpys_random_numbers_too(tmp_path):
 @pytest.mark.parametrize(
     ("returned", "match"),
     [
-        ("3", r"sampler\(\) returned 3, which does not contain numbers of samples \(.*\); return a list of them"),
-        ("[[0, 1]]", r"sampler\(\) returned \[\[0, 1\]\], which does not contain numbers"),
-        ("[0, 4]", r"sampler\(\) gives sample 4, of 4 samples, in epoch 2; return numbers from 0"),
-        ("[]", r"sampler\(\) gives no samples, in epoch 2"),
+        ("3", r"sampler\(\) returned 3, which is not a list of sample indices \(.*\); return a list of integers"),
+        ("[[0, 1]]", r"sampler\(\) returned \[\[0, 1\]\], which is not a list"),
+        ("[0, 4]", r"in epoch 2, sampler\(\) returned index 4, but the dataset has 4 samples; return indices from 0"),
+        ("[]", r"in epoch 2, sampler\(\) returned no indices"),
         ("[1 / 0]", r"sampler\(\) raised ZeroDivisionError"),
     ],
 )

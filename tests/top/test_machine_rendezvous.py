@@ -93,23 +93,21 @@ def test_every_machine_gets_the_facts_of_all(endpoint: str) -> None:
 def test_machines_that_do_not_come_are_named_by_those_that_did(endpoint: str) -> None:
     for errors in refusals(machine(4, 0, endpoint, timeout_s=2), machine(4, 2, endpoint)):
         assert f"waiting for machines 1 and 3 of 4 at {endpoint}" in errors
-        assert f"machines 1 and 3 of 4 did not connect to {endpoint} within 2 s; start what is missing, with" in errors
+        assert f"machines 1 and 3 of 4 did not connect to {endpoint} within 2 s; start them with" in errors
         assert "--node-rank 1 or 3" in errors
 
 
 def test_machine_0_that_does_not_come_is_named(endpoint: str) -> None:
     [errors] = refusals(machine(2, 1, endpoint, timeout_s=2))
     assert f"waiting for machine 0 of 2 at {endpoint}, for 2 s at most (Connection refused)" in errors
-    assert (
-        f"machine 0 of 2 did not connect to {endpoint} within 2 s (Connection refused); start what is missing" in errors
-    )
+    assert f"machine 0 of 2 did not answer at {endpoint} within 2 s (Connection refused); start it with" in errors
 
 
 def test_a_host_name_that_nobody_knows(endpoint: str) -> None:
     wrong = "no-such-host.invalid:29500"
     first, second = refusals(machine(2, 0, wrong, timeout_s=1), machine(2, 1, wrong, timeout_s=1))
     assert f"machine 0 cannot resolve no-such-host.invalid of the endpoint {wrong}" in first
-    assert f"machine 0 of 2 did not connect to {wrong} within 1 s (" in second
+    assert f"machine 0 of 2 did not answer at {wrong} within 1 s (" in second
 
 
 def test_an_interface_that_this_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +154,7 @@ def test_a_port_that_is_taken(endpoint: str) -> None:
         first, second = refusals(machine(2, 0, endpoint), machine(2, 1, endpoint, timeout_s=1))
     assert "machine 0 cannot listen on port" in first
     assert "(another program uses it); pass --rdzv-endpoint with another port, the same on all machines" in first
-    assert f"machine 0 of 2 did not connect to {endpoint} within 1 s" in second
+    assert f"machine 0 of 2 did not answer at {endpoint} within 1 s" in second
 
 
 def connected(endpoint: str) -> socket.socket:
@@ -228,7 +226,7 @@ def test_a_stranger_is_reported(endpoint: str) -> None:
     connected(endpoint).close()
     [errors] = refusals(first)
     assert "machine 1 of 2 did not connect to" in errors
-    assert "within 2 s (127.0.0.1 connected, but is not a machine of this launch); start what is missing" in errors
+    assert "within 2 s (127.0.0.1 connected, but is not a machine of this launch); start it with" in errors
 
 
 def test_the_connections_of_strangers_end(endpoint: str) -> None:
@@ -324,7 +322,7 @@ def test_who_answers_what_machine_0_does_not_say(endpoint: str, answer: bytes) -
             connection.sendall(b'{"nonce": "n", "mac": ""}\n' + answer)
             connection.recv(10_000)
         [errors] = refusals(second)
-    assert errors.splitlines()[-1].startswith(f"machine 0 of 2 did not connect to {endpoint} within 3 s")
+    assert errors.splitlines()[-1].startswith(f"machine 0 of 2 did not answer at {endpoint} within 3 s")
     assert "Traceback" not in errors
 
 
@@ -375,4 +373,4 @@ def test_no_worker_of_several_hosts_is_told_to_talk_over_loopback() -> None:
 
 def test_a_machine_without_a_route(two_hosts: tuple[str, str]) -> None:
     [errors] = refusals(machine(2, 1, "10.78.0.1:29500", timeout_s=1, netns=two_hosts[1]))
-    assert "machine 0 of 2 did not connect to 10.78.0.1:29500 within 1 s (Network is unreachable)" in errors
+    assert "machine 0 of 2 did not answer at 10.78.0.1:29500 within 1 s (Network is unreachable)" in errors

@@ -41,6 +41,8 @@ def check(plan: str | None, fresh: bool, update: bool, as_json: bool) -> None:
     Prints one line for each claim: the stages, the schedule, the memory, each figure, and that another search finds no
     plan faster than the lower bound. For an edited plan, it computes the figures of the edited version.
 
+    Without PLAN, it takes the only plan in plans/.
+
     With --fresh, trace the current model and compare it with the profile, the plan and the stage files. Exit with 3 if
     one is stale.
     """
@@ -98,7 +100,7 @@ def _update(path: str, plan: Plan, profile: Profile) -> None:
         raise UsageError("--update writes into a file, but - is stdin", "name the plan's file")
     text = read_text(path)
     if not plan.edited:
-        note(f"{path} already has its own figures: nothing to update")
+        note(f"the figures in {path} are up to date: nothing to update")
         return
     mark = "" if has_comments(text) else _EDITED
     try:

@@ -120,6 +120,6 @@ def probe(
     with status("starting the workers") as step:
         cluster = probe(request, asked.machines, step, note)
     if cluster is None:
-        note("measured; the first machine has the figures")
+        note("measured; the first machine writes the results")
         return
     write_artifact(cluster, output or "-", as_json=as_json, view=cluster_view(cluster))

@@ -64,7 +64,7 @@ _ROUNDING = 1e-9  # sums taken in another order differ in the last digits
 @click.option("--json", "as_json", is_flag=True, help="Print the differences as JSON on stdout.")
 @click.pass_context
 def diff(ctx: click.Context, first: str, second: str, exit_code: bool, as_json: bool) -> None:
-    """Compare A and B, two artifacts of the same kind.
+    """Compare A and B, two files of the same kind.
 
     Of plans, it compares the cluster, the schedule, the stages and their operators, and predicted times and memory. Of
     profiles, it compares the operators; of runs, the measurements. For an edited plan, it compares the edited version.
@@ -77,7 +77,7 @@ def diff(ctx: click.Context, first: str, second: str, exit_code: bool, as_json: 
     a, b = _loaded(first), _loaded(second)
     if a.KIND != b.KIND:
         what = f"{first} is {with_article(a.KIND)} and {second} {with_article(b.KIND)}"
-        raise UsageError(what, "name two artifacts of the same kind")
+        raise UsageError(what, "name two files of the same kind")
     found, moved = differences(a, b), _moved(a, b, first)
     is_same = not found and not moved
     if as_json:

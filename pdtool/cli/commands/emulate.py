@@ -22,6 +22,8 @@ from pdtool.options.simulate_options import EmulateOptions
 def emulate(plan: str | None, output: str | None, asked: EmulateOptions, as_json: bool) -> None:
     """Run PLAN's workers on a cluster that this machine emulates.
 
+    Without PLAN, it takes the only plan in plans/.
+
     Each worker is a process in its own network namespace, behind links with the plan's bandwidths. It sleeps instead of
     computing, and sends real tensors. This needs Linux, iproute2, and root or user namespaces.
     """

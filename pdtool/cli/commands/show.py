@@ -103,7 +103,7 @@ def _watch(names: tuple[str, ...], path: Path, subjects: list[Subject]) -> None:
 @options.output("With --graph: FILE.svg draws the modules. Any other file gets all operators in DOT, for Graphviz.")
 @options.as_json
 def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
-    """Print FILE, any artifact or its folder, in a readable form.
+    """Print FILE, which pdtool wrote, or its folder, in a readable form.
 
     For an edited plan, it computes the figures of the edited version. If that cannot be executed, the exit code is 3.
     """

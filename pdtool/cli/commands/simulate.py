@@ -37,6 +37,8 @@ def simulate(
 ) -> None:
     """Simulate PLAN, data parallelism and other strategies.
 
+    Without PLAN, it takes the only plan in plans/.
+
     If the plan flushes or was planned for --samples-per-update, the other strategies average as many samples per update
     as the plan. Hybrid parallelism does not, and data parallelism rounds the number up so that no worker is idle. For
     any other plan, data parallelism averages one minibatch of every worker, and GPipe as many samples as that.

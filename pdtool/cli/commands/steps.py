@@ -22,7 +22,10 @@ from pdtool.options.run_options import RunOptions
 @options.option_of(RunOptions, "model")
 @options.as_json
 def codegen(plan: str | None, output: str | None, model: str | None, as_json: bool) -> None:
-    """Write and check one PyTorch file per stage of PLAN."""
+    """Write and check one PyTorch file per stage of PLAN.
+
+    Without PLAN, it takes the only plan in plans/.
+    """
     from pdtool.api.inputs import Inputs, candidate
     from pdtool.api.training import generated
 
@@ -44,6 +47,8 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
 @options.output("File to write; - is stdout.  [default: plans/NAME-TOPOLOGY.yaml]")
 def partition(profile: tuple[str, ...], asked: PartitionOptions, output: str | None, as_json: bool) -> None:
     """Divide PROFILE's model into stages for the fastest pipeline.
+
+    Without PROFILE, it takes the only profile in profiles/.
 
     To let pdtool choose the batch size, pass several profiles of the model with different batch sizes, and
     --samples-per-update. The plan is for the fastest of these sizes.
@@ -96,7 +101,10 @@ def profile(model: str, output: str | None, asked: ProfileOptions, as_json: bool
 @options.flag("--dry-run", help="Print which worker does what on which host, then stop.")
 @options.as_json
 def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> None:
-    """Train PLAN's stages, each on its workers."""
+    """Train PLAN's stages, each on its workers.
+
+    Without PLAN, it takes the only plan in plans/.
+    """
     from pdtool.api.training import to_train, trained
     from pdtool.artifacts.run_dir import RunDir
     from pdtool.cli.artifact_views import worker_table

@@ -202,7 +202,7 @@ class Planner:
             raise UsageError(f"{text} and --microbatches {asked.microbatches} cannot be combined", "pass only one")
         if self._has_own_updates:
             what = f"--strategy {self.strategy.name} fixes the size of updates, so it cannot be combined with {text}"
-            raise UsageError(what, "leave it out")
+            raise UsageError(what, "leave --samples-per-update out")
         schedule = asked.schedule or self.strategy.schedule or "1f1b-flush"
         count, rest = divmod(samples, batch_size)
         if rest or not count:
@@ -210,7 +210,7 @@ class Planner:
             remedy = f"pass {near}, or profile with a --batch-size that divides {samples}"
             raise UsageError(f"{text} is not a multiple of the profiled minibatch of {batch_size}", remedy)
         if count > MAX_IN_FLIGHT:
-            what = f"{text} is {count} minibatches of {batch_size}"
+            what = f"{text} is {count} minibatches of {batch_size}, too many for one update"
             raise UsageError(what, f"pass at most {MAX_IN_FLIGHT * batch_size}")
         return schedule, count
 
@@ -241,7 +241,9 @@ class Planner:
             what = f"{asked} needs {workers} workers, but the cluster has {cluster_workers}"
             raise UsageError(what, "pass fewer replicas, or a larger --topology")
         if workers > MAX_WORKERS_PER_COPY:
-            raise UsageError(f"{asked} needs {workers} workers", f"pass at most {MAX_WORKERS_PER_COPY}")
+            raise UsageError(
+                f"{asked} needs {workers} workers", f"pass replicas that add up to {MAX_WORKERS_PER_COPY} or less"
+            )
 
     def _check_in_flight(self, options: SearchOptions) -> None:
         """Raise UsageError if the schedule or the strategy fixes how many minibatches are in flight."""

@@ -25,7 +25,7 @@ from pdtool.planner.search.layouts import (
     layouts,
     searches_all_blocks,
 )
-from pdtool.schedule import ONE_F_ONE_B, SCHEDULES, STRATEGIES, ExecutionConfig, schedule_names
+from pdtool.schedule import SCHEDULES, STRATEGIES, ExecutionConfig, schedule_names
 
 _SEARCHED = [kind for kind in SCHEDULES.values() if kind.has_formulas]
 _MAX_TIME_S = np.finfo(float).max
@@ -100,7 +100,7 @@ class PlanSearch:
         if options.microbatches > 1 and not has_microbatches:
             flushing = schedule_names(lambda kind: kind.has_formulas and kind.flushes)
             what = f"schedule {options.schedule} cannot be combined with --microbatches {options.microbatches}"
-            raise UsageError(what, f"--schedule {flushing} takes 1 or more, {ONE_F_ONE_B.name} none")
+            raise UsageError(what, f"leave --microbatches out, or use --schedule {flushing}")
         if not 1 <= self.workers <= self.cluster.workers:
             what = f"--workers {self.workers}, but the cluster has {self.cluster.workers}"
             raise UsageError(what, f"pass between 1 and {self.cluster.workers}")

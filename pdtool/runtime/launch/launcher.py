@@ -263,7 +263,7 @@ def _start_errors_explained() -> Iterator[None]:
         yield
     except (OSError, EOFError) as error:
         if isinstance(error, (EOFError, ConnectionError)):  # the fork server has ended
-            raise WorkerDiedError(f"the workers could not be started ({error})", "start it again") from error
+            raise WorkerDiedError(f"the workers could not be started ({error})", "run the command again") from error
         is_too_long = "AF_UNIX path too long" in str(error)  # of the fork server's socket
         remedy = "set TMPDIR to a shorter path" if is_too_long else write_remedy(error)
         raise PdtoolError(f"the workers could not be started ({error})", remedy) from error

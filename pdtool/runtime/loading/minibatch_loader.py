@@ -86,8 +86,9 @@ class MinibatchLoader:
         order, samples = self.file.sampler(self.data, epoch), len(self.data)
         wrong = [index for index in order if not 0 <= index < samples]
         if wrong or not order:
-            what = f"gives sample {wrong[0]}, of {samples} samples" if wrong else "gives no samples"
-            raise self.file.error(f"sampler() {what}, in epoch {epoch}", "return numbers from 0 to len(dataset) - 1")
+            what = f"index {wrong[0]}, but the dataset has {samples} samples" if wrong else "no indices"
+            remedy = "return indices from 0 to len(dataset) - 1"
+            raise self.file.error(f"in epoch {epoch}, sampler() returned {what}", remedy)
         return order
 
     def load(
