@@ -164,9 +164,9 @@ class _Meeting:
             async with asyncio.timeout(timeout_s):
                 return await self._meet()
         except TimeoutError:
+            did = "did not answer at" if 0 in self.missing else "did not connect to"
             raise WorkerDiedError(
-                f"{self._whom()} did not {'answer at' if 0 in self.missing else 'connect to'} {self.endpoint} "
-                f"within {timeout_s:g} s{self._because()}",
+                f"{self._whom()} {did} {self.endpoint} within {timeout_s:g} s{self._because()}",
                 f"start {'them' if len(self.missing) > 1 else 'it'} with --node-rank {_list(self.missing, 'and')}, and "
                 f"check that every machine can reach {self.endpoint}",
             ) from None

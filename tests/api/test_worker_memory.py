@@ -38,7 +38,7 @@ def saved(device, path="profiles/net.json"):
         (GPU, "2", ["--memory", "8GB"], 6_493_367_040, "1.51 GB of 8 GB"),
         (CPU, "3", ["--memory", "8GB"], 8 * GB, ""),
         (MEASURED_CPU, "4", ["--memory", "8GB"], 6_825_000_001, "1.17 GB of 8 GB of memory is set aside for processes"),
-        (MEASURED_CPU, "2", ["--memory", "8GB"], 6_708_333_335, "overhead, and gaps between tensors"),
+        (MEASURED_CPU, "2", ["--memory", "8GB"], 6_708_333_335, "processes, and for gaps between tensors"),
     ],
 )
 def test_a_worker_has_the_memory_of_the_profiled_device_unless_told_otherwise(

@@ -112,7 +112,9 @@ def test_the_figures_of_a_plan():
     assert plan.predicted.compute_s == (pytest.approx(12 / 3), pytest.approx(3.8))
     assert plan.predicted.bottleneck_s == pytest.approx(4)
     assert [stage.in_flight for stage in plan.stages] == [2, 1]
-    assert plan.why.certificate.sentence().startswith("the search covered every plan with replicas 3-1 on 4 workers")
+    assert plan.why.certificate.sentence().startswith(
+        "proof: the search covered every plan with replicas 3-1 on 4 workers"
+    )
 
 
 def test_a_faster_plan_with_other_replicas_is_named():

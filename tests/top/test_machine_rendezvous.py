@@ -79,7 +79,7 @@ def outcomes(*machines: Process) -> list[tuple[int, str, str]]:
 def refusals(*machines: Process) -> list[str]:
     """What each says when it exits with 1."""
     ended = outcomes(*machines)
-    assert [code for code, _, _ in ended] == [5 if "did not connect" in e else 1 for _, _, e in ended], ended
+    assert [code for code, _, _ in ended] == [5 if "every machine can reach" in e else 1 for _, _, e in ended], ended
     return [errors for _, _, errors in ended]
 
 
@@ -94,7 +94,7 @@ def test_machines_that_do_not_come_are_named_by_those_that_did(endpoint: str) ->
     for errors in refusals(machine(4, 0, endpoint, timeout_s=2), machine(4, 2, endpoint)):
         assert f"waiting for machines 1 and 3 of 4 at {endpoint}" in errors
         assert f"machines 1 and 3 of 4 did not connect to {endpoint} within 2 s; start them with" in errors
-        assert "--node-rank 1 or 3" in errors
+        assert "--node-rank 1 and 3" in errors
 
 
 def test_machine_0_that_does_not_come_is_named(endpoint: str) -> None:
@@ -299,7 +299,7 @@ def test_who_answers_without_the_token_is_not_machine_0(endpoint: str) -> None:
             for answer in ({"missing": [0]}, {"machines": [FACTS, FACTS]}):
                 connection.sendall(json.dumps(answer | {"mac": said["mac"]}).encode() + b"\n")
             [errors] = refusals(second)
-    assert "machine 0 of 2 did not connect" in errors
+    assert "machine 0 of 2 did not answer" in errors
 
 
 @pytest.mark.rows_of_the_day(days=3)

@@ -84,7 +84,7 @@ def test_slurm_lists_the_tasks_of_all_nodes() -> None:
     ("environment", "match"),
     [
         ({**TORCHRUN, "RANK": "zero"}, "variable RANK is 'zero', not a whole number; start the workers with torchrun"),
-        ({**TORCHRUN, "RANK": "2"}, "this process is worker 2 of 2, by RANK"),
+        ({**TORCHRUN, "RANK": "2"}, r"this process has rank 2 of 2 \(RANK"),
         ({k: v for k, v in SLURM.items() if k != "SLURM_PROCID"}, "variable SLURM_PROCID is not set; start"),
         ({**SLURM, "SLURM_NTASKS": "many"}, "variable SLURM_NTASKS is 'many', not a whole number"),
     ],
