@@ -208,7 +208,7 @@ def read_profile(plan: Plan, path: str) -> Profile:
         raise ArtifactError(path, what, remedy, field="profile")
     if not os.path.exists(plan.profile):
         what = f"its profile {plan.profile} is not there (searched from {Path.cwd()})"
-        remedy = "go to the folder where the plan was made, or write it with `pdtool profile`"
+        remedy = "go to the folder where the plan was made, or make the profile again with `pdtool profile`"
         raise ArtifactError(path, what, remedy, field="profile")
     return Profile.load(plan.profile)
 

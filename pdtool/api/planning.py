@@ -264,7 +264,9 @@ def keep_edits(path: str) -> None:
     except ArtifactError:  # a different file, which is refused, or an unusable one
         return
     if was_edited:
-        raise UsageError(f"{path} was edited by hand and would be overwritten", "pass another -o, or delete it first")
+        raise UsageError(
+            f"{path} was edited by hand and would be overwritten", "pass another path with -o, or delete it first"
+        )
 
 
 def cluster_asked_for(asked: PartitionOptions) -> Cluster:

@@ -335,7 +335,7 @@ class Plan(YamlArtifact):
             raise FieldError("chunks", f"{self.chunks}: {chunked} need 2 or more on each worker, other schedules 1")
         self._check_workers()
         if rule := STRATEGIES[self.strategy].broken_rule(self.schedule, self.shape()):
-            raise FieldError("strategy", f"{self.strategy}: {rule}; write auto for your own plan")
+            raise FieldError("strategy", f"{self.strategy} {rule}; write auto for your own plan")
         self._check_predicted()
 
     def _check_predicted(self) -> None:

@@ -118,8 +118,8 @@ def _outputs_at(small: RecordedCall, large: RecordedCall, tensors: Sequence[Tens
                 more_samples = (size - m) // (n - m)
     if more_samples is None and small.outputs != large.outputs:
         raise TraceError(
-            f"the output of {small.path} has a batch dimension, but no input has",
-            "pass it one that has",
+            f"the output of {small.path} has a batch dimension, but none of its inputs does",
+            "pass it an input with a batch dimension",
             module=small.path,
         )
     outputs = []

@@ -118,7 +118,7 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
             try:
                 found |= update.of(part)
             except ModelError as error:
-                what = f"for {', '.join(list(part)[:3])} alone it raised an error, but for all it did not ({error})"
+                what = f"given only {', '.join(list(part)[:3])}, it failed, but not given all parameters ({error})"
                 raise _refusal(file, update, what) from error
         different = [name for name in found if not is_same(found[name], expected[name])]
         if different:

@@ -350,8 +350,8 @@ def _gradients(
         if in_stages is None and (in_model is None or not in_model.any()):
             continue
         if in_stages is None or in_model is None:
-            what = f"only one of the model and the stages gives {name} a gradient ({where})"
-            raise VerificationError(what, _CHECK_STATE)
+            only, other = ("the model", _STAGES) if in_stages is None else (_STAGES, "the model")
+            raise VerificationError(f"{name} gets a gradient in {only}, but not in {other} ({where})", _CHECK_STATE)
         dense = [g.to_dense() if g.is_sparse else g for g in (in_model, in_stages)]
         gradients[name] = dense[0], dense[1]
     return gradients

@@ -181,6 +181,6 @@ class Wiring:
             return dim if isinstance(dim, int) else text
         raise TraceError(
             f"a tensor that crosses a stage border has a dimension of {dim}, which is not linear in the minibatch size",
-            "keep the modules around it together with HINTS no_split",
+            "name the module that contains those around it in HINTS no_split",
             location=self.traced.by_name[value.operator].location,
         )

@@ -196,8 +196,8 @@ def memory_sentence(plan: Plan, assignment: RankAssignment, device: torch.device
         for limit in limits
     )
     stage = assignment.stage
-    needed = format_bytes(plan.predicted.memory_bytes[stage]) if plan.predicted else "nothing"
-    return f"; the plan predicts {needed} for stage {stage}" + (f", and {there_is}" if there_is else "")
+    needed = f"predicts {format_bytes(plan.predicted.memory_bytes[stage])}" if plan.predicted else "has no prediction"
+    return f"; the plan {needed} for stage {stage}" + (f", and {there_is}" if there_is else "")
 
 
 def _gpu_limits(device: torch.device) -> list[host.MemoryLimit]:

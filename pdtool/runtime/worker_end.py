@@ -53,7 +53,7 @@ def describe_end(exit_code: int | None) -> str:
     """Return how a process ended, as `was killed by SIGKILL`; None if only its silence shows it."""
     if exit_code is None:
         return "died"
-    return describe_exit(exit_code) + (" and without a word" if exit_code >= 0 else "")
+    return describe_exit(exit_code) + (" and reported no error" if exit_code >= 0 else "")
 
 
 def end_despite_threads(exit_code: int) -> NoReturn:

@@ -106,7 +106,7 @@ _ALL = (
         min_workers=2,
         min_stages=2,
         is_pipelined=False,
-        rule="it has schedule 1f1b, one replica of each stage and one minibatch in flight",
+        rule="needs schedule 1f1b, one replica of each stage and one minibatch in flight",
         keeps_rule=lambda shape: set(shape.replicas) == {1} == set(shape.in_flight),
     ),
     Strategy(  # more stages take longer to fill and drain
@@ -120,7 +120,7 @@ _ALL = (
         min_workers=3,
         min_stages=2,
         is_pipelined=False,
-        rule="it has schedule 1f1b-flush and as many microbatches as the first stage has replicas",
+        rule="needs schedule 1f1b-flush, and as many microbatches as the first stage has replicas",
         keeps_rule=lambda shape: shape.update_every[0] == shape.replicas[0],
     ),
     Strategy(
@@ -130,7 +130,7 @@ _ALL = (
         fixes_updates=True,
         is_searched=False,
         is_for_speed=False,
-        rule="it has schedule 1f1b and one stage on one worker",
+        rule="needs schedule 1f1b, and one stage on one worker",
         keeps_rule=lambda shape: shape.replicas == (1,),
         remark=_asynchronous_remark,
     ),

@@ -574,5 +574,7 @@ def test_partition_overwrites_no_plan_that_someone_edited(planned):
     ):
         Path("plans/net.yaml").write_text(text.replace(old, new))
         stderr = planned.pdtool(*again, code=2).stderr
-        assert "plans/net.yaml was edited by hand and would be overwritten; pass another -o, or delete" in stderr
+        assert (
+            "plans/net.yaml was edited by hand and would be overwritten; pass another path with -o, or delete" in stderr
+        )
         assert Path("plans/net.yaml").read_text() == text.replace(old, new)

@@ -94,7 +94,8 @@ def test_a_worker_that_ends_with_status_0_before_its_work_does_is_named(tmp_path
     error = failure_of(harness.job(tmp_path, with_code(toy, "def loss(output, target):\n    os._exit(0)")))
     last = len(toy.stages) - 1
     assert str(error).startswith(
-        f"rank {last} (stage {last}, replica 0) ended with exit status 0 and without a word; it was last at {last}F0 "
+        f"rank {last} (stage {last}, replica 0) ended with exit status 0 and reported no error; it was last at "
+        f"{last}F0 "
     )
     assert error.remedy.startswith("if model.py calls os._exit, raise an error instead; see ")
 
@@ -279,7 +280,7 @@ def test_a_killed_fork_server_is_named_and_no_worker(left: Left) -> None:
     all_ended = str(left.diagnosis(dict.fromkeys(range(4), 255)))
     assert all_ended.startswith("the fork server, which starts all workers, has ended; start it again")
     one_exited = str(left.diagnosis({0: 5, 1: 255}))
-    assert one_exited.startswith("rank 1 (stage 1, replica 0) ended with exit status 255 and without a word")
+    assert one_exited.startswith("rank 1 (stage 1, replica 0) ended with exit status 255 and reported no error")
 
 
 def test_of_two_that_compute_the_one_that_has_been_silent_longest_is_named(left: Left) -> None:
@@ -298,7 +299,7 @@ def test_where_all_wait_for_each_other_the_first_to_give_up_is_believed(left: Le
     left.failure(3, "forward 'b' did not arrive (Timed out waiting 5 s)", peer=2, at_s=1.0)
     left.failure(0, "backward 'a' did not arrive (Timed out waiting 5 s)", peer=1, at_s=2.0)
     said = str(left.diagnosis({0: 5}))
-    assert said.startswith("no message of rank 2 (stage 1, replica 1) arrived within 5 s, and all workers")
+    assert said.startswith("no message from rank 2 (stage 1, replica 1) arrived within 5 s, and all workers")
     assert "check whether the links are too slow for these messages" in said, "no worker is to blame for a slow link"
 
 
@@ -418,7 +419,7 @@ def test_an_error_of_an_unknown_class_is_that_of_a_worker_that_died() -> None:
 
 @pytest.mark.parametrize("error", [EOFError("unexpected EOF"), ConnectionRefusedError("unexpected EOF")])
 def test_a_fork_server_that_ends_while_it_starts_a_process_is_told_without_a_traceback(error: Exception) -> None:
-    named = pytest.raises(WorkerDiedError, match=r"could not be started \(unexpected EOF\); start it again$")
+    named = pytest.raises(WorkerDiedError, match=r"could not be started \(unexpected EOF\); run the command again$")
     with named, launcher._start_errors_explained():
         raise error
 
@@ -486,7 +487,7 @@ def test_a_failed_allocation_is_told_as_lack_of_memory(tmp_path: Path, toy: Toy,
     error = failure_of(harness.job(tmp_path, toy))
     assert re.search(r": out of memory \((MemoryError\)|DefaultCPUAllocator: can't allocate memory: )", str(error))
     assert str(error).startswith(where)
-    assert "the plan predicts nothing for stage" in error.what
+    assert "the plan has no prediction for stage" in error.what
     assert "this machine has" in error.what
     assert "--memory" in error.remedy
     assert error.exit_code == WorkerDiedError.exit_code

@@ -65,7 +65,9 @@ def test_a_sample_that_is_squeezed_away_is_refused_at_the_start(tmp_path: Path) 
     spec = harness.job(tmp_path, CONV3, batch_size=5)
     found = modules(spec)
     found[0].register_forward_hook(lambda module, args, output: output.squeeze())
-    with pytest.raises(ModelError, match=r"one sample .* of shape \[[\d, ]+\], not \[1, .*; give squeeze"):
+    with pytest.raises(
+        ModelError, match=r"one sample .* with shape \[[\d, ]+\], not \[1, .*; if forward calls squeeze"
+    ):
         check_last_minibatch(found, spec.bundle, 26, CPU)
     check_last_minibatch(found, spec.bundle, 25, CPU)
 

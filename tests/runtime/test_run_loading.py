@@ -287,7 +287,7 @@ def test_a_dataset_that_starts_processes_is_told_to_load_in_the_training_process
 def test_samples_of_another_type_are_told_which_one_is_wanted(tmp_path: Path, workers: int) -> None:
     message = (
         r"inputs float64\[2, 2\], but the stages take float32\[2, 2\]; "
-        r"let x be float32, for example with .to\(torch.float32\)$"
+        r"convert x to float32, for example with .to\(torch.float32\)$"
     )
     with (
         source(tmp_path, workers, "return torch.ones(2).double(), i") as minibatches,
@@ -311,7 +311,7 @@ def test_more_loader_workers_than_cores_are_nothing_to_warn_of(tmp_path: Path) -
         ),
         (
             "os._exit(3) if i == 6 else 0",
-            r"^loader worker \d+ ended with exit status 3 and without a word while the run waited",
+            r"^loader worker \d+ ended with exit status 3 and reported no error while the run waited",
         ),
         ("os.kill(os.getpid(), signal.SIGBUS) if i == 6 else 0", r"was killed by SIGBUS .*; give /dev/shm more room"),
     ],
@@ -391,17 +391,17 @@ def test_the_period_is_that_of_a_replica_of_the_first_stage() -> None:
 @pytest.mark.parametrize(
     ("loading_s", "workers", "end"),
     [
-        (12e-3, 3, "takes one every 6 ms: 3 loader workers suffice"),
-        (3e-3, 1, ": 1 loader worker suffices"),
-        (12e-3, 1, ": 3 loader workers suffice; 1 is used, of "),
-        (12e-3, 0, ": 3 loader workers suffice; 0 are used"),
-        (1e-4, 2, ": none is needed; 2 are used"),
+        (12e-3, 3, "needs one every 6 ms, so 3 loader workers suffice"),
+        (3e-3, 1, ", so 1 loader worker suffices"),
+        (12e-3, 1, ", so 3 loader workers suffice; 1 is used, because "),
+        (12e-3, 0, ", so 3 loader workers suffice; 0 are used"),
+        (1e-4, 2, ", so none is needed; 2 are used"),
     ],
 )
 def test_the_sentence_says_whether_they_suffice(loading_s: float, workers: int, end: str) -> None:
     sentence = LoadingCost(loading_s, 6e-3).sentence(workers)
     assert sentence.startswith(
-        f"by the profile, loading takes {format_seconds(loading_s)} a minibatch, and each replica of the first"
+        f"loading takes {format_seconds(loading_s)} per minibatch in the profile, and each replica of the first"
     )
     assert end in sentence
     assert sentence.endswith("a network") == (0 < workers < LoadingCost(loading_s, 6e-3).workers)
@@ -418,7 +418,8 @@ def test_a_profile_measures_loading_and_a_run_takes_loader_workers_for_it(folder
     folder.pdtool("partition", "--topology", "1", "--bandwidth", "1GB/s")
     done = folder.pdtool("run", "--steps", "2", "--device", "cpu")
     assert re.search(
-        r"loading takes \S+ m?s a minibatch, and each replica of the first stage takes one every", done.output
+        r"loading takes \S+ m?s per minibatch in the profile, and each replica of the first stage needs one every",
+        done.output,
     )
     folder.pdtool("run", "--loader-workers", "-1", code=2)
 

@@ -159,7 +159,7 @@ def test_a_schedule_that_is_resumed_as_one_of_another_length_is_told(
 ) -> None:
     """Not where it takes no length; 0: an older checkpoint does not know how long its run was to be."""
     said = warnings_of_length(capsys, takes_total=takes_total, epochs=before)
-    assert ("made for 2 epochs. It continues as one for 4 epochs, after epoch 1" in said) == is_told
+    assert ("made for 2 epochs. From epoch 2 on, it continues as a schedule of 4 epochs" in said) == is_told
     assert "minibatches" not in said
 
 
@@ -168,7 +168,10 @@ def test_epochs_that_go_on_with_another_number_of_minibatches_are_told(capsys: p
     told = "warning: an epoch had 45 minibatches before and now has 20. If you did not intend this, "
     said = warnings_of_length(capsys, epochs=4, minibatches=(45,))
     assert said.startswith(told)
-    assert "schedule was made for 4 epochs of 45 minibatches. It continues as one for 4 epochs, after epoch 1" in said
+    assert (
+        "schedule was made for 4 epochs of 45 minibatches. From epoch 2 on, it continues as a schedule of 4 epochs"
+        in said
+    )
     for others in ({"takes_total": False}, {"scheduler_step": "epoch"}):
         said = warnings_of_length(capsys, epochs=4, minibatches=(45,), **others)
         assert said.startswith(told)

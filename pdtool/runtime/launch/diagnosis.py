@@ -107,7 +107,7 @@ class WorkersLeft:
             return WorkerDiedError(f"{place} closed its connections; {last_seen}")
         timeout = format_seconds(self._config.timeout_s)
         if not is_stopped and all(status.is_waiting for status in self._statuses.values()):
-            what = f"no message of {place} arrived within {timeout}, and all workers waited for messages"
+            what = f"no message from {place} arrived within {timeout}, and all workers waited for messages"
             return WorkerDiedError(
                 f"{what}: one is lost or still on its way; {last_seen}",
                 "check whether the links are too slow for these messages, or pass a longer --timeout",

@@ -130,11 +130,11 @@ class MinibatchLoader:
     def _remedy(self, loaded: Sequence[Shape], expected: Sequence[Shape]) -> str:
         if [shape for shape, _ in loaded] == [shape for shape, _ in expected]:
             wrong = (
-                f"{tensor.name} be {tensor.dtype}, for example with .to(torch.{tensor.dtype})"
+                f"{tensor.name} to {tensor.dtype}, for example with .to(torch.{tensor.dtype})"
                 for tensor, found, wanted in zip(self.inputs, loaded, expected, strict=True)
                 if found != wanted
             )
-            return "let " + ", and ".join(wrong)
+            return "convert " + ", and ".join(wrong)
         if self.file.has("collate"):
             return "pad to a fixed length in collate(): between stages only the minibatch size may vary"
         return "let example_inputs() return tensors with the shapes of the dataset's samples, and profile again"

@@ -331,10 +331,13 @@ class LoadingCost:
         need = f"{self.workers} {workers_suffice}" if self.workers else "none is needed"
         used = "" if workers == self.workers else f"; {workers} {'is' if workers == 1 else 'are'} used"
         if 0 < workers < self.workers:
-            used += f", of {len(usable_cores())} cores here: more --loader-workers help if loading waits for a network"
+            cores = len(usable_cores())
+            used += (
+                f", because this machine has {cores} cores. Pass more --loader-workers if loading waits for a network"
+            )
         return (
-            f"by the profile, loading takes {format_seconds(self.loading_s)} a minibatch, and each replica of the "
-            f"first stage takes one every {format_seconds(self.period_s)}: {need}{used}"
+            f"loading takes {format_seconds(self.loading_s)} per minibatch in the profile, and each replica of the "
+            f"first stage needs one every {format_seconds(self.period_s)}, so {need}{used}"
         )
 
 

@@ -246,7 +246,7 @@ class StageReplica:
         for name, parameter in self.stage.weights.parameters.items():
             if parameter._backward_hooks and id(parameter) in tied:
                 what = "has a gradient hook, but several stages hold it, each with a part of the gradient"
-                raise FieldError(name, f"{what}; keep them in one stage with HINTS no_split")
+                raise FieldError(name, f"{what}; name a module that contains all its uses in HINTS no_split")
             if parameter._backward_hooks and name not in self._hooked:
                 what = "gets a gradient hook during training, but a resumed run would not have it"
                 raise FieldError(name, f"{what}; register it in optimizer()")

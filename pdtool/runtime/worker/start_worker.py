@@ -358,9 +358,9 @@ def warn_of_length(config: RunConfig, data: TrainingData, manifest: CheckpointMa
     epochs_before = manifest.epochs or config.epochs
     if data.file.scheduler_takes_total and (epochs_before != config.epochs or other_length):
         sys.stderr.write(
-            f"warning: the learning-rate schedule was made for {epochs_before} epochs{other_length}. It continues as "
-            f"one for {config.epochs} epochs, after epoch {manifest.epoch}. To keep the learning rates, pass the same "
-            "--epochs and --steps as before\n"
+            f"warning: the learning-rate schedule was made for {epochs_before} epochs{other_length}. From epoch "
+            f"{manifest.epoch + 1} on, it continues as a schedule of {config.epochs} epochs: learning rates differ. To "
+            "keep the old schedule, pass the same --epochs and --steps as before\n"
         )
 
 
@@ -397,8 +397,10 @@ def check_last_minibatch(modules: Mapping[int, nn.Module], bundle: Bundle, sampl
             continue  # training finds it
         for tensor, shape in zip(expected, shapes, strict=False):
             if shape != tensor.sizes(1):
-                why = f"of which {spec.file} makes {tensor.name} of shape {list(shape)}, not {list(tensor.sizes(1))}"
-                raise ModelError(f"{what}, {why}", f"give squeeze() its dimension; or {remedy}")
+                why = (
+                    f"for which {spec.file} returns {tensor.name} with shape {list(shape)}, not {list(tensor.sizes(1))}"
+                )
+                raise ModelError(f"{what}, {why}", f"if forward calls squeeze(), pass it the dimension; or {remedy}")
 
 
 def _shapes_of_single_sample(
