@@ -26,6 +26,7 @@ from pdtool.host import joining_freed_memory, safe_path
 
 _GRACE_S = 0.5  # after a failure, because its root cause may still be on its way
 _POLL_S = 0.2
+_END_S = 10.0  # for processes that were killed
 # What a run's workers import; torch._dynamo comes with the first optimizer and would take each of them half a second.
 _OF_WORKERS = ("torch", "torch._dynamo", "pdtool.runtime.launch.worker_main")
 
@@ -88,12 +89,24 @@ class WorkerProcesses:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for process in self.processes.values():
-            process.kill()
-        for process in self.processes.values():
-            process.join()
+        end_processes(*self.processes.values())
         for pipe in self.pipes.values():
             pipe.close()
+
+
+def end_processes(*processes: BaseProcess) -> None:
+    """Kill processes and wait for their ends.
+
+    A process that hangs in the kernel (in a driver, or on a network file system) or whose fork server is stopped does
+    not report its end. After a while it is forgotten, because Python would wait for it at its own end.
+    """
+    for process in processes:
+        process.kill()
+    until_s = time.monotonic() + _END_S
+    for process in processes:
+        process.join(max(0.0, until_s - time.monotonic()))
+        if process.exitcode is None:
+            multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
 import time
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
+from pdtool import processes
 from pdtool.processes import WorkerProcesses, describe_exit
 
 
@@ -73,6 +76,21 @@ def test_a_worker_has_ended_even_if_a_child_of_its_own_goes_on() -> None:
         workers.start(0, leave_a_child, 20.0)
         assert list(workers.listen()) == [(0, "done")]
     assert time.monotonic() - begin < 10
+
+
+def test_nobody_waits_for_an_end_that_a_stopped_fork_server_does_not_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_END_S", 0.5)
+    begin = time.monotonic()
+    with WorkerProcesses("forkserver") as workers:
+        workers.start(0, hang)
+        worker = workers.processes[0]
+        server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        os.kill(server, signal.SIGSTOP)
+    try:
+        assert worker not in multiprocessing.active_children()  # Python would wait for these at its end
+        assert time.monotonic() - begin < 10
+    finally:
+        os.kill(server, signal.SIGCONT)
 
 
 def test_an_end_is_described() -> None:

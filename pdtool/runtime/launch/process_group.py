@@ -22,7 +22,7 @@ from types import FrameType
 
 from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import WorkerDiedError
-from pdtool.processes import readable_main, start_server_of_workers
+from pdtool.processes import end_processes, readable_main, start_server_of_workers
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -75,7 +75,7 @@ class Reaper:
     def close(self) -> None:
         """End the group, and wait until the reaper is gone."""
         self.send(signal.SIGKILL)
-        self._process.join()
+        end_processes(self._process)
         self._pipe.close()
 
 
