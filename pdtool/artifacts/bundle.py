@@ -104,6 +104,7 @@ class Bundle(YamlArtifact):
             consecutive minibatches, training and evaluation) or `shapes` (under fake tensors only).
         optional_gradients: whether a tensor may have no gradient in some minibatch, so that messages must say so: if
             the loss may ignore one of several outputs, or user code that is not looked into one of its inputs.
+        differs_for_one_sample: whether the stages compute something else than the model from a minibatch of one sample.
     """
 
     KIND: ClassVar[str] = "bundle"
@@ -120,6 +121,7 @@ class Bundle(YamlArtifact):
     tensors: tuple[TensorSpec, ...]
     tied: tuple[TiedParameter, ...] = ()
     optional_gradients: bool = False
+    differs_for_one_sample: bool = False
 
     def check(self) -> None:
         described: set[str] = set()

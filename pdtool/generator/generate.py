@@ -6,6 +6,8 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +28,7 @@ from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.update_proof import check_update
 from pdtool.generator.stage_file import StageWriter
 from pdtool.generator.variable_uses import changed_in_training
-from pdtool.generator.verify import ModelFailedError, VerificationError, verify_shapes, verify_values
+from pdtool.generator.verify import ModelFailedError, VerificationError, verify_one_mode, verify_shapes, verify_values
 from pdtool.generator.wiring import Wiring
 
 # Copies of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
@@ -65,6 +67,7 @@ def generate(
     texts, bundle = _written(plan, stages, traced, "values" if fits else "shapes")
     progress("comparing the stages with the model" if fits else "checking shapes (the model is too large to run here)")
     _verify(traced, model_file, texts, bundle)
+    bundle = bundle.model_copy(update={"differs_for_one_sample": _differs_for_one_sample(model_file, texts, bundle)})
     prove_update(model_file, bundle, lambda: traced.model)
     _write(folder, texts | {Bundle.FILE: bundle.dump()})
     return bundle
@@ -111,7 +114,8 @@ def check_stage_files(
         StaleError: it differs.
     """
     _, expected = _written(plan, stages, traced, bundle.proof)
-    ours, theirs = (made.model_copy(update={"digests": {}}) for made in (expected, bundle))  # an older one has fewer
+    unknown = {"digests": {}, "differs_for_one_sample": False}  # an older one has fewer; only a comparison tells
+    ours, theirs = (made.model_copy(update=unknown) for made in (expected, bundle))
     if ours.content_sha256 == theirs.content_sha256:
         return
     pairs = zip(bundle.stages, expected.stages, strict=False)
@@ -178,6 +182,26 @@ def _verify_values(model_file: ModelFile, texts: dict[str, str], bundle: Bundle,
     batches = [model_file.example_inputs(samples) for samples in (size, size, size + 1)]
     after_forward = {name: model_file.function(name) for name in ("loss", "metrics") if model_file.has(name)}
     verify_values(model_file.build, texts, bundle, batches, after_forward)
+
+
+def _differs_for_one_sample(model_file: ModelFile, texts: dict[str, str], bundle: Bundle) -> bool:
+    """Whether the stages differ from the model for a minibatch of one sample, as the last of an epoch may be.
+
+    torch.export assumes two or more, so `if len(x) > 1` is true in the stages, and squeeze() keeps the batch dimension.
+    """
+    if bundle.proof != "values":
+        return False
+    try:
+        inputs = model_file.example_inputs(1)
+        verify_mode = partial(verify_one_mode, model_file.build, texts, bundle, [inputs, inputs])
+        for training in (True, False):
+            with suppress(ModelFailedError):  # such as batch norm, whose run refuses such a minibatch
+                verify_mode(training=training)
+    except VerificationError:
+        return True
+    except PdtoolError:  # of example_inputs, which cannot give one sample
+        pass
+    return False
 
 
 def fits_in_memory(model: nn.Module) -> bool:

@@ -141,16 +141,13 @@ def verify_values(
             minibatches.
     """
     minibatches = [ModelInputs.of(inputs) for inputs in batches]
-    model, stages = build(), load_stages(texts, bundle, build=build)
-    copy_state(model, stages, bundle)
-    for stage, spec in zip(stages, bundle.stages, strict=True):
-        _seed_by_path(model, spec.opaque)
-        _seed_by_path(stage, spec.opaque)
+    model, stages = _model_and_stages(build, texts, bundle)
     before = kept_state(model)
     state = named_state(model)
     shared = {tuple(names): state[names[0]].detach().clone() for names in shared_memory(state)}
     try:
-        _compare_minibatches(model, stages, bundle, minibatches)
+        for training in (True, False):
+            _compare_minibatches(model, stages, bundle, minibatches, training=training)
     except VerificationError:  # state may be why the values differ
         _refuse_kept_state(kept_attributes(model, before), build, minibatches)
         _refuse_changed_memory(model, shared)
@@ -159,32 +156,51 @@ def verify_values(
     _refuse_hidden_paths(model, bundle, minibatches[-1], after_forward or {})
 
 
-def _compare_minibatches(
-    model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle, batches: Sequence[ModelInputs]
+def verify_one_mode(
+    build: Callable[[], nn.Module], texts: Mapping[str, str], bundle: Bundle, batches: Sequence[Any], *, training: bool
 ) -> None:
+    """Do the part of `verify_values` that compares a model and its stages in one mode; arguments as there."""
+    model, stages = _model_and_stages(build, texts, bundle)
+    _compare_minibatches(model, stages, bundle, [ModelInputs.of(inputs) for inputs in batches], training=training)
+
+
+def _model_and_stages(
+    build: Callable[[], nn.Module], texts: Mapping[str, str], bundle: Bundle
+) -> tuple[nn.Module, list[nn.Module]]:
+    """Make the model and stages with the same state; opaque modules of both draw the same random numbers."""
+    model, stages = build(), load_stages(texts, bundle, build=build)
+    copy_state(model, stages, bundle)
+    for stage, spec in zip(stages, bundle.stages, strict=True):
+        _seed_by_path(model, spec.opaque)
+        _seed_by_path(stage, spec.opaque)
+    return model, stages
+
+
+def _compare_minibatches(
+    model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle, batches: Sequence[ModelInputs], *, training: bool
+) -> None:
+    """Compare outputs, gradients and buffers in one mode; evaluation leaves out the first minibatch."""
     after_first: dict[str, Tensor] = {}
-    for training in (True, False):
-        for module in (model, *stages):
-            module.train(training)
-        mode = "training" if training else "evaluation"
-        first, *rest = enumerate(batches)
-        for number, inputs in [first, *rest] if training else rest:
-            where = f"{mode}, minibatch {number} of {len(batches)}"
-            with torch.set_grad_enabled(training), _repeatable(), _hooks_noted() as in_model:
-                expected = _run("the model", partial(_call, model, inputs), where)
-            with torch.set_grad_enabled(training), _repeatable(), _hooks_noted() as in_stages:
-                composed = _run(_STAGES, partial(compose, stages, bundle, _copy(inputs).tensors), where)
-            if lost := sorted(in_model - in_stages):
-                remedy = 'move this line into a module of its own, and name it in HINTS = {"opaque": [...]}'
-                raise VerificationError(f"{lost[0]}: forward puts a hook on a tensor that is in no stage", remedy)
-            _compare_outputs(expected, composed, where)
-            if training and number != 1:  # the second has the size of the first
-                gradients = _gradients(model, stages, expected, composed, where)
-                if _compare_gradients(gradients, where):
-                    _compare_in_double(model, stages, bundle, inputs, where)
-            _compare_buffers(model, stages, where)
-            if training and number == 0:
-                after_first = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for module in (model, *stages):
+        module.train(training)
+    mode = "training" if training else "evaluation"
+    first, *rest = enumerate(batches)
+    for number, inputs in [first, *rest] if training else rest:
+        where = f"{mode}, minibatch {number} of {len(batches)}"
+        with torch.set_grad_enabled(training), _repeatable(), _hooks_noted() as in_model:
+            expected = _run("the model", partial(_call, model, inputs), where)
+        with torch.set_grad_enabled(training), _repeatable(), _hooks_noted() as in_stages:
+            composed = _run(_STAGES, partial(compose, stages, bundle, _copy(inputs).tensors), where)
+        if lost := sorted(in_model - in_stages):
+            remedy = 'move this line into a module of its own, and name it in HINTS = {"opaque": [...]}'
+            raise VerificationError(f"{lost[0]}: forward puts a hook on a tensor that is in no stage", remedy)
+        _compare_outputs(expected, composed, where)
+        if training and number != 1:  # the second has the size of the first
+            gradients = _gradients(model, stages, expected, composed, where)
+            if _compare_gradients(gradients, where):
+                _compare_in_double(model, stages, bundle, inputs, where)
+        _compare_buffers(model, stages, where)
+        after_first = after_first or {name: p.detach().clone() for name, p in model.named_parameters()}
     changed = [name for name, p in model.named_parameters() if not torch.equal(after_first[name], p)]
     if changed:  # at each call: a mask applied to a weight in the first call changes nothing later
         raise VerificationError(

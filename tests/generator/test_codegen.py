@@ -505,6 +505,49 @@ def test_functions_are_profiled_and_written_as_they_are_called(tmp_path: Path, r
     assert generate(plan_of(profile, 2), profile, file, tmp_path / "bundle").proof == "values"
 
 
+ONE_SAMPLE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 4), LAYER)
+
+    def forward(self, x):
+        h = self.first(x)
+        BODY
+        return self.last(h)
+
+def model():
+    return Net()
+
+def example_inputs(batch_size):
+    return torch.randn(batch_size, 4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "layer", "differs"),
+    [
+        ("h = h.relu()", "nn.ReLU()", False),
+        ("h = h.relu()", "nn.BatchNorm1d(4)", False),  # which one sample cannot train: the run says so
+        ("h = h - h.mean(0) if len(x) > 1 else h", "nn.ReLU()", True),
+        ("h = h if self.training or len(x) == 1 else 2 * h", "nn.ReLU()", True),
+        ("h = h.view(-1, 8, 1).squeeze()", "nn.ReLU()", False),  # the stage does the same, and the run refuses it
+    ],
+)
+def test_the_bundle_says_if_one_sample_is_a_special_case(tmp_path, body, layer, differs):
+    """torch.export takes it that a minibatch has two samples or more, and decides such branches by that."""
+    name = f"one_sample_{abs(hash((body, layer)))}.py"
+    (tmp_path / name).write_text(ONE_SAMPLE.replace("BODY", body).replace("LAYER", layer))
+    file = ModelFile.load(ModelRef(source=str(tmp_path / name)), trusted=True)
+    profile = skeleton(file)
+    bundle = generate(plan_of(profile, 2), profile, file, tmp_path / "b")
+    assert bundle.differs_for_one_sample == differs
+    assert Bundle.load(tmp_path / "b" / "bundle.yaml") == bundle
+
+
 WHITENING = """
 import torch
 from torch import nn

@@ -15,7 +15,7 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.launch.launcher import launch
 from pdtool.runtime.loading.minibatches import samples_in_epoch
-from pdtool.runtime.worker.start_worker import check_last_minibatch
+from pdtool.runtime.worker.start_worker import check_last_minibatch, check_single_samples
 from pdtool.runtime.worker.worker_model import load_stage_module
 
 _NORMED = "self.fc = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4))"
@@ -97,6 +97,19 @@ def test_minibatches_of_one_need_another_remedy(tmp_path: Path) -> None:
     spec = harness.job(tmp_path, normed(CONV1), batch_size=1)
     with pytest.raises(ModelError, match="; profile and plan with a larger --batch-size"):
         check_last_minibatch(modules(spec), spec.bundle, 26, CPU)
+
+
+def test_one_sample_for_which_the_stages_are_wrong_is_refused(tmp_path: Path) -> None:
+    """In an epoch or a validation of 26 samples in minibatches of 5, if codegen has found that the model branches."""
+    bundle = harness.job(tmp_path, CONV1, batch_size=5).bundle
+    check_single_samples(bundle, 26, 26)
+    bundle = bundle.model_copy(update={"differs_for_one_sample": True})
+    check_single_samples(bundle, 25, 27)
+    check_single_samples(bundle, 25, 0)
+    with pytest.raises(ModelError, match=r"last minibatch of an epoch has one sample \(26 .* or set DROP_LAST = True$"):
+        check_single_samples(bundle, 26, 25)
+    with pytest.raises(ModelError, match=r"last minibatch of a validation has one sample .*HINTS = \{'opaque'"):
+        check_single_samples(bundle, 25, 26)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Start of a worker, in phases that each return what the next ones need: place, model, data, stage modules, stages.
 
 All workers start together, after torch.distributed is initialized, and wait for each other in each phase.
-`StageBuilder` builds the worker's stage replicas. `check_last_minibatch` detects at the start a failure that would come
-at the end of the first epoch.
+`StageBuilder` builds the worker's stage replicas. `check_last_minibatch` and `check_single_samples` detect at the
+start what would come at the end of the first epoch.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def start_worker(config: RunConfig, rank: int, device: torch.device, local_worke
     data, source = open_data(config, place, model.file)
     modules = load_modules(config, place, model, different)
     check_last_minibatch(modules, config.bundle, data.epoch_samples, device)
+    check_single_samples(config.bundle, data.epoch_samples, data.splits["valid"].samples or 0)
     resumed = RunDir(config.resume).latest_checkpoint() if config.resume else None
     progress = read_progress(resumed.manifest(), data) if resumed else Progress()
     stages = StageBuilder(config, place, model, modules, data, source, progress).build()
@@ -401,6 +402,28 @@ def check_last_minibatch(modules: Mapping[int, nn.Module], bundle: Bundle, sampl
                     f"for which {spec.file} returns {tensor.name} with shape {list(shape)}, not {list(tensor.sizes(1))}"
                 )
                 raise ModelError(f"{what}, {why}", f"if forward calls squeeze(), pass it the dimension; or {remedy}")
+
+
+def check_single_samples(bundle: Bundle, trained: int, validated: int) -> None:
+    """Check that no minibatch has one sample if codegen has found that the stages differ from the model for it.
+
+    Args:
+        trained, validated: samples of an epoch, and of a validation.
+
+    Raises:
+        ModelError: one has.
+    """
+    size = bundle.batch_size
+    for samples, where, leave_out in (
+        (trained, "an epoch", "or set DROP_LAST = True"),
+        (validated, "a validation", "or give dataset('valid') another number of samples"),
+    ):
+        if bundle.differs_for_one_sample and samples and not (samples - 1) % size:
+            raise ModelError(
+                f"the last minibatch of {where} has one sample ({samples} samples in minibatches of {size}), for which "
+                "the model computes something else than for more: does forward branch on the number of samples?",
+                f"put that line into a module of its own and name it in HINTS = {{'opaque': [...]}}, {leave_out}",
+            )
 
 
 def _shapes_of_single_sample(
