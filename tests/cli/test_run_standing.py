@@ -97,6 +97,17 @@ def test_a_run_without_a_checkpoint_is_started_again(folder: Folder) -> None:
     assert json.loads(folder.pdtool("show", "runs/b", "--json").stdout)["reason"] == "no"
 
 
+def test_a_run_that_has_reached_its_target_is_not_resumed_for_nothing(road: Folder) -> None:
+    """It would train no epoch, and put a report of zeros in place of the one that is there."""
+    road.pdtool("run", "-o", "runs/a", "--epochs", "3", "--target", "accuracy>=0")
+    before = {path: path.read_bytes() for path in Path("runs/a").rglob("*.json*")}
+    refused = road.pdtool("run", "--resume", "runs/a", "--epochs", "5", code=2).stderr
+    assert "runs/a has already reached --target 'accuracy>=0': accuracy is 0." in refused
+    assert refused.rstrip().endswith("after epoch 1; pass another --target")
+    assert before == {path: path.read_bytes() for path in Path("runs/a").rglob("*.json*")}
+    road.pdtool("run", "--resume", "runs/a", "--epochs", "2", "--target", "accuracy>=1.5", code=6)
+
+
 def test_after_a_failed_resume_the_old_report_is_not_shown_as_new(road: Folder) -> None:
     """It is kept under another name; a refusal leaves it where it is, and says nothing of training."""
     road.pdtool("run", "-o", "runs/a")
