@@ -135,6 +135,8 @@ class MetricsLog:
             self._file.writelines(json.dumps(vars(line)) + "\n" for line in lines)
             self._file.flush()
         except OSError as error:
+            with suppress(OSError):
+                self._file.close()  # else `close` would try to write the rest, and raise over this error
             raise PdtoolError(f"{self._path} cannot be written ({error.strerror})", "free some space") from error
         self._flushed_s = time.perf_counter()
 

@@ -372,7 +372,7 @@ def _end(state: RunState, *, is_running: bool) -> str:
             return f"it was stopped by {state.reason}" if state.reason else "it was stopped"
         case "failed":
             return f"it failed: {state.reason}"
-    return "it ended without a message: it was killed, or its machine went down"
+    return "it ended without a message: it was killed, its disk was full, or its machine went down"
 
 
 def _place(state: RunState, update: UpdateLine) -> str:

@@ -43,7 +43,7 @@ def shown(folder: Folder, **changes: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "it ended without a message: it was killed, or its machine went down"),
+        ({}, "it ended without a message: it was killed, its disk was full, or its machine went down"),
         ({"end": "stopped", "reason": "SIGTERM"}, "it was stopped by SIGTERM"),
         ({"end": "failed", "reason": "the loss is nan"}, "it failed: the loss is nan"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -109,6 +110,19 @@ def test_a_file_that_was_removed_is_not_written_to(tmp_path: Path) -> None:
     add(log, 1, 2)  # it is written with the next
     with pytest.raises(PdtoolError, match=r"metrics.jsonl was removed while the run wrote to it"):
         log.close()
+
+
+@pytest.mark.parametrize("lines", [1, 500])
+def test_a_full_disk_is_named_with_the_file(tmp_path: Path, lines: int) -> None:
+    """Also if some lines are left over, which closing the file would try to write once more."""
+    path = tmp_path / "metrics.jsonl"
+    named = pytest.raises(PdtoolError, match=r"metrics.jsonl cannot be written \(No space left on device\); free some")
+    with named, closing(MetricsLog(path, epochs_done=0)) as log:
+        log._file.close()
+        log._file = Path("/dev/full").open("a", encoding="utf-8")  # noqa: SIM115
+        log._flushed_s = math.inf  # nothing is written before the end
+        for step in range(lines):
+            add(log, 1, step)
 
 
 def test_updates_that_come_quickly_are_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
