@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._sympy.printers import PythonPrinter
 
 from pdtool.frontend.leaf_modules import constructor_arguments
 from pdtool.frontend.operators import LAYOUT_ARGUMENTS, ByMode, Operator, Size, State, Value, is_default
@@ -212,7 +213,10 @@ def literal(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"torch.tensor({literal(value.tolist())}, dtype={value.dtype}, device=device)"
     if isinstance(value, Size):
-        return re.sub(r"\s*(//|[*+])\s*", r" \1 ", str(value))
+        text = re.sub(r"\b(Max|Min)(?=\()", lambda name: name[0].lower(), str(value))
+        if re.search(r"[A-Z]\w*\(", text):  # another function of sympy or torch, such as PythonMod
+            text = PythonPrinter().doprint(value.expression)
+        return re.sub(r"\s*(//|[*+])\s*", r" \1 ", text)
     if value is None or isinstance(value, (bool, int, float)):
         return repr(value)
     raise TypeError(f"no literal for {type(value).__name__}")

@@ -532,6 +532,8 @@ def example_inputs(batch_size):
     [
         ("h = h.relu()", "nn.ReLU()", False),
         ("h = h.relu()", "nn.BatchNorm1d(4)", False),  # which one sample cannot train: the run says so
+        ("h = h / max(len(x) - 1, 1) * min(len(x), 3)", "nn.ReLU()", False),  # sympy has other names for these
+        ("h = h * (len(x) % 3)", "nn.ReLU()", False),
         ("h = h - h.mean(0) if len(x) > 1 else h", "nn.ReLU()", True),
         ("h = h if self.training or len(x) == 1 else 2 * h", "nn.ReLU()", True),
         ("h = h.view(-1, 8, 1).squeeze()", "nn.ReLU()", False),  # the stage does the same, and the run refuses it
