@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import nn
 
 from pdtool.artifacts.bundle import Bundle, StageModule
@@ -22,18 +23,27 @@ from pdtool.files import write_atomically, write_remedy
 from pdtool.frontend.graph_digest import check_profile, graph_sha256
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
-from pdtool.frontend.operators import Traced, Value, first_names, named_state
+from pdtool.frontend.operators import Traced, Value, first_names, named_state, registered_state
 from pdtool.frontend.random_numbers import random_state_kept
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.update_proof import check_update
+from pdtool.generator.kept_state import has_same_content
 from pdtool.generator.stage_file import StageWriter
 from pdtool.generator.variable_uses import changed_in_training
-from pdtool.generator.verify import ModelFailedError, VerificationError, verify_one_mode, verify_shapes, verify_values
+from pdtool.generator.verify import (
+    ModelFailedError,
+    VerificationError,
+    outputs_in_both_modes,
+    verify_one_mode,
+    verify_shapes,
+    verify_values,
+)
 from pdtool.generator.wiring import Wiring
 
 # Copies of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
 _COPIES = 6
 _IN_TRAINING = {"collate", "sampler", "loss", "scheduler", "metrics", "summarize_metrics", "after_update"}
+_UPDATES = 40  # after which it is seen what after_update() has changed
 _VERIFIED_SAMPLES = 2  # of most minibatches; 1 is a special case for some operators
 
 
@@ -67,6 +77,7 @@ def generate(
     texts, bundle = _written(plan, stages, traced, "values" if fits else "shapes")
     progress("comparing the stages with the model" if fits else "checking shapes (the model is too large to run here)")
     _verify(traced, model_file, texts, bundle)
+    _check_after_update(model_file, bundle)
     bundle = bundle.model_copy(update={"differs_for_one_sample": _differs_for_one_sample(model_file, texts, bundle)})
     prove_update(model_file, bundle, lambda: traced.model)
     _write(folder, texts | {Bundle.FILE: bundle.dump()})
@@ -182,6 +193,41 @@ def _verify_values(model_file: ModelFile, texts: dict[str, str], bundle: Bundle,
     batches = [model_file.example_inputs(samples) for samples in (size, size, size + 1)]
     after_forward = {name: model_file.function(name) for name in ("loss", "metrics") if model_file.has(name)}
     verify_values(model_file.build, texts, bundle, batches, after_forward)
+
+
+def _check_after_update(model_file: ModelFile, bundle: Bundle) -> None:
+    """Check that after_update() changes nothing that forward reads besides parameters and buffers, such as `layer.p`.
+
+    It is called for the first updates, with copies of the parameters and gradients of zero.
+
+    Raises:
+        VerificationError: it does, but stages have a constant in its place.
+    """
+    if bundle.proof != "values" or not model_file.has("after_update"):
+        return
+    model = model_file.build()  # the newest one, to which variables of model.py refer
+    outputs = partial(
+        outputs_in_both_modes, model, model_file.example_inputs(min(bundle.batch_size, _VERIFIED_SAMPLES))
+    )
+    with suppress(ModelFailedError):  # such as a minibatch that is too small
+        state = {name: tensor.clone() for name, tensor in registered_state(model).items()}
+        before = outputs()
+        copies = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
+        for parameter in copies.values():
+            parameter.grad = torch.zeros_like(parameter)
+        with suppress(Exception):  # the proof of the update tells
+            for update in range(1, _UPDATES + 1):
+                model_file.after_update(list(copies.items()), update)
+        with torch.no_grad():
+            for name, tensor in registered_state(model).items():
+                tensor.copy_(state[name])
+        if not has_same_content(before, outputs()):
+            raise model_file.error_in(
+                "after_update",
+                "after_update() changes something besides parameters and buffers that forward reads, but stages keep "
+                "its value as a constant",
+                "keep it in a buffer that forward changes",
+            )
 
 
 def _differs_for_one_sample(model_file: ModelFile, texts: dict[str, str], bundle: Bundle) -> bool:

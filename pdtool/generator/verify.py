@@ -311,6 +311,17 @@ def verify_shapes(texts: Mapping[str, str], bundle: Bundle, inputs: ModelInputs,
             raise VerificationError(what, _REPORT)
 
 
+def outputs_in_both_modes(model: nn.Module, batch: Any) -> list[list[Tensor]]:
+    """Return the tensors that the model computes from a minibatch in training and in evaluation; raises
+    ModelFailedError."""
+    outputs, inputs = [], ModelInputs.of(batch)
+    for training in (True, False):
+        model.train(training)
+        with torch.no_grad(), _repeatable():
+            outputs.append(tensors_of(_run("the model", partial(_call, model, inputs), "a minibatch")))
+    return outputs
+
+
 def _call(model: nn.Module, inputs: ModelInputs) -> Any:
     return _copy(inputs).call(model)
 

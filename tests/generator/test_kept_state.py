@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle
-from pdtool.errors import TraceError
+from pdtool.errors import ModelError, TraceError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.tracing import trace_file
 from pdtool.generator.generate import generate
@@ -295,6 +295,24 @@ def test_what_training_changes_and_forward_reads_is_refused(variable: str, tmp_p
     with pytest.raises(
         VerificationError, match=rf"model.py:\d+: after_update\(\) changes {re.escape(variable)}, which"
     ):
+        _generated_with_after_update(statement, value, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("statement", "value"),
+    [
+        ("LAST.update(mean=update)", "self.first(x) + LAST.get('mean', 0)"),
+        (
+            "change(update)\n\ndef change(update):\n    LAST['mean'] = update > 30",
+            "self.first(x) + LAST.get('mean', 0)",
+        ),
+        ("setattr(Net, 'rate', 0.5)", "self.first(x) * (self.rate if hasattr(self, 'rate') else 1)"),
+    ],
+)
+def test_what_after_update_changes_elsewhere_is_refused_too(statement: str, value: str, tmp_path: Path) -> None:
+    """Found by calling it, with the line where it is defined."""
+    message = r"model.py:\d+: after_update\(\) changes something besides parameters and buffers"
+    with pytest.raises(ModelError, match=message):
         _generated_with_after_update(statement, value, tmp_path)
 
 
