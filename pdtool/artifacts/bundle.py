@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -104,6 +105,8 @@ class Bundle(YamlArtifact):
             consecutive minibatches, training and evaluation) or `shapes` (under fake tensors only).
         optional_gradients: whether a tensor may have no gradient in some minibatch, so that messages must say so: if
             the loss may ignore one of several outputs, or user code that is not looked into one of its inputs.
+        opaque_outputs: path of an opaque module -> for each of its calls, the shapes of the tensors that it returns. A
+            dimension is None if it is unknown.
         differs_for_one_sample: whether the stages compute something else than the model from a minibatch of one sample.
     """
 
@@ -121,6 +124,7 @@ class Bundle(YamlArtifact):
     tensors: tuple[TensorSpec, ...]
     tied: tuple[TiedParameter, ...] = ()
     optional_gradients: bool = False
+    opaque_outputs: dict[ModulePath, tuple[tuple[tuple[Dim | None, ...], ...], ...]] = Field(default_factory=dict)
     differs_for_one_sample: bool = False
 
     def check(self) -> None:
@@ -146,6 +150,11 @@ class Bundle(YamlArtifact):
                 raise FieldError(f"tied[{i}].names", f"{len(tied.names)} names for {len(tied.stages)} stages")
             if any(s >= len(self.stages) for s in tied.stages):
                 raise FieldError(f"tied[{i}].stages", f"{list(tied.stages)} of {len(self.stages)} stages")
+
+    def fits_opaque(self, path: str, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether an opaque module may return tensors of these shapes; True if nothing is known of such tensors."""
+        known = [call for call in self.opaque_outputs.get(path, ()) if [*map(len, call)] == [*map(len, shapes)]]
+        return not known or any(all(map(_fits, call, shapes)) for call in known)
 
     def check_files(self, folder: Path) -> None:
         """Raise StaleError if a stage file is missing or has changed since codegen wrote it."""
@@ -183,6 +192,13 @@ class Bundle(YamlArtifact):
     def by_name(self) -> dict[str, TensorSpec]:
         """Tensor name -> tensor."""
         return {tensor.name: tensor for tensor in self.tensors}
+
+
+def _fits(dims: Iterable[int | str | None], sizes: Sequence[int]) -> bool:
+    """Whether a tensor has the sizes of the dimensions for some minibatch; unknown without a `batch`."""
+    pairs = [(dim, size) for dim, size in zip(dims, sizes, strict=True) if dim is not None]
+    batch = next((size for dim, size in pairs if dim == "batch"), None)
+    return all(size == _size(dim, batch or 0) for dim, size in pairs if isinstance(dim, int) or batch is not None)
 
 
 def _size(dim: int | str, batch: int) -> int:

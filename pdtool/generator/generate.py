@@ -125,7 +125,8 @@ def check_stage_files(
         StaleError: it differs.
     """
     _, expected = _written(plan, stages, traced, bundle.proof)
-    unknown = {"digests": {}, "differs_for_one_sample": False}  # an older one has fewer; only a comparison tells
+    # An older bundle has fewer digests and no opaque_outputs; only a comparison tells the last one.
+    unknown = {"digests": {}, "opaque_outputs": {}, "differs_for_one_sample": False}
     ours, theirs = (made.model_copy(update=unknown) for made in (expected, bundle))
     if ours.content_sha256 == theirs.content_sha256:
         return
@@ -167,6 +168,7 @@ def _written(
         tensors=tuple(wiring.tensors()),
         tied=tuple(wiring.tied),
         optional_gradients=wiring.has_optional_gradients,
+        opaque_outputs=wiring.opaque_outputs(),
     )
     return texts, bundle.with_graph(graph_sha256(traced))
 

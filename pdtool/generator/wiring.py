@@ -175,12 +175,32 @@ class Wiring:
             if stages or self.stage_of[value.operator] < 0
         ]
 
+    def opaque_outputs(self) -> dict[str, tuple[tuple[tuple[int | str | None, ...], ...], ...]]:
+        """Return the shapes of the tensors that opaque modules return, for bundle.yaml."""
+        calls = [part for op in self.traced.operators for part in op.parts if part.opaque]
+        return {
+            path: tuple(
+                tuple(tuple(_known_dim(dim) for dim in value.shape) for value in call.outputs)
+                for call in calls
+                if call.module == path
+            )
+            for path in dict.fromkeys(call.module for call in calls)
+        }
+
     def _dim(self, dim: int | Size, value: Value) -> int | str:
-        text = str(dim).replace(" ", "")
-        if isinstance(dim, int) or _AFFINE.fullmatch(text):
-            return dim if isinstance(dim, int) else text
+        known = _known_dim(dim)
+        if known is not None:
+            return known
         raise TraceError(
             f"a tensor that crosses a stage border has a dimension of {dim}, which is not linear in the minibatch size",
             "name the module that contains those around it in HINTS no_split",
             location=self.traced.by_name[value.operator].location,
         )
+
+
+def _known_dim(dim: int | Size) -> int | str | None:
+    """Return a dimension as bundle.yaml has it; None if it is not linear in the minibatch size."""
+    text = str(dim).replace(" ", "")
+    if isinstance(dim, int):
+        return dim
+    return text if _AFFINE.fullmatch(text) else None

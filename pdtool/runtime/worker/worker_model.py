@@ -11,7 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
-from pdtool.errors import ArtifactError, PdtoolError, StaleError, TraceError, describe_error
+from pdtool.errors import ArtifactError, ModelError, PdtoolError, StaleError, TraceError, describe_error
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import tensors_in
 from pdtool.frontend.operators import empty_in_same_place, first_names, named_state, registered_state
@@ -174,7 +174,27 @@ def load_stage_module(
         what = f"cannot be used ({describe_error(error)})"
         raise ArtifactError(path, what, "fix it, or write it again with `pdtool codegen`") from error
     _take_over(module, named_state(model), path)
+    for opaque in described.opaque:
+        inner = module.get_submodule(opaque)
+        if not isinstance(inner, torch.jit.ScriptModule):  # which takes no hooks
+            inner.register_forward_hook(partial(_check_outputs, bundle, opaque))
     return module.train()
+
+
+def _check_outputs(bundle: Bundle, path: str, module: nn.Module, args: object, output: Any) -> None:
+    """Hook of an opaque module: refuse sizes that differ from the trace's, which the stage may have as constants.
+
+    Raises:
+        ModelError: they differ.
+    """
+    shapes = [tuple(tensor.shape) for tensor in tensors_in(output)]
+    if not bundle.fits_opaque(path, shapes):
+        traced = ", ".join(str([*shape]).replace("'", "") for shape in bundle.opaque_outputs[path][0])
+        raise ModelError(
+            f"{path} returns {', '.join(str([*shape]) for shape in shapes)}, but in the trace {traced}, and "
+            "the stages have these sizes as constants",
+            "let it return the same sizes for all samples, or move what uses its output into it",
+        )
 
 
 def _take_over(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
