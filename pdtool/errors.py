@@ -159,7 +159,7 @@ def describe_error(error: BaseException) -> str:
     """Return `ValueError: text`, even if printing an error of other code fails."""
     try:
         text = str(error)
-    except Exception:
+    except BaseException:  # of any kind, as the error itself may be
         text = "its text cannot be read"
     if len(text) > _MAX_TEXT:
         text = f"{text[:_MAX_TEXT]}... ({len(text)} characters)"

@@ -153,7 +153,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises:
         PdtoolError: the file could not be written; nothing is left behind.
     """
-    target = path.resolve()
+    try:
+        target = path.resolve()
+    except (RuntimeError, ValueError) as error:  # a loop of links, a NUL
+        raise PdtoolError(f"{path} could not be written ({error})", "name another place") from error
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         if path.exists() and not path.is_file() and not path.is_dir():

@@ -236,7 +236,8 @@ def _explained(
         return TraceError(
             f"{fixed[0].location if fixed else path.name}: the model works for some minibatch sizes only: "
             f"{(specialized.removeprefix('- ') or lines[-1]).partition('. If you')[0]}",
-            "use x.shape[0] or -1 for the batch dimension, do not branch on it, and keep no state in forward",
+            "use x.shape[0] or -1 for the batch dimension, and keep no state in forward; a line that branches on it or "
+            "computes more than sums and products of it, can stay as it is in a module of its own",
             module=fixed[0].module if fixed else None,
         )
     reason = lines[0].partition(" (unhinted")[0]

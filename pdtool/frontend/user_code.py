@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import chdir, contextmanager
@@ -126,14 +127,18 @@ def import_source(source: str, path: Path) -> ModuleType:
 
 @contextmanager
 def undoing_user_changes() -> Iterator[None]:
-    """Undo at the end what the user's code and its import changed in this process: the current folder, torch's default
-    dtype, and imports (see undoing_imports)."""
+    """Undo at the end what the user's code and its import changed in this process: the current folder, signal handlers,
+    torch's default dtype, and imports (see undoing_imports)."""
     dtype = torch.get_default_dtype()
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     with chdir("."), undoing_imports(), torch.inference_mode(False), torch.enable_grad():  # or the caller's modes
         try:
             yield
         finally:
             torch.set_default_dtype(dtype)
+            for number, handler in handlers.items():
+                if handler is not None and signal.getsignal(number) is not handler:  # None: not set from Python
+                    signal.signal(number, handler)
 
 
 @contextmanager

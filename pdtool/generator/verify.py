@@ -47,7 +47,8 @@ _STAGES = "the generated stages"
 _CHECK_STATE = (
     "check whether a module keeps state on self between calls, overrides train(), reads requires_grad, grad_fn or "
     "torch.compiler.is_compiling(), or has an autograd.Function or a random generator of its own; if so, name that "
-    "module in HINTS opaque"
+    "module in HINTS opaque. If it calls torch.utils.checkpoint, leave that out: `pdtool partition` lets stages "
+    "recompute where memory is short"
 )
 _REPORT = "this is a defect of pdtool: please report it with your model.py"
 _EQUAL = 1e-10  # difference of outputs in double precision, where the same elements are dropped

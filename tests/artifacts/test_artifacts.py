@@ -739,10 +739,12 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(function, tmp_path, mo
     assert [p.name for p in tmp_path.iterdir()] == ["profile.json"]
 
 
-def test_writing_where_a_file_stands_in_the_way_is_an_error(tmp_path):
+@pytest.mark.parametrize("name", ["file/profile.json", "loop", "nul\0"])
+def test_writing_where_nothing_can_be_is_an_error(tmp_path, name):
     (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(PdtoolError, match="could not be written"):
-        samples.profile().save(tmp_path / "file" / "profile.json")
+        samples.profile().save(tmp_path / name)
 
 
 def test_written_files_have_the_usual_permissions(tmp_path):

@@ -3,6 +3,7 @@
 import marshal
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import textwrap
@@ -44,6 +45,18 @@ def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return str(path)
+
+
+def test_signals_mean_what_they_meant_before(tmp_path, monkeypatch):
+    """A file that ignores Ctrl-C, as some libraries do when they are imported, would make the launcher deaf."""
+    source = write(
+        tmp_path / "model.py", f"import signal\nsignal.signal(2, signal.SIG_IGN)\n{MODEL}".replace("{module}", "net")
+    )
+    write(tmp_path / "net.py", NET.format(width=3))
+    monkeypatch.delitem(sys.modules, "net", raising=False)
+    before = signal.getsignal(signal.SIGINT)
+    assert width(source) == 3
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_each_model_file_imports_the_modules_of_its_own_folder_as_they_are_now(tmp_path, monkeypatch):

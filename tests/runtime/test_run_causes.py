@@ -283,6 +283,18 @@ def test_a_killed_fork_server_is_named_and_no_worker(left: Left) -> None:
     assert one_exited.startswith("rank 1 (stage 1, replica 0) ended with exit status 255 and reported no error")
 
 
+def test_the_way_on_is_one_that_works(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last epoch there is nothing to continue."""
+    epochs = left.config.epochs
+    for done, way in (
+        ({}, "start it again"),
+        ({epochs - 1: 0}, "--resume`"),
+        ({epochs: 0}, f"`pdtool export {left.config.out}`"),
+    ):
+        monkeypatch.setattr(RunDir, "checkpoints", lambda self, done=done: done)
+        assert way in left.diagnosis({0: -15, 1: 5, 2: 5, 3: 5}).remedy
+
+
 def test_of_two_that_compute_the_one_that_has_been_silent_longest_is_named(left: Left) -> None:
     left.status(2, "1F3")
     time.sleep(0.002)

@@ -26,7 +26,7 @@ import torch
 from pdtool import host
 from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import PdtoolError, WorkerDiedError
-from pdtool.files import write_atomically
+from pdtool.files import quoted, write_atomically
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.memory import killed_for_memory_error
 from pdtool.runtime.ranks import RankAssignment, assign_ranks
@@ -198,7 +198,10 @@ class WorkersLeft:
 
 def _how_to_go_on(config: RunConfig, *, is_needed: bool) -> list[str]:
     """The remedy after a worker died; [] if it would only be to start again and not `is_needed`."""
-    if RunDir(config.out).checkpoints():
+    done = RunDir(config.out).checkpoints()
+    if done and max(done) >= config.epochs:
+        return [f"all epochs were trained: `pdtool export {quoted(config.out)}` writes the weights"]
+    if done:
         return [f"continue from the last checkpoint with `{RunDir(config.out).resume_command()}`"]
     return ["start it again"] if is_needed else []
 
