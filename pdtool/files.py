@@ -180,4 +180,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def write_remedy(error: OSError) -> str:
     """Return the remedy for a file that could not be written."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit on open files, for example with `ulimit -n 4096`"
     return "free some space or use another folder" if error.errno in _FULL else "name another place"

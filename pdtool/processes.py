@@ -39,12 +39,14 @@ class WorkerProcesses:
 
     Attributes:
         processes, pipes: by rank.
+        longest_pause_s: how long this process was stopped while it listened (Ctrl-Z, a paused container).
     """
 
     def __init__(self, method: str) -> None:
         self._context: Any = multiprocessing.get_context(method)
         self.processes: dict[int, BaseProcess] = {}
         self.pipes: dict[int, Connection] = {}
+        self.longest_pause_s = 0.0
 
     def start(self, rank: int, target: Callable[..., object], *arguments: object) -> int:
         """Start a worker, which calls `target` with its end of a pipe and the arguments; return its process id."""
@@ -74,7 +76,10 @@ class WorkerProcesses:
         until_s, is_over = math.inf, False
         while not is_over:
             is_over = len(self.exit_codes) == len(self.processes) or time.monotonic() > until_s
-            for source in wait(list(sources), 0 if is_over else _POLL_S):  # the last time for messages already there
+            begin_s = time.monotonic()
+            ready = wait(list(sources), 0 if is_over else _POLL_S)  # the last time for messages already there
+            self.longest_pause_s = max(self.longest_pause_s, time.monotonic() - begin_s - _POLL_S)
+            for source in ready:
                 pipe = self.pipes[sources[source]]
                 with suppress(EOFError, ConnectionError):
                     while pipe.poll():

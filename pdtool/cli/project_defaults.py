@@ -70,7 +70,7 @@ def _found() -> Path | None:
     if Path(_OWN_FILE).is_file():
         return Path(_OWN_FILE)
     shared = Path(_SHARED_FILE)
-    if shared.is_file() and b"tool.pdtool" in shared.read_bytes() and _own_table(_toml(shared)) is not None:
+    if shared.is_file() and b"pdtool" in shared.read_bytes() and _own_table(_toml(shared)) is not None:
         return shared
     return None
 

@@ -125,6 +125,14 @@ def test_a_file_of_defaults_can_be_named(profiled):
     assert plan_of(profiled).cluster.topology == "3"
 
 
+@pytest.mark.parametrize(
+    "text", ['[tool . pdtool . partition]\ntopology = "3"\n', '[tool]\npdtool = {partition = {topology = "3"}}\n']
+)
+def test_the_table_may_be_written_in_any_way(profiled, text):
+    profiled.write("pyproject.toml", text)
+    assert plan_of(profiled).cluster.topology == "3"
+
+
 def test_a_pyproject_of_others_gives_no_defaults(profiled):
     for text in ("[tool.ruff]\nline-length = 100\n", "tool = 3  # not tool.pdtool", "[project]\nname = 'tool.pdtool'"):
         profiled.write("pyproject.toml", text)

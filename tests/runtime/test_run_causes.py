@@ -283,6 +283,14 @@ def test_a_killed_fork_server_is_named_and_no_worker(left: Left) -> None:
     assert one_exited.startswith("rank 1 (stage 1, replica 0) ended with exit status 255 and reported no error")
 
 
+def test_a_run_that_was_stopped_for_too_long_blames_nobody(left: Left) -> None:
+    left.status(0, "0B3", waits_for=1)
+    left.failure(0, "backward 'a' did not arrive (Timed out)", peer=1)
+    told = str(diagnose(left.config, left.ranks, {0: 5}, paused_s=10 + left.config.timeout_s))
+    assert told.startswith("the run was stopped for ")
+    assert str(diagnose(left.config, left.ranks, {0: 5}, paused_s=1.0)).startswith("no message from rank 1 ")
+
+
 def test_the_way_on_is_one_that_works(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the last epoch there is nothing to continue."""
     epochs = left.config.epochs

@@ -163,7 +163,10 @@ def test_workers_of_several_machines_that_gloo_does_not_let_meet(tmp_path: Path,
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     code, _, errors = ended(start([sys.executable, str(script), str(tmp_path / "spec")], **worker, **address))
     assert code == 5
-    assert "the workers did not all connect; gloo listens at 127.0.0.1: set GLOO_SOCKET_IFNAME to" in errors
+    assert (
+        "not all of the 2 workers connected: are all started? gloo listens at 127.0.0.1: set GLOO_SOCKET_IFNAME to"
+        in errors
+    )
 
 
 def test_a_worker_of_torchrun_ends_with_it(tmp_path: Path, script: Path) -> None:

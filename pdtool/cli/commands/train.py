@@ -103,7 +103,7 @@ def _step(ctx: click.Context, step: click.Command, argument: str) -> click.Conte
     Options of `train` override the defaults of `run`, even if the plan already has them. A device that `profile`
     estimates for is not one that `run` can compute on.
     """
-    context = step.make_context(step.name, [argument], parent=ctx.parent)
+    context = step.make_context(step.name, ["--", argument], parent=ctx.parent)
     for param in step.params:
         name = param.name or ""
         if name in ctx.params and is_asked_for(ctx, name) and _is_handed_on(step, param):  # --quiet is no parameter

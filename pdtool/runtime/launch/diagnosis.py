@@ -38,14 +38,17 @@ _LOST_FORK_SERVER = 255  # multiprocessing's exit code for a process whose fork 
 _BY_WATCHDOG = -signal.SIGABRT  # how NCCL's watchdog ends a process
 
 
-def diagnose(config: RunConfig, local: Sequence[RankAssignment], exit_codes: Mapping[int, int]) -> PdtoolError:
+def diagnose(
+    config: RunConfig, local: Sequence[RankAssignment], exit_codes: Mapping[int, int], paused_s: float = 0.0
+) -> PdtoolError:
     """Return the error of the root cause, and write all failures to the run's folder.
 
     Args:
         local: the workers that this machine started.
         exit_codes: exit codes of this machine's ranks that ended without a report; negative for a signal.
+        paused_s: how long the launcher was stopped.
     """
-    workers = WorkersLeft(config, local, exit_codes)
+    workers = WorkersLeft(config, local, exit_codes, paused_s)
     error = workers.own_error() or workers.silent_death() or workers.no_answer()
     remedies = [error.remedy] if error.remedy else []
     if isinstance(error, WorkerDiedError):
@@ -59,8 +62,10 @@ def diagnose(config: RunConfig, local: Sequence[RankAssignment], exit_codes: Map
 class WorkersLeft:
     """The records of a failed run's workers; arguments as of `diagnose`."""
 
-    def __init__(self, config: RunConfig, local: Sequence[RankAssignment], exit_codes: Mapping[int, int]) -> None:
-        self._config, self._exit_codes = config, exit_codes
+    def __init__(
+        self, config: RunConfig, local: Sequence[RankAssignment], exit_codes: Mapping[int, int], paused_s: float
+    ) -> None:
+        self._config, self._exit_codes, self._paused_s = config, exit_codes, paused_s
         self._local = {assignment.rank for assignment in local}
         self._assignments = {assignment.rank: assignment for assignment in assign_ranks(config.plan)}
         failures = ((rank, read_failure(config.out, rank)) for rank in self._assignments)
@@ -106,6 +111,10 @@ class WorkersLeft:
         if not self._hung_until_aborted() and not has_timed_out:
             return WorkerDiedError(f"{place} closed its connections; {last_seen}")
         timeout = format_seconds(self._config.timeout_s)
+        if self._paused_s >= self._config.timeout_s:  # nobody is to blame: all were stopped, and then gave up
+            paused = f"the run was stopped for {format_seconds(self._paused_s)} and then continued"
+            what = f"{paused} (Ctrl-Z, a paused container, a suspended job), longer than its timeout of {timeout}"
+            return WorkerDiedError(what, "pass a longer --timeout to stop it for so long")
         if not is_stopped and all(status.is_waiting for status in self._statuses.values()):
             what = f"no message from {place} arrived within {timeout}, and all workers waited for messages"
             return WorkerDiedError(

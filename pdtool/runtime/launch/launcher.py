@@ -173,7 +173,7 @@ def _launch_workers(
         if not run_dir.workers.is_dir():
             remedy = "start the run again, and do not remove the folder"
             raise PdtoolError(f"the run's folder {config.out} was removed during the run", remedy)
-        raise diagnose(config, local, exit_codes)
+        raise diagnose(config, local, exit_codes, workers.longest_pause_s)
     shutil.rmtree(run_dir.workers, ignore_errors=True)
     return Report.parse(reports[local[0].rank])
 

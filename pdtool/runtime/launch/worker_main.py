@@ -87,7 +87,7 @@ def run_worker(config: RunConfig, meeting_folder: str = "") -> Report:
         Status.begin(config.out, rank)
     try:
         hint = loopback_hint() if local_workers < world_size else ""  # torchrun or srun have started the others
-        with PeerErrorContext(f"the workers did not all connect{hint and '; '}{hint}"):
+        with PeerErrorContext(f"not all of the {world_size} workers connected: are all started?{hint and ' '}{hint}"):
             timeout = timedelta(seconds=config.timeout_s)
             store = dist.FileStore(f"{meeting_folder}/store", world_size) if meeting_folder else None  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, timeout=timeout, rank=rank, world_size=world_size)
