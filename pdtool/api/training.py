@@ -271,7 +271,10 @@ def check_run(asked: RunOptions, workers: int) -> None:
             raise UsageError(f"{resume} has already trained its {done} epoch(s)", "pass a larger --epochs")
         if target and target.metric in manifest.metrics and target.is_reached(manifest.metrics):
             reached = f"{target.metric} is {manifest.metrics[target.metric]:.4f} after epoch {done}"
-            raise UsageError(f"{resume} has already reached --target '{target}': {reached}", "pass another --target")
+            raise UsageError(
+                f"{resume} has already reached --target '{target}': {reached}",
+                "pass another --target, or --target none",
+            )
     is_one_by_one = asked.nnodes > 1 or is_worker(os.environ)
     if output is None and is_one_by_one and (resume is None or not RunDir(resume).checkpoints_folder.is_dir()):
         raise UsageError("several machines, torchrun and srun need one folder for the run", "name it with -o")

@@ -48,10 +48,10 @@ class WorkerOptions:
     )
     target: Target | None = _training(  # noqa: RUF009
         "--target METRIC<=VALUE",
-        Text(lambda name, text: Target.parse(text)),
+        Text(lambda name, text: None if text == "none" else Target.parse(text)),
         "Stop when the validation reaches 'nll<=4' or 'accuracy>=0.98', for example. You can also use <, > and =. With "
         "=, the value is an upper limit for loss and perplexity, and a lower limit for every other metric. Exit with 6 "
-        "if it is never reached.",
+        "if it is never reached. A resumed run keeps its target; none drops it.",
         same=True,
     )
     seed: int = _training("--seed N", Count(0, 2**63 - 1, default=0), "Seed of all random numbers.", same=True)

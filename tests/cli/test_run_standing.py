@@ -103,9 +103,12 @@ def test_a_run_that_has_reached_its_target_is_not_resumed_for_nothing(road: Fold
     before = {path: path.read_bytes() for path in Path("runs/a").rglob("*.json*")}
     refused = road.pdtool("run", "--resume", "runs/a", "--epochs", "5", code=2).stderr
     assert "runs/a has already reached --target 'accuracy>=0': accuracy is 0." in refused
-    assert refused.rstrip().endswith("after epoch 1; pass another --target")
+    assert refused.rstrip().endswith("after epoch 1; pass another --target, or --target none")
     assert before == {path: path.read_bytes() for path in Path("runs/a").rglob("*.json*")}
     road.pdtool("run", "--resume", "runs/a", "--epochs", "2", "--target", "accuracy>=1.5", code=6)
+    told = road.pdtool("run", "--resume", "runs/a", "--epochs", "3", "--target", "none").stderr
+    assert "epoch 3/3: " in told
+    assert "target" not in road.pdtool("run", "--resume", "runs/a", "--epochs", "4").stderr
 
 
 def test_after_a_failed_resume_the_old_report_is_not_shown_as_new(road: Folder) -> None:

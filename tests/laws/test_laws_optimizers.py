@@ -152,7 +152,7 @@ PROVED = [
     (
         "First([{'params': [p]} for p in parameters], 0.1)",
         CLIPPING,
-        r".*for .* alone it raised an error, but .*IndexError",
+        r".*given only .*, it failed, but not given all parameters .*IndexError",
     ),
     (
         "prodigyopt.Prodigy(parameters)",

@@ -320,7 +320,7 @@ def test_a_plan_without_pipelining_stays_one():
     for strategy in ("model-parallel", "hybrid", "async-data-parallel"):
         plan = planned(net, make_cluster((4,), (FAST,)), strategy)
         more = plan.model_copy(update={"schedule": "gpipe", "weights": "flush", "microbatches": 7})
-        with pytest.raises(FieldError, match=f"{strategy}: it has .*; write auto for your own plan"):
+        with pytest.raises(FieldError, match=f"{strategy} needs .*; write auto for your own plan"):
             more.check()
         more.model_copy(update={"strategy": "auto"}).check()
         with pytest.raises(
