@@ -110,7 +110,8 @@ def _paths(model: nn.Module) -> dict[int, str]:
 
 def _path(frame: FrameType, paths: Mapping[int, str]) -> str | None:
     """The path of the module whose method a frame runs."""
-    return paths.get(id(getattr(frame.f_locals.get("self"), "__dict__", None)))
+    arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]  # of which the first is usually called self
+    return paths.get(id(getattr(frame.f_locals.get(arguments[0]), "__dict__", None))) if arguments else None
 
 
 @contextmanager

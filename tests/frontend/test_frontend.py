@@ -34,6 +34,18 @@ def write(tmp_path, text):
     return ModelFile.load(ModelRef(source=str(path)), trusted=True)
 
 
+@pytest.mark.parametrize("name", ["self", "net"])
+def test_a_branch_on_the_number_of_samples_is_named_by_its_line(name, tmp_path):
+    """Whatever forward calls its first argument."""
+    text = (
+        "import torch\nclass Net(torch.nn.Linear):\n    def forward(NAME, x):\n"
+        "        x = torch.nn.functional.linear(x, NAME.weight)\n\n        return x if len(x) > 2 else 2 * x\n"
+        "def model(): return Net(4, 4)\ndef example_inputs(n): return torch.randn(n, 4)\n"
+    )
+    with pytest.raises(TraceError, match=r"^model.py:6: the model works for some minibatch sizes only"):
+        trace_file(file := write(tmp_path, text.replace("NAME", name)), file.build(), 4)
+
+
 @pytest.mark.parametrize(
     ("fault", "what"),
     [
