@@ -12,6 +12,8 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from multiprocessing import util
+from multiprocessing.synchronize import SemLock
 from pathlib import Path
 from typing import NoReturn
 
@@ -66,7 +68,18 @@ def end_despite_threads(exit_code: int) -> NoReturn:
         with suppress(OSError, ValueError):
             stream.flush()
     remove_counters(os.getpid())
+    unlink_semaphores()
     os._exit(exit_code)
+
+
+def unlink_semaphores() -> None:
+    """Unlink this process's semaphores, such as the one of tqdm, which comes with torch.export.
+
+    Without it Python's resource tracker would do so, and warn of a leak.
+    """
+    for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]
+        if finalizer._callback is SemLock._cleanup:  # type: ignore[attr-defined]
+            finalizer()
 
 
 def _silent_neighbours(out: Path, rank: int) -> tuple[list[int], list[int]]:

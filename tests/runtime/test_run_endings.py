@@ -207,3 +207,13 @@ def test_a_reaper_whose_start_is_interrupted_ends_and_leaves_the_folder(monkeypa
     process.join(20)
     assert process.exitcode == -signal.SIGKILL
     assert Path(util.get_temp_dir()).is_dir()
+
+
+def test_a_workers_semaphores_are_not_said_to_leak() -> None:
+    """tqdm makes one when torch.export runs; a worker ends without Python's own tidying."""
+    code = (
+        "import multiprocessing\nfrom pdtool.runtime.worker_end import end_despite_threads\n"
+        "lock = multiprocessing.get_context('forkserver').Lock()\nend_despite_threads(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert not done.stderr

@@ -60,7 +60,9 @@ def worker_main(
     try:
         report = run_worker(config, meeting_folder)
     except BaseException as error:  # end at once: destructors of process groups may wait for peers
-        os._exit(worker_end.record_failure(config.out, rank, error))
+        exit_code = worker_end.record_failure(config.out, rank, error)
+        worker_end.unlink_semaphores()
+        os._exit(exit_code)
     launcher.send(report.dump())
     worker_end.end_despite_threads(0)
 
