@@ -146,7 +146,8 @@ def _warn_of_model(built: WorkerModel, config: RunConfig, reasons: Sequence[str]
         if any(id(parameter) in own for parameter in module.parameters()):
             sys.stderr.write(
                 f"warning: {name}, at the top of {built.file.path.name}, refers to the model. A worker has the newest "
-                "weights of its own stages only, so use only the model's output in loss() and metrics()\n"
+                "weights of its own stages only, so use only the model's output in loss() and metrics(), and only the "
+                "given parameters in after_update()\n"
             )
 
 
