@@ -368,7 +368,8 @@ class Plan(YamlArtifact):
                     f"must be those of stage {s % depth}, because each worker has {self.chunks} chunks",
                 )
             if stage.in_flight != self.stages[s % depth].in_flight:
-                raise FieldError(f"{where}.in_flight", f"with {self.chunks} chunks use that of stage {s % depth}")
+                fault = f"must equal that of stage {s % depth}, because each worker has {self.chunks} chunks"
+                raise FieldError(f"{where}.in_flight", fault)
             repeated = len(set(stage.workers)) < len(stage.workers)
             for worker in stage.workers:
                 if worker >= workers:

@@ -199,7 +199,8 @@ def test_what_cannot_be_interleaved_is_refused():
     net = chain([1.0] * 3)
     plan = plan_of(net, [["x", "a0"], ["a1", "a2"]], [[0], [1]], make_cluster((2,), (1e9,)))
     with pytest.raises(
-        NoPlanError, match="the model has 4 operators, too few for 6 chunks; use fewer --workers or --chunks"
+        NoPlanError,
+        match="the model can be cut into at most 4 pieces, too few for 6 chunks; use fewer --workers or --chunks",
     ):
         under_schedule(Placement.of(plan, net), net, "interleaved", chunks=3)
     with pytest.raises(

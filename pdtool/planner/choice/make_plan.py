@@ -343,7 +343,8 @@ def even_pieces(profile: Profile, count: int) -> Stages:
     blocks = _blocks(profile)
     if len(blocks) < count:
         raise NoPlanError(
-            f"the model has {len(blocks)} operators, too few for {count} chunks", "use fewer --workers or --chunks"
+            f"the model can be cut into at most {len(blocks)} pieces, too few for {count} chunks",
+            "use fewer --workers or --chunks",
         )
     nodes = profile.by_name
     seconds = [sum(nodes[name].forward_s + nodes[name].backward_s for name in block) for block in blocks]

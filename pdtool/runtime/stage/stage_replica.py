@@ -246,13 +246,16 @@ class StageReplica:
         for name, parameter in self.stage.weights.parameters.items():
             if parameter._backward_hooks and id(parameter) in tied:
                 what = "has a gradient hook, but several stages hold it, each with a part of the gradient"
-                raise FieldError(name, f"{what}; name a module that contains all its uses in HINTS no_split")
+                raise FieldError(name, f"{what}; in HINTS no_split, name a module that contains all its uses")
             if parameter._backward_hooks and name not in self._hooked:
                 what = "gets a gradient hook during training, but a resumed run would not have it"
                 raise FieldError(name, f"{what}; register it in optimizer()")
             if parameter.requires_grad and name in self.frozen_in_stages:
-                what = "was frozen in model() and is held by several stages, so nothing sums its gradient"
-                raise FieldError(name, f"{what}; leave it trainable in model() and freeze it in optimizer()")
+                what = (
+                    "was frozen in model() and is trained now, but several stages hold it and nothing sums its gradient"
+                )
+                remedy = "leave it trainable in model(), and freeze it in optimizer() if it begins frozen"
+                raise FieldError(name, f"{what}; {remedy}")
 
 
 class ClippedUpdates:
