@@ -25,7 +25,7 @@ from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
 
 NAMES_OF_GROUP = {"params", "param_names"}  # keys of a parameter group that say which parameters it has
-_UPDATES = 40
+TRIED_UPDATES = 40  # before training, to see what the optimizer and after_update() do
 _LARGE, _CORNER = 1_000_000, 8  # numbers in all parameters; of larger models, the most in each dimension of one
 _RTOL, _ATOL = 1e-3, 1e-5  # for an optimizer that does not compute the same bits twice
 _CALLS_USER_CODE = (LambdaLR, MultiplicativeLR)
@@ -94,7 +94,9 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
     """
     parameters = dict(model.named_parameters())
     optimizer = file.optimizer(list(parameters.items()))
-    by_user_code = steps_by_user_code(file, optimizer) or schedules_by_user_code(file.scheduler(optimizer, _UPDATES))
+    by_user_code = steps_by_user_code(file, optimizer) or schedules_by_user_code(
+        file.scheduler(optimizer, TRIED_UPDATES)
+    )
     if len(stages) < 2 or not by_user_code:
         return
     update = _Update(file, parameters)
@@ -171,12 +173,12 @@ class _Update:
         optimizer = self._file.optimizer(list(parameters.items()))
         self.cause = " or ".join(_step_causes(self._file, optimizer)) or "scheduler()"
         keep_parameters(optimizer, {id(p) for p in own.values()})
-        scheduler: Any = self._file.scheduler(optimizer, _UPDATES)
+        scheduler: Any = self._file.scheduler(optimizer, TRIED_UPDATES)
         gradients = {name: self._gradients[name] for name in own}
         before = _generator_states()
         try:
             set_mode(optimizer, training=True)
-            for update in range(_UPDATES):
+            for update in range(TRIED_UPDATES):
                 for name, gradient in gradients.items():
                     own[name].grad = gradient * (1 + 0.1 * update) if own[name].requires_grad else None
                 optimizer.step()

@@ -26,7 +26,7 @@ from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.operators import Traced, Value, first_names, named_state, registered_state
 from pdtool.frontend.random_numbers import random_state_kept
 from pdtool.frontend.tracing import trace_file
-from pdtool.frontend.update_proof import check_update
+from pdtool.frontend.update_proof import TRIED_UPDATES, check_update
 from pdtool.generator.kept_state import has_same_content
 from pdtool.generator.stage_file import StageWriter
 from pdtool.generator.variable_uses import changed_in_training
@@ -34,7 +34,6 @@ from pdtool.generator.verify import (
     ModelFailedError,
     VerificationError,
     outputs_in_both_modes,
-    verify_one_mode,
     verify_shapes,
     verify_values,
 )
@@ -43,7 +42,6 @@ from pdtool.generator.wiring import Wiring
 # Copies of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
 _COPIES = 6
 _IN_TRAINING = {"collate", "sampler", "loss", "scheduler", "metrics", "summarize_metrics", "after_update"}
-_UPDATES = 40  # after which it is seen what after_update() has changed
 _VERIFIED_SAMPLES = 2  # of most minibatches; 1 is a special case for some operators
 
 
@@ -76,9 +74,8 @@ def generate(
     fits = fits_in_memory(traced.model)
     texts, bundle = _written(plan, stages, traced, "values" if fits else "shapes")
     progress("comparing the stages with the model" if fits else "checking shapes (the model is too large to run here)")
-    _verify(traced, model_file, texts, bundle)
+    bundle = bundle.model_copy(update={"differs_for_one_sample": _verify(traced, model_file, texts, bundle)})
     _check_after_update(model_file, bundle)
-    bundle = bundle.model_copy(update={"differs_for_one_sample": _differs_for_one_sample(model_file, texts, bundle)})
     prove_update(model_file, bundle, lambda: traced.model)
     _write(folder, texts | {Bundle.FILE: bundle.dump()})
     return bundle
@@ -173,28 +170,31 @@ def _written(
     return texts, bundle.with_graph(graph_sha256(traced))
 
 
-def _verify(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle: Bundle) -> None:
-    """Compare stages and model to the extent of `bundle.proof`."""
+def _verify(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle: Bundle) -> bool:
+    """Compare stages and model to the extent of `bundle.proof`; return whether they differ for one sample."""
     if bundle.proof == "values":
         size = min(bundle.batch_size, _VERIFIED_SAMPLES)
         try:
-            _verify_values(model_file, texts, bundle, size)
+            return _verify_values(model_file, texts, bundle, size)
         except ModelFailedError:
             if size == bundle.batch_size:
                 raise
-            _verify_values(model_file, texts, bundle, bundle.batch_size)
-    else:
-        inputs = ModelInputs.of(model_file.example_inputs(bundle.batch_size))
-        state, size = named_state(traced.model), bundle.batch_size
-        output = traced.output_with(lambda leaf: leaf.meta(size) if isinstance(leaf, Value) else state[leaf.name], size)
-        verify_shapes(texts, bundle, inputs, output)
+            return _verify_values(model_file, texts, bundle, bundle.batch_size)
+    inputs = ModelInputs.of(model_file.example_inputs(bundle.batch_size))
+    state, size = named_state(traced.model), bundle.batch_size
+    output = traced.output_with(lambda leaf: leaf.meta(size) if isinstance(leaf, Value) else state[leaf.name], size)
+    verify_shapes(texts, bundle, inputs, output)
+    return False
 
 
-def _verify_values(model_file: ModelFile, texts: dict[str, str], bundle: Bundle, size: int) -> None:
-    """Compare values for minibatches of `size` samples and of one more."""
+def _verify_values(model_file: ModelFile, texts: dict[str, str], bundle: Bundle, size: int) -> bool:
+    """Compare values for minibatches of `size` samples and of one more, and of one as the last of an epoch may have."""
     batches = [model_file.example_inputs(samples) for samples in (size, size, size + 1)]
     after_forward = {name: model_file.function(name) for name in ("loss", "metrics") if model_file.has(name)}
-    verify_values(model_file.build, texts, bundle, batches, after_forward)
+    one_sample = None
+    with suppress(PdtoolError):  # example_inputs cannot give one sample
+        one_sample = model_file.example_inputs(1)
+    return verify_values(model_file.build, texts, bundle, batches, after_forward, one_sample)
 
 
 def _check_after_update(model_file: ModelFile, bundle: Bundle) -> None:
@@ -203,7 +203,7 @@ def _check_after_update(model_file: ModelFile, bundle: Bundle) -> None:
     It is called for the first updates, with copies of the parameters and gradients of zero.
 
     Raises:
-        VerificationError: it does, but stages have a constant in its place.
+        ModelError: it does, but stages have a constant in its place.
     """
     if bundle.proof != "values" or not model_file.has("after_update"):
         return
@@ -218,7 +218,7 @@ def _check_after_update(model_file: ModelFile, bundle: Bundle) -> None:
         for parameter in copies.values():
             parameter.grad = torch.zeros_like(parameter)
         with suppress(Exception):  # the proof of the update tells
-            for update in range(1, _UPDATES + 1):
+            for update in range(1, TRIED_UPDATES + 1):
                 model_file.after_update(list(copies.items()), update)
         with torch.no_grad():
             for name, tensor in registered_state(model).items():
@@ -230,26 +230,6 @@ def _check_after_update(model_file: ModelFile, bundle: Bundle) -> None:
                 "its value as a constant",
                 "keep it in a buffer that forward changes",
             )
-
-
-def _differs_for_one_sample(model_file: ModelFile, texts: dict[str, str], bundle: Bundle) -> bool:
-    """Whether the stages differ from the model for a minibatch of one sample, as the last of an epoch may be.
-
-    torch.export assumes two or more, so `if len(x) > 1` is true in the stages, and squeeze() keeps the batch dimension.
-    """
-    if bundle.proof != "values":
-        return False
-    try:
-        inputs = model_file.example_inputs(1)
-        verify_mode = partial(verify_one_mode, model_file.build, texts, bundle, [inputs, inputs])
-        for training in (True, False):
-            with suppress(ModelFailedError):  # such as batch norm, whose run refuses such a minibatch
-                verify_mode(training=training)
-    except VerificationError:
-        return True
-    except PdtoolError:  # of example_inputs, which cannot give one sample
-        pass
-    return False
 
 
 def fits_in_memory(model: nn.Module) -> bool:

@@ -128,14 +128,17 @@ def verify_values(
     bundle: Bundle,
     batches: Sequence[Any],
     after_forward: Mapping[str, Callable[..., Any]] | None = None,
-) -> None:
-    """Compare the composed stages with the model.
+    one_sample: Any = None,
+) -> bool:
+    """Compare the composed stages with the model, and return whether they differ for a minibatch of one sample.
 
     Args:
         build: makes the model, the same each time.
         texts: texts of the stage files, by name.
         batches: inputs of three consecutive minibatches, the last one of another size, as ModelInputs takes them.
         after_forward: the user's functions that a run calls with the last stage's output, by name.
+        one_sample: inputs of that minibatch. torch.export assumes two samples or more, so `if len(x) > 1` is true in
+            the stages. None: it is not tried.
 
     Raises:
         VerificationError: an output, a gradient or a buffer differs, or the model keeps other state between
@@ -155,14 +158,21 @@ def verify_values(
         raise
     _refuse_kept_state(kept_attributes(model, before), build, minibatches)
     _refuse_hidden_paths(model, bundle, minibatches[-1], after_forward or {})
+    return one_sample is not None and _differ_for(ModelInputs.of(one_sample), model, stages, bundle)
 
 
-def verify_one_mode(
-    build: Callable[[], nn.Module], texts: Mapping[str, str], bundle: Bundle, batches: Sequence[Any], *, training: bool
-) -> None:
-    """Do the part of `verify_values` that compares a model and its stages in one mode; arguments as there."""
-    model, stages = _model_and_stages(build, texts, bundle)
-    _compare_minibatches(model, stages, bundle, [ModelInputs.of(inputs) for inputs in batches], training=training)
+def _differ_for(inputs: ModelInputs, model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle) -> bool:
+    """Whether the stages differ from the model in a mode in which the model itself does not fail, as batch norm does
+    in training."""
+    for training, minibatches in ((True, [inputs]), (False, [inputs, inputs])):
+        copy_state(model, stages, bundle)  # a model that has failed may have changed its buffers
+        try:
+            _compare_minibatches(model, stages, bundle, minibatches, training=training)
+        except ModelFailedError:
+            continue
+        except VerificationError:
+            return True
+    return False
 
 
 def _model_and_stages(
@@ -391,16 +401,17 @@ def _compare_gradients(gradients: Mapping[str, tuple[Tensor, Tensor]], where: st
     They differ for their own size, but not for that of the largest gradient. This is rounding in the gradient of a bias
     before a batch norm, and none in that of a weight behind a layer scale of 1e-6.
     """
-    largest = max((_largest(in_model) for in_model, _ in gradients.values()), default=0.0)
-    unclear = False
+    unclear = []
     for name, pair in gradients.items():
-        what = f"the gradient of {name} ({where})"
         try:
-            _compare(*pair, what)
+            _compare(*pair, name)
         except VerificationError:
-            _compare(*pair, what, rounding=min(TOLERANCE["atol"], _ROUNDINGS * _eps(pair[0])) * largest)
-            unclear = True
-    return unclear
+            unclear.append(name)
+    largest = max((_largest(in_model) for in_model, _ in gradients.values()), default=0.0) if unclear else 0.0
+    for name in unclear:
+        rounding = min(TOLERANCE["atol"], _ROUNDINGS * _eps(gradients[name][0])) * largest
+        _compare(*gradients[name], f"the gradient of {name} ({where})", rounding)
+    return bool(unclear)
 
 
 def _compare_in_double(
