@@ -51,7 +51,7 @@ _MAX_ACTIONS_ALONE = 180_000  # the same, where each configuration is looked at 
 _MAX_WORKERS_ALONE = 6  # with more, that takes seconds and finds little
 _MOST_ALONE = 4  # plans of each to begin with
 _FAR_ALONE = 1.5  # times the fastest plan so far: moved borders do not make up for more
-_STEPS_ALONE = 3  # without a gain, after which the next configuration has its turn
+_STEPS_ALONE = 6  # without a gain, after which the next configuration has its turn
 
 
 @dataclass(frozen=True)
