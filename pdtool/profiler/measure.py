@@ -37,7 +37,7 @@ Timer = Callable[[str, Work], tuple[Any, Reading]]  # (name of the work, work) -
 Readings = dict[str, float]  # by node: seconds, or bytes
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 15
 _BUDGET_S = 6.0  # for all rounds, if _MIN_ROUNDS allows
-_AGREE = 0.03  # by which two rounds may differ if there is no third
+_AGREE = 0.05  # by which two rounds may differ if there is no third
 _LOADED, _LOADING_BUDGET_S = 6, 3.0  # minibatches; the first is for warming up
 # Memory of a process that has imported torch: 200 to 265 MB, and up to 365 MB if torch is built for CUDA, even without
 # a GPU. It is not measured anew for each profile, because then plans of the same options would differ.

@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from pdtool import files
 from pdtool.artifacts.artifact import Artifact
 from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.chrome_trace import TraceEvent, WorkerTrace, chrome_trace, read_trace
 from pdtool.artifacts.cluster import ClusterFile, make_cluster
-from pdtool.artifacts.plan import Certificate, Plan
+from pdtool.artifacts.plan import Certificate, MergedOperators, Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
 from pdtool.artifacts.text_formats import FormatError, has_comments, read_yaml, with_values
@@ -723,16 +724,20 @@ def test_bytes_may_be_written_with_an_exponent():
 
 
 @pytest.mark.parametrize("function", ["fsync", "replace"])
-def test_a_full_disk_leaves_the_old_file_and_nothing_else(function, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.ENOSPC, "free some space"), (errno.EMFILE, "raise the limit on open files, .*ulimit")]
+)
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(function, number, remedy, tmp_path, monkeypatch):
     path = tmp_path / "profile.json"
     samples.profile().save(path)
     before = path.read_bytes()
 
     def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, function, full)
-    with pytest.raises(PdtoolError, match=r"could not be written \(No space left.*; free some space") as caught:
+    reason = rf"could not be written \({os.strerror(number)}\); {remedy}"
+    with pytest.raises(PdtoolError, match=reason) as caught:
         samples.profile().model_copy(update={"name": "other"}).save(path)
     assert caught.value.exit_code == 1
     assert path.read_bytes() == before
@@ -863,6 +868,33 @@ def test_what_is_quoted_is_no_comment(text, answer):
 def test_a_certificate_without_cuts_says_nothing_of_them():
     assert Certificate(bound_s=1.0, workers=2, cuts=5).sentence()
     assert Certificate(bound_s=1.0, workers=2).sentence() == ""
+
+
+def test_a_trace_is_read_with_entries_of_other_programs(tmp_path):
+    events = [TraceEvent("compute", "1F0", "forward", 0.0, 0.5), TraceEvent("send", "for 2F0", "send", 0.25, 1.0)]
+    trace = chrome_trace({"rank 0": events})
+    counter = {"ph": "C", "name": "memory", "pid": 0, "ts": 0, "args": {"bytes": 7}}
+    trace["traceEvents"] += [counter, {"ph": "i", "name": "mark", "pid": 0, "tid": 0, "ts": 0}]
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    assert read_trace(tmp_path / "trace.json") == [WorkerTrace(0, 1, events)]
+
+
+def test_a_certificate_names_the_limits_of_its_search():
+    merged = MergedOperators(groups=9, merged_into=3, max_cuts=4)
+    certificate = Certificate(bound_s=1.0, workers=16, cuts=4, max_workers_per_copy=8, merged_operators=merged)
+    assert certificate.sentence() == (
+        "bound: one copy of the pipeline has at most 8 workers. 9 groups of operators were merged into 3 to search at "
+        "most 4 cuts (--cuts), so a better plan may exist. The bound is the time of 16 workers that are always busy"
+    )
+
+
+class Unreadable(Exception):
+    def __str__(self):
+        raise KeyboardInterrupt
+
+
+def test_an_error_without_readable_text_is_named():
+    assert describe_error(Unreadable()) == "Unreadable: its text cannot be read"
 
 
 def test_the_text_of_somebody_elses_error_is_cut():

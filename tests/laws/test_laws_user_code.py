@@ -309,6 +309,18 @@ def test_a_hook_on_a_gradient_that_no_stage_has_is_refused(tmp_path: Path) -> No
         harness.run(harness.job(tmp_path, replace(TIED3, model=TIED3.model + TIED_HOOK)))
 
 
+@pytest.mark.parametrize("name", ["embed.weight", "out.weight"])
+def test_a_weight_that_stages_share_frozen_cannot_be_trained_later(tmp_path: Path, name: str) -> None:
+    frozen = FROZEN_MODEL.replace("made.a", "made.embed") + AFTER.format(name=name, statement="p.requires_grad_(True)")
+    toy = replace(TIED3, model=TIED3.model + frozen, tied=())
+    e = toy.tensors[1].model_copy(update={"gradient": False})
+    toy = replace(toy, tensors=(toy.tensors[0], e, *toy.tensors[2:]))
+    with pytest.raises(
+        AssertionError, match=rf"{name} was frozen in model\(\) and is trained now, .* freeze it in opt"
+    ):
+        harness.run(harness.job(tmp_path, toy))
+
+
 ADDING = """
 def optimizer(named):
     parameters = [p for _, p in named]
