@@ -888,13 +888,13 @@ def test_a_certificate_names_the_limits_of_its_search():
     )
 
 
-class Unreadable(Exception):
+class UnreadableError(Exception):
     def __str__(self):
         raise KeyboardInterrupt
 
 
 def test_an_error_without_readable_text_is_named():
-    assert describe_error(Unreadable()) == "Unreadable: its text cannot be read"
+    assert describe_error(UnreadableError()) == "Unreadable: its text cannot be read"
 
 
 def test_the_text_of_somebody_elses_error_is_cut():
