@@ -894,7 +894,7 @@ class UnreadableError(Exception):
 
 
 def test_an_error_without_readable_text_is_named():
-    assert describe_error(UnreadableError()) == "Unreadable: its text cannot be read"
+    assert describe_error(UnreadableError()) == "UnreadableError: its text cannot be read"
 
 
 def test_the_text_of_somebody_elses_error_is_cut():
