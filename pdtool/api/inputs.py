@@ -16,7 +16,7 @@ from pdtool.artifacts.artifact import Artifact, ModelRef, fields_checked
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.errors import ArtifactError, StaleError, UsageError
+from pdtool.errors import ArtifactError, StaleError, UsageError, with_article
 from pdtool.files import file_sha256
 from pdtool.processes import start_server_of_workers
 
@@ -290,7 +290,7 @@ def located_plan(plan: Plan | Path | str) -> tuple[Plan, str]:
         ArtifactError: it is inconsistent.
     """
     if not isinstance(plan, (Plan, Path, str)):
-        raise TypeError(f"a plan or its path is needed, not a {type(plan).__name__}")
+        raise TypeError(f"a plan or its path is needed, not {with_article(type(plan).__name__)}")
     if isinstance(plan, Plan):
         path = default_plan_path(plan)
         plan.check_again(path)
@@ -312,7 +312,7 @@ def path_text(path: Path | str) -> str:
         UsageError: it is empty, as from an unset variable.
     """
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"a path is needed, not a {type(path).__name__}")
+        raise TypeError(f"a path is needed, not {with_article(type(path).__name__)}")
     if not str(path):
         raise UsageError("a path is empty", "name a file or folder, or leave it out")
     return str(path)

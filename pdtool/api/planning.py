@@ -6,7 +6,7 @@ A worker may use the memory given by `--memory`, or else by the cluster file, or
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
@@ -19,6 +19,7 @@ from pdtool.api.inputs import (
     located_plan,
     optional_text,
     path_of_profile,
+    path_text,
     planned,
     read_plan,
     read_profile,
@@ -91,10 +92,11 @@ def partition(
     asked = read_options("partition", PartitionOptions, given | {"microbatches": microbatches} | options)
     if isinstance(profile, Profile):
         profile = path_of_profile(profile, "-")
-    paths = [profile] if isinstance(profile, Path | str) else list(profile)
+    several = profile if isinstance(profile, Iterable) and not isinstance(profile, str) else [profile]
+    paths = [path_text(each) for each in several]
     if not paths:
         raise UsageError("no profile is given", "pass the path of one, or of several of the same model")
-    plan = planned_for([str(path) for path in paths], asked)
+    plan = planned_for(paths, asked)
     target = optional_text(output) or default_plan_path(plan)
     keep_edits(target)
     plan.save(target)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pdtool.api.caller import unchanged_caller
 from pdtool.api.console import note, progress
-from pdtool.api.inputs import file_name, optional_text
+from pdtool.api.inputs import file_name, optional_text, path_text
 from pdtool.api.model_settings import Settings, assignments
 from pdtool.artifacts.device import DeviceSpec, Precision, find_device
 from pdtool.artifacts.profile import Profile
@@ -59,7 +59,7 @@ def profile(
     given = {"batch_size": batch_size, "device": device, "threads": threads, "precision": precision}
     given |= {"compile": compile, "calibrate": calibrate, "settings": assignments(settings)}
     asked = read_options("profile", ProfileOptions, given)
-    result, path = profiled(str(model), optional_text(output), asked)
+    result, path = profiled(path_text(model), optional_text(output), asked)
     result.save(path)
     return result
 

@@ -126,7 +126,7 @@ class Text(OptionValue):
     def read(self, name: str, value: Any) -> Any:
         """Read a text; a number and a path also count as texts."""
         if isinstance(value, bool) or not isinstance(value, (str, Number, PathLike)):
-            raise UsageError(f"{name}={value!r:.80} is not a string", "write it in quotes")
+            raise UsageError(f"{name}={value!r:.80} is not a string", "pass one as on the command line")
         return self.parse(name, str(value))
 
 

@@ -112,7 +112,7 @@ def test_show_takes_what_the_command_takes(road, capsys):
         assert capsys.readouterr().out == road.pdtool("show", str(what)).stdout
     with pytest.raises(ArtifactError, match=r"nothing\.yaml"):
         pdtool.show("nothing.yaml")
-    with pytest.raises(TypeError, match="a path is needed, not a int"):
+    with pytest.raises(TypeError, match="a path is needed, not an int"):
         pdtool.show(3)
 
 

@@ -61,6 +61,7 @@ def test_what_init_says_can_be_typed(folder):
         (lambda: pdtool.run(PLAN, trust="yes"), "trust='yes' is not True or False"),
         (lambda: pdtool.run(PLAN, timeout=b"60s"), "timeout=b'60s' is not a string"),
         (lambda: pdtool.run(PLAN, output=""), "a path is empty"),
+        (lambda: pdtool.partition("profiles/model.json", topology=(2, 2)), "topology=(2, 2) is not a string; pass one"),
         (lambda: pdtool.codegen(PLAN, model=Path("nowhere.py")), "nowhere.py"),
         (lambda: pdtool.simulate(PLAN, bandwidths=["1Gbit/s"]), "bandwidth 1Gbit/s is not a rate"),
         (lambda: pdtool.emulate(PLAN, scale=10**400), "is not in the range 1<=x<="),
@@ -79,6 +80,8 @@ def test_a_wrong_value_in_python_is_named(call, says, road):
     ("call", "says"),
     [
         (lambda: pdtool.check(None), "a plan or its path is needed, not a NoneType"),
+        (lambda: pdtool.profile(5), "a path is needed, not an int"),
+        (lambda: pdtool.partition(None, topology="2"), "a path is needed, not a NoneType"),
         (lambda: pdtool.run(PLAN, dry_run=True), "has no option 'dry_run'"),
         (lambda: pdtool.run(PLAN, output=["runs/a"]), "a path is needed, not a list"),
         (lambda: pdtool.export(None), "a path is needed, not a NoneType"),
