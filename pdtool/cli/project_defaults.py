@@ -67,8 +67,9 @@ class ProjectDefaults:
 
 def _found() -> Path | None:
     """Find the file of the current folder: pdtool.toml, or a pyproject.toml that has a [tool.pdtool]."""
-    if Path(_OWN_FILE).is_file():
-        return Path(_OWN_FILE)
+    own = Path(_OWN_FILE)
+    if own.is_file() or own.is_symlink():  # a link to nothing is an error, not a missing file
+        return own
     shared = Path(_SHARED_FILE)
     if shared.is_file() and b"pdtool" in shared.read_bytes() and _own_table(_toml(shared)) is not None:
         return shared

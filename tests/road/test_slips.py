@@ -29,6 +29,20 @@ def test_a_project_file_is_read_or_its_fault_said(toml, code, says, folder):
     assert says in folder.pdtool("devices", code=code).stderr
 
 
+def test_a_project_file_that_is_a_link_to_nothing_is_not_passed_over(folder):
+    (folder.path / "pdtool.toml").symlink_to("nowhere")
+    assert "pdtool.toml: cannot be read" in folder.pdtool("devices", code=3).stderr
+
+
+def test_a_folder_that_was_removed_is_said(folder, monkeypatch):
+    """Once: `the output failed`, or the end of the process inside torch."""
+    (folder.path / "gone").mkdir()
+    monkeypatch.chdir(folder.path / "gone")
+    (folder.path / "gone").rmdir()
+    error = folder.pdtool("profile", "model.py", code=2).stderr
+    assert error == "error: the current folder cannot be read (No such file or directory); go to one that exists\n"
+
+
 def test_a_value_of_a_project_file_that_is_refused_is_said_to_be_of_it(folder):
     """Nobody has typed --epochs."""
     folder.write("pdtool.toml", "[run]\nepochs = 2.5\nset = ['width']\n")

@@ -86,6 +86,7 @@ class CommandGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             with _usage_errors_as_ours(ctx), telling_what_takes_long(lambda: ctx.invoked_subcommand or ""):
+                _check_folder()
                 return super().invoke(ctx)
         except PdtoolError as error:
             if Verbosity.is_verbose:
@@ -118,6 +119,14 @@ class CommandGroup(click.Group):
             width = formatter.width - 6 - max(len(command.name or "") for command in commands)
             with formatter.section(section):
                 formatter.write_dl([(command.name or "", command.get_short_help_str(width)) for command in commands])
+
+
+def _check_folder() -> None:
+    """Check that the current folder exists: without it, torch ends the process when it is imported."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UsageError(f"the current folder cannot be read ({error.strerror})", "go to one that exists") from error
 
 
 def _failed_output(ctx: click.Context, error: OSError) -> NoReturn:
