@@ -100,6 +100,11 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / scale:.3g} {unit}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return `1 worker` or `2 workers`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _scaled(value: float, units: tuple[str, ...]) -> str:
     for unit in units[:-1]:
         if abs(value) < 999.5:

@@ -38,6 +38,7 @@ from pdtool.options.simulate_options import EmulateOptions
 from pdtool.planner.choice.comparison import rival_plans
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.loading.minibatches import NO_LENGTH
+from pdtool.units import counted
 
 _BUSY_PART_OF_CORES = 0.5
 
@@ -146,7 +147,7 @@ def _warn_of_busy_cores() -> None:
     """Warn if other programs keep the cores busy, because sleeping workers would wake late."""
     cores, busy = len(usable_cores()), os.getloadavg()[0]
     if busy > _BUSY_PART_OF_CORES * cores:
-        what = f"other programs keep {busy:.1f} of {cores} core(s) busy"
+        what = f"other programs keep {busy:.1f} of {counted(cores, 'core')} busy"
         note(f"warning: {what}, so the emulation takes longer than it should")
 
 

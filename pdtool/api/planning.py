@@ -62,12 +62,12 @@ def partition(
     output: Path | str | None = None,
     **options: Any,
 ) -> Plan:
-    """Divide a profiled model into stages for the fastest pipeline on a cluster.
+    """Find the fastest plan to train a profiled model on a cluster: a pipeline, data parallelism or one worker alone.
 
     Args:
         profile: the profile, or the path of its file; with `samples_per_update`, paths of several profiles with
             different batch sizes: the plan is for the fastest of these.
-        topology: sizes of the cluster's nested levels, the outermost first, such as "4x4".
+        topology: shape of the cluster: "4x4" is 4 servers with 4 devices each.
         cluster: a file from `pdtool probe`, instead of `topology`, `bandwidth` and `latency`.
         bandwidth: of one link of each level, in bits or bytes per second, such as "10Gbit/s,12GB/s".
         latency: of one message at each level, such as "50us,5us".
@@ -309,10 +309,10 @@ def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) ->
     if memory_bytes is not None and profile.reserved_bytes:  # which no tensor gets
         tensor_bytes = profile.tensor_bytes(memory_bytes, cluster.levels[-1].size)
         whole, reserved = format_bytes(memory_bytes), format_bytes(memory_bytes - tensor_bytes)
-        purpose = "CUDA's context, communicators, workspaces and the gaps between tensors"
+        purpose = "CUDA's context, communicators, workspaces and fragmentation"
         memory_bytes = tensor_bytes
         if profile.is_measured_on_cpu:
-            purpose = "processes, and for gaps between tensors"
+            purpose = "the processes themselves and for fragmentation"
             memory_bytes = max(1, memory_bytes)  # no plan fits, and the error says what would help
         if memory_bytes <= 0:
             what = f"{whole} of memory leaves nothing for tensors: {reserved} are for {purpose}"

@@ -7,6 +7,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.errors import UsageError
 from pdtool.options.run_options import RunOptions
 from pdtool.schedule import SCHEDULES, schedule_names
+from pdtool.units import counted
 
 
 def rescheduled(inputs: Inputs, asked: RunOptions) -> Plan:
@@ -37,7 +38,7 @@ def rescheduled(inputs: Inputs, asked: RunOptions) -> Plan:
     if kind.chunked != (plan.chunks > 1):
         chunked = schedule_names(lambda other: other.chunked)
         remedy = f"use another schedule, or partition with --schedule {chunked if kind.chunked else name}"
-        raise UsageError(f"schedule {name} cannot have {plan.chunks} stage(s) on each worker", remedy)
+        raise UsageError(f"schedule {name} cannot have {counted(plan.chunks, 'stage')} on each worker", remedy)
     if kind.flushes:
         interval = {"microbatches": microbatches or max(plan.microbatches, 4), "update_every": None}
     else:

@@ -14,6 +14,7 @@ from pdtool.artifacts.run_dir import Checkpoint, RunDir, RunState
 from pdtool.errors import ArtifactError, UsageError
 from pdtool.options.declaration import Option, declared
 from pdtool.options.run_options import RunOptions
+from pdtool.units import counted
 
 if TYPE_CHECKING:
     from pdtool.runtime.config import RunConfig
@@ -116,7 +117,7 @@ def note_resumption(config: RunConfig, before: Plan | None) -> None:
         return
     manifest = RunDir(config.resume).latest_checkpoint().manifest()
     left = config.epochs - manifest.epoch
-    note(f"continuing after epoch {manifest.epoch} of {config.resume}, with {left} epoch(s) to train")
+    note(f"continuing after epoch {manifest.epoch} of {config.resume}, with {counted(left, 'epoch')} to train")
     if before:
         _note_other_updates(before, config.plan)
     if manifest.seed != config.seed:

@@ -31,6 +31,7 @@ from pdtool.host import usable_cores
 from pdtool.machines import is_first_worker, is_worker
 from pdtool.options.declaration import common_fields, declared, read_options
 from pdtool.options.run_options import RunOptions, WorkerOptions
+from pdtool.units import counted
 
 if TYPE_CHECKING:
     from pdtool.runtime.config import RunConfig
@@ -268,7 +269,7 @@ def check_run(asked: RunOptions, workers: int) -> None:
         manifest = RunDir(resume).latest_checkpoint().manifest()
         done, target = manifest.epoch, asked.target
         if done >= asked.epochs:
-            raise UsageError(f"{resume} has already trained its {done} epoch(s)", "pass a larger --epochs")
+            raise UsageError(f"{resume} has already trained its {counted(done, 'epoch')}", "pass a larger --epochs")
         if target and target.metric in manifest.metrics and target.is_reached(manifest.metrics):
             reached = f"{target.metric} is {manifest.metrics[target.metric]:.4f} after epoch {done}"
             raise UsageError(
@@ -316,7 +317,8 @@ def _note_start(config: RunConfig, profile: Profile, before: Plan | None) -> Non
         note(config.target.interpretation)
     count, node_rank = config.machines.count, config.machines.node_rank
     here = f"; this is machine {node_rank} of {count} (--node-rank counts from 0)" if count > 1 else ""
-    note(f"training on {plan.workers} worker(s) ({plan.config}), schedule {plan.schedule}, into {config.out}/{here}")
+    workers = f"{counted(plan.workers, 'worker')} ({plan.config})"
+    note(f"training on {workers}, schedule {plan.schedule}, into {config.out}/{here}")
     note_resumption(config, before)
     _note_crowding(config)
     _warn_about_predictions(config, profile)
@@ -338,8 +340,8 @@ def _note_crowding(config: RunConfig) -> None:
     fair_share = max(1, cores // workers)
     if config.threads > fair_share:
         note(
-            f"{workers} worker(s) with {config.threads} threads each, as in the profile, share the {cores} cores of "
-            f"this machine: profile with --threads {fair_share}, or set OMP_NUM_THREADS"
+            f"{counted(workers, 'worker')} with {config.threads} threads each, as in the profile, share the {cores} "
+            f"cores of this machine: profile with --threads {fair_share}, or set OMP_NUM_THREADS"
         )
 
 

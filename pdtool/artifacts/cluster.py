@@ -21,6 +21,7 @@ from pydantic import Field
 from pdtool.artifacts.artifact import STRICT, FrozenModel, YamlArtifact
 from pdtool.artifacts.fields import MAX_WORKERS, Count, Label, PositiveBytes, Rate, Seconds, Title
 from pdtool.errors import FieldError, UsageError
+from pdtool.units import counted
 
 _MAX_LEVELS = 10
 
@@ -106,13 +107,14 @@ def make_cluster(
 ) -> Cluster:
     """Join sizes, bandwidths (bytes/s) and latencies (s) of levels, the outermost first; raises UsageError."""
     latencies = latencies or [0.0] * len(sizes)
-    for what, values in (("bandwidth(s)", bandwidths), ("latencies", latencies)):
+    levels = f"topology {'x'.join(map(str, sizes))} has {counted(len(sizes), 'level')}"
+    for what, values in (("--bandwidth", bandwidths), ("--latency", latencies)):
         if len(values) != len(sizes):
-            given = f"{len(values)} {what} for the {len(sizes)} level(s) of topology {'x'.join(map(str, sizes))}"
-            raise UsageError(given, "pass one per level, the outermost first")
-    levels = zip(sizes, bandwidths, latencies, strict=True)
+            remedy = "pass one for each level, the outermost first"
+            raise UsageError(f"{what} has {counted(len(values), 'value')}, but {levels}", remedy)
+    figures = zip(sizes, bandwidths, latencies, strict=True)
     return Cluster(
-        levels=tuple(Level(size=n, bandwidth_bytes_per_s=b, latency_s=t) for n, b, t in levels),
+        levels=tuple(Level(size=n, bandwidth_bytes_per_s=b, latency_s=t) for n, b, t in figures),
         memory_bytes=memory_bytes,
     )
 
@@ -171,7 +173,9 @@ class ClusterFile(YamlArtifact):
         if self.measured and self.measured.workers != workers:
             raise FieldError("measured.workers", f"{self.measured.workers}, but the levels have {workers}")
         if self.measured and len(self.measured.levels) != len(self.levels):
-            raise FieldError("measured.levels", f"{len(self.measured.levels)} of them for {len(self.levels)} level(s)")
+            raise FieldError(
+                "measured.levels", f"{len(self.measured.levels)} of them for {counted(len(self.levels), 'level')}"
+            )
 
     def cluster(self) -> Cluster:
         """Return the cluster for planning."""

@@ -28,6 +28,7 @@ from pdtool.schedule import (
     check_executable,
     schedule_names,
 )
+from pdtool.units import counted
 
 
 def _one_of(*names: str) -> GetPydanticSchema:
@@ -185,8 +186,8 @@ class Certificate(FrozenModel):
         at_most = f" of at most {self.max_stages} stages" if self.max_stages else ""
         without_limit = ", without the memory limit" if self.without_memory_limit else ""
         return (
-            f"proof: the search covered every {kind}{at_most}{with_replicas} on {on}, over {self.cuts} cuts, "
-            f"with the minibatches in flight that its schedule requires{without_limit}{simulated}"
+            f"proof: the search covered every {kind}{at_most}{with_replicas} on {on}, with borders at any of "
+            f"{self.cuts} cuts and as many minibatches in flight as the schedule needs{without_limit}{simulated}"
         )
 
     def _limits(self) -> Iterator[str]:
@@ -344,7 +345,9 @@ class Plan(YamlArtifact):
         counts = {"compute_s": stages, "allreduce_s": stages, "memory_bytes": stages, "transfer_s": stages - 1}
         for name, count in counts.items() if predicted and not self.edited else ():
             if (given := len(getattr(predicted, name))) != count:
-                raise FieldError(f"predicted.{name}", f"has {given} value(s), but {stages} stage(s) need {count}")
+                raise FieldError(
+                    f"predicted.{name}", f"has {counted(given, 'value')}, but {counted(stages, 'stage')} need {count}"
+                )
 
     def _check_workers(self) -> None:
         workers = self.cluster.workers

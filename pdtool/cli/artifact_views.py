@@ -16,14 +16,14 @@ from pdtool.artifacts.profile import Node, Profile
 from pdtool.cli.table import Lines, Table, abbreviated
 from pdtool.errors import UsageError
 from pdtool.schedule import SCHEDULES
-from pdtool.units import format_bits_rate, format_bytes, format_rate, format_seconds
+from pdtool.units import counted, format_bits_rate, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from pdtool.planner.choice.comparison import Comparison, SimulatedPlan, SweepPoint
     from pdtool.planner.simulator.result import SimulationResult
 
 _RIVALS = (
-    "times of rejected plans come from the formulas; GPipe and model parallelism use the straight pipeline's stages. "
+    "times of rejected plans come from the formulas. GPipe and model parallelism have one worker for each stage. "
     "`pdtool simulate` simulates the best plan of each strategy"
 )
 _MIN_GAP = 0.0005  # less rounds to 0.0%
@@ -86,17 +86,18 @@ def plan_view(plan: Plan) -> Lines:
     if plan.why and not plan.edited:
         yield f"bottleneck: {plan.why.bottleneck}"
         yield from _certificate(plan.why.certificate, SCHEDULES[plan.schedule].flushes)
-        yield from _passed_over(plan.why.faster, predicted)
+        yield from _passed_over(plan, plan.why.faster, predicted)
         yield from _rejected(plan.why)
 
 
-def _passed_over(faster: FasterPlan | None, predicted: Predicted | None) -> Lines:
+def _passed_over(plan: Plan, faster: FasterPlan | None, predicted: Predicted | None) -> Lines:
     if faster and predicted and predicted.simulated_s:
         less = 1 - faster.simulated_s / predicted.simulated_s
+        drawback = "has more stages" if len(faster.begins) >= len(plan.stages) else "divides more modules"
         begins = f", whose stages begin at {', '.join(faster.begins)}" if faster.begins else ""
         yield (
             f"passed over: {faster.config}{begins}. It takes {format_seconds(faster.simulated_s)}, {less:.1%} less, "
-            "but has more stages, or borders inside modules (to get it, pass a smaller --simplest)"
+            f"but {drawback} (to get it, pass a smaller --simplest)"
         )
 
 
@@ -107,7 +108,9 @@ def _certificate(certificate: Certificate | None, flushes: bool) -> Lines:
         bound, gap = f"{format_seconds(certificate.bound_s)} per minibatch", certificate.gap
         fastest = f"by the formulas no plan with these options is faster than {bound}{excess}"
         slower = (
-            f"{fastest}. This plan takes {gap:.1%} more" if gap and gap >= _MIN_GAP else f"optimal, because {fastest}"
+            f"{fastest}, and this plan takes {format_seconds(certificate.bound_s * (1 + gap))} ({gap:.1%} more)"
+            if gap and gap >= _MIN_GAP
+            else f"optimal, because {fastest}"
         )
         yield f"certificate: {slower}"
         if proof := certificate.sentence():
@@ -216,9 +219,10 @@ def worker_table(plan: Plan, nnodes: int) -> Table:
     for worker, s, k in used:
         machine = f"machine {worker // per_machine}" if nnodes > 1 else "this machine"
         minibatches = ", ".join(str(k + i * plan.stages[s].replicas) for i in range(3))
-        does, of = f"stage {s}, replica {k}", f"minibatches {minibatches}, ..."
-        rows.append([ranks[worker], machine, does, of, abbreviated(plan.stages[s].nodes), worker])
-    return Table(("rank", "host", "does", "of", "holds", "worker"), rows, names=5, drop=("worker", "of"))
+        stage, trained = f"{s}, replica {k}", f"{minibatches}, ..."
+        rows.append([ranks[worker], machine, stage, trained, abbreviated(plan.stages[s].nodes), worker])
+    columns = ("rank", "host", "stage", "minibatches", "holds", "worker")
+    return Table(columns, rows, names=5, drop=("worker", "minibatches"))
 
 
 def profile_table(profile: Profile, *, largest: int | None = None) -> Table:
@@ -235,11 +239,11 @@ def profile_table(profile: Profile, *, largest: int | None = None) -> Table:
     if profile.precision and profile.device.kind == "measured":  # an estimate's name includes it
         title += f", in {profile.precision}"
     if profile.compiled:
-        title += f"\ntimes are shares of the times of {len(profile.segments)} compiled segment(s)"
+        title += f"\ntimes are shares of the times of {counted(len(profile.segments), 'compiled segment')}"
     if profile.step_s:
         title += f"\nwhole step {format_seconds(profile.step_s)}, coverage {profile.coverage:.2f} (0.9 to 1.1 is good)"
     if profile.loading_s is not None:
-        title += f"\nloading {format_seconds(profile.loading_s)} a minibatch"
+        title += f"\nloading: {format_seconds(profile.loading_s)} per minibatch"
     columns = ("operator", "kind", "forward", "backward", "update", "parameters", "output")
     return Table(columns, rows, names=2, title=title, drop=("output", "kind", "update", "parameters"))
 

@@ -23,7 +23,7 @@ from pdtool.errors import ArtifactError
 from pdtool.files import quoted
 from pdtool.reports.sentences import caveats, crowded, not_steady, scaling_phrase
 from pdtool.reports.slowness import slowness_lines
-from pdtool.units import format_bits_rate, format_bytes, format_seconds
+from pdtool.units import counted, format_bits_rate, format_bytes, format_seconds
 
 _NOTE_S = 10.0  # between two lines, without --log-every
 _BAR_S = 0.1  # between two changes of the bar
@@ -223,7 +223,7 @@ def _time_table(report: Report) -> Table:
         rows.append([s, stage.replicas, *shares, *times])
     share_columns = ("busy", "waits", "averaging", "data", "rest")
     columns = ("stage", "replicas", *share_columns, "forward", "backward", "update", "sending")
-    epochs = ", ".join(f"{n} epoch(s) of {minibatches or '?'}" for n, minibatches in report.epochs_by_length)
+    epochs = ", ".join(f"{counted(n, 'epoch')} of {minibatches or '?'}" for n, minibatches in report.epochs_by_length)
     title = (
         f"{report.plan}: {report.config}, schedule {report.schedule}, {epochs} minibatches of {report.batch_size}\n"
         "where the time went, and times per minibatch:"
@@ -316,7 +316,7 @@ def _target_lines(emulation: Emulation) -> Lines:
     """How long each plan trained until it reached the target."""
     own = emulation.plans[0]
     for plan in emulation.plans:
-        took = f"{plan.epochs} epoch(s), {format_seconds(plan.training_s)} of training"
+        took = f"{counted(plan.epochs, 'epoch')}, {format_seconds(plan.training_s)} of training"
         if not plan.target_reached:
             yield f"{plan.name}: {emulation.target} not reached in {took}"
         elif plan is own or not own.target_reached:
@@ -338,7 +338,7 @@ def run_view(state: RunState, folder: Path | None) -> Iterator[str]:
         folder: folder of the run; None if only its state is known.
     """
     resumed = f", resumed after epoch {state.resumed_after}" if state.resumed_after else ""
-    yield f"{state.plan}: {state.config}, schedule {state.schedule}, {state.epochs} epoch(s) in all{resumed}"
+    yield f"{state.plan}: {state.config}, schedule {state.schedule}, {counted(state.epochs, 'epoch')} in all{resumed}"
     if folder is None:
         yield _end(state, is_running=False)
         return

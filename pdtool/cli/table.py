@@ -59,7 +59,7 @@ class Table:
             for line in self._lines(console, row, widths):
                 yield Text(line, style="" if number else "bold", no_wrap=True, overflow="ignore")
         if left_out := [name for index, name in enumerate(self._columns) if index not in shown]:
-            note = f"(not shown in {options.max_width} columns: {', '.join(left_out)})"
+            note = f"(not shown at width {options.max_width}: {', '.join(left_out)})"
             yield self._sentence(console, note, "dim")
 
     def _sentence(self, console: Console, text: str, style: str) -> Text:

@@ -74,14 +74,14 @@ def _private_cache() -> Path:
     """Return the user's folder for compiled code, made where it is missing; raises UsageError."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(home if os.path.isabs(home) else os.path.expanduser("~/.cache")) / "pdtool"
-    remedy = f"remove it, or set {_CACHE_VARIABLE} to your own folder"
+    remedy = f"set {_CACHE_VARIABLE} to a folder of your own"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         for path in (folder, folder / "torchinductor"):
             path.mkdir(mode=0o700, exist_ok=True)
             status = path.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-                raise UsageError(f"{path}, torch.compile's cache, is not private to you", remedy)
+                raise UsageError(f"{path}, torch.compile's cache, is not private to you", f"remove it, or {remedy}")
     except OSError as error:
         raise UsageError(f"cannot make {folder} for torch.compile ({error.strerror})", remedy) from error
     return folder / "torchinductor"

@@ -46,6 +46,7 @@ from pdtool.frontend.user_code import (
     model_name,
     stacked,
 )
+from pdtool.units import counted
 
 Setting = str | int | float | bool
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -211,7 +212,8 @@ class DataFunctions(UserFile):
             samples = self.read(data, indices[:count], name)
         if count < batch_size:
             if count < _FEWEST_SAMPLES:
-                what = f"the training set has {count} sample(s), fewer than the {_FEWEST_SAMPLES} that tracing needs"
+                found = f"the training set has {counted(count, 'sample')}"
+                what = f"{found}, fewer than the {_FEWEST_SAMPLES} that tracing needs"
                 raise self.error(what, f"return {_FEWEST_SAMPLES} or more from {name}")
             what = f"the training set has {count} samples, fewer than one minibatch of {batch_size}"
             raise self.error(what, "profile with a smaller --batch-size")
@@ -382,7 +384,9 @@ class TrainingFunctions(UserFile):
             total, number = value
             return as_sum(total), float(number)
 
-        remedy = "return {name: (sum, count)}; sums that are tensors need a function summarize_metrics"
+        remedy = (
+            "return {name: (sum, count)} with sums of one element. For larger tensors, also write summarize_metrics()"
+        )
         return self._by_name("metrics", returned, pair, remedy)
 
     def summarize_metrics(self, totals: Mapping[str, tuple[Any, float]]) -> dict[str, float]:

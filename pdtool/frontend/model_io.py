@@ -171,7 +171,7 @@ class Structure:
         try:
             return self._made()
         except Exception as error:  # of the constructor of that class as well
-            what = f"a target's {self.kind!r:.200} cannot be made on this worker ({error!s:.200})"
+            what = f"this worker cannot make a {self.kind:.200}, which a target contains ({error!s:.200})"
             raise ModelError(what, "import the module of that class at the top of model.py") from error
 
     def _made(self) -> Any:

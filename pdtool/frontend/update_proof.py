@@ -120,7 +120,7 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
             try:
                 found |= update.of(part)
             except ModelError as error:
-                what = f"given only {', '.join(list(part)[:3])}, it failed, but not given all parameters ({error})"
+                what = f"it works with all parameters, but fails with only {', '.join(list(part)[:3])} ({error})"
                 raise _refusal(file, update, what) from error
         different = [name for name in found if not is_same(found[name], expected[name])]
         if different:

@@ -15,7 +15,10 @@ from pdtool.schedule import SCHEDULES, STRATEGIES, schedule_names
 OUTER_BANDWIDTH, INNER_BANDWIDTH = "10Gbit/s", "12GB/s"  # a common network card; PCI Express 3.0 x16
 _RUNNING, _CHUNKED = schedule_names(lambda kind: not kind.flushes, "and"), schedule_names(lambda kind: kind.chunked)
 ORDER_OF_WORK = f"Order of work. {_RUNNING} never flush the pipeline. The others flush it before each update"
-MICROBATCHES = "Minibatches in one update of a flushing schedule."
+MICROBATCHES = (
+    "Microbatches in one update, with a schedule that flushes (empties) the pipeline before each update. Each has the "
+    "profiled batch size."
+)
 MAX_MINIBATCHES = 10_000  # in an update; more is a slip
 # What `--wire-dtype` may be -> the bytes in messages between stages of so many of a float32 tensor; how it is sent,
 # runtime/messages/routes.py says.
@@ -77,7 +80,7 @@ class PartitionOptions:
     topology: str | None = _cluster(
         "--topology NxM",
         Text(),
-        "Workers, as sizes of nested levels, the outermost first. 4x4 is 4 servers with 4 devices each.",
+        "Shape of the cluster: 4 is 4 devices, 4x4 is 4 servers with 4 devices each. Needed without --cluster.",
     )
     cluster: str | None = _cluster(
         "--cluster FILE",
@@ -108,7 +111,8 @@ class PartitionOptions:
     strategy: str = _plan(
         "--strategy",
         Choice(tuple(STRATEGIES), default="auto"),
-        "Find the fastest plan of any kind (auto), or the best plan of one kind.",
+        "Find the fastest plan of any kind (auto), or the best plan of one kind. A straight pipeline has one worker "
+        "for each stage.",
     )
     straight: bool = _plan(
         "--straight/--no-straight", Flag(default=False), "The same as --strategy straight.", excludes=("strategy",)
@@ -116,8 +120,8 @@ class PartitionOptions:
     schedule: str | None = _plan(
         "--schedule",
         Choice((*SCHEDULES, "auto"), unset="1f1b, or that of --strategy"),
-        f"{ORDER_OF_WORK}. auto takes the fastest of {schedule_names(lambda kind: kind.has_formulas, 'and')}. It tries "
-        "those with a flush only if you pass --microbatches or --samples-per-update.",
+        f"{ORDER_OF_WORK}. auto is 1f1b. With --microbatches or --samples-per-update, it is the fastest of "
+        f"{schedule_names(lambda kind: kind.has_formulas, 'and')}.",
     )
     microbatches: int | None = _plan(
         "--microbatches N",
@@ -141,25 +145,28 @@ class PartitionOptions:
         Count(
             1,
             MAX_MINIBATCHES,
-            unset="with a flush, whatever is fastest; otherwise what the schedule requires, or up to twice that",
+            unset="the fastest number; without a flush, between what the schedule needs and twice that",
         ),
         "Minibatches in flight at each replica of the first stage. Later stages have fewer. With a flush, at most "
         "the microbatches of one update.",
     )
     chunks: int = _plan("--chunks N", Count(2, 100, default=2), f"Stages on each worker with --schedule {_CHUNKED}.")
     recompute: bool = _plan(
-        "--recompute/--no-recompute", Flag(default=True), "Let stages that lack memory run their forward twice."
+        "--recompute/--no-recompute",
+        Flag(default=True),
+        "Let stages that lack memory compute their activations again in the backward (activation checkpointing).",
     )
     cost_model: str = _plan(
         "--cost",
         Choice(("ours", "pipedream", "pipedream-free"), default="ours"),
-        "Plan with our formulas, or with those of PipeDream's optimizer (pipedream-free: without activation traffic).",
+        "Cost formulas: pdtool's own (ours), or those of PipeDream's optimizer (pipedream-free: without activation "
+        "traffic).",
     )
     simplest: float = _plan(
         "--simplest SHARE",
         Text(values.share, default="3%"),
-        "Prefer fewer stages, and borders between modules, if the plan is at most this much slower than the fastest. "
-        "With 0%, take the fastest plan by the formulas.",
+        "Take a plan that is at most this much slower than the fastest if it has fewer stages, or cuts between modules "
+        "instead of inside them. With 0%, take the fastest plan by the formulas.",
     )
     max_cuts: int = _plan(
         "--cuts N",

@@ -50,8 +50,8 @@ class WorkerOptions:
         "--target METRIC<=VALUE",
         Text(lambda name, text: None if text == "none" else Target.parse(text)),
         "Stop when the validation reaches 'nll<=4' or 'accuracy>=0.98', for example. You can also use <, > and =. With "
-        "=, the value is an upper limit for loss and perplexity, and a lower limit for every other metric. Exit with 6 "
-        "if it is never reached. A resumed run keeps its target; none drops it.",
+        "=, the value is an upper limit for loss and perplexity, and a lower limit for every other metric. Exit code 6 "
+        "means that it was never reached. A resumed run keeps its target, unless you pass --target none.",
         same=True,
     )
     seed: int = _training("--seed N", Count(0, 2**63 - 1, default=0), "Seed of all random numbers.", same=True)
@@ -98,14 +98,14 @@ class WorkerOptions:
         Count(
             0,
             _MAX_LOADER_WORKERS,
-            unset="as many as the profile's loading time needs, at most the cores; "
+            unset="as many as the profile's loading time needs, but no more than there are cores; "
             "0 if loading takes under 1 ms or 2 % of a minibatch",
         ),
         "Processes that load data for each replica of the first stage. With 0, the training process loads.",
     )
     threads: int | None = _computing(
         "--threads N",
-        Count(unset="OMP_NUM_THREADS, else as many as the profile was measured with, at most the cores"),
+        Count(unset="OMP_NUM_THREADS, else as in the profile, but no more than there are cores"),
         "CPU threads of each worker.",
     )
     compiled: bool = _computing(
@@ -129,7 +129,7 @@ class LaunchOptions:
     """The machines of a launch; each starts its own workers."""
 
     nnodes: int = _machines("--nnodes N", Count(default=1), "Number of machines.")
-    node_rank: int = _machines("--node-rank K", Count(0, default=0), "Number of this machine.")
+    node_rank: int = _machines("--node-rank K", Count(0, default=0), "Rank of this machine, from 0.")
     rdzv_endpoint: str = _machines(
         "--rdzv-endpoint HOST:PORT",
         Text(values.endpoint, default=""),

@@ -52,7 +52,7 @@ class EmulateOptions:
     against: tuple[str, ...] = _against("data-parallel")
     scale: float | None = _computing(
         "--scale S",
-        Factor(1, MAX_FACTOR, unset="as the cores here allow"),
+        Factor(1, MAX_FACTOR, unset="so that the cores of this machine can keep up"),
         "Divide bytes and bandwidths by S. Times stay the same.",
     )
     slowdown: float | None = _computing(
@@ -77,7 +77,12 @@ class EmulateOptions:
         value=Count(unset="1, or 2 with --compute real"),
         help="Epochs at most. If there are several, the first one warms up.",
     )
-    target: Target | None = again(RunOptions, "target")  # noqa: RUF009
+    target: Target | None = again(  # noqa: RUF009
+        RunOptions,
+        "target",
+        help="Train each plan until the validation reaches 'nll<=4' or 'accuracy>=0.98', for example, with --compute "
+        "real. Exit code 6 means that the plan never reached it.",
+    )
     seed: int = again(RunOptions, "seed")
     timeout_s: float = again(RunOptions, "timeout_s")
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from pdtool.frontend import compute_mode
 from pdtool.frontend.operators import Operator, Value
 from pdtool.profiler.execute import Executor, OnProgress, ProfiledModel, Work
+from pdtool.units import counted
 
 OnNote = Callable[[str], None]  # called with a line for the user
 Seconds = Mapping[str, float]  # by name of an operator, or of a segment
@@ -58,7 +59,7 @@ def compile_model(model: ProfiledModel, seconds: Seconds, note: OnNote, progress
     shortest_s = max(_MIN_SEGMENT_S[model.run.device.type], total_s / _MAX_SEGMENTS)
     cut = cut_into_segments(model.computed, model.outputs, seconds, shortest_s)
     segments = {_name(segment): segment for segment in cut}
-    note(f"compiling {len(segments)} segment(s) and then the whole model, which takes some seconds each")
+    note(f"compiling {counted(len(segments), 'segment')} and then the whole model, which takes some seconds each")
     compiled = _compiled_segments(model, segments, note, progress)
     in_segments = _with_operators(model, segments, compiled)
     module: Any = compute_mode.compiled(model.traced.model)

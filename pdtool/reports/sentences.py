@@ -10,7 +10,7 @@ from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
 from pdtool.artifacts.run_dir import RunRecord
 from pdtool.reports.slowness import busiest_stage
-from pdtool.units import format_bits_rate, format_seconds
+from pdtool.units import counted, format_bits_rate, format_seconds
 
 _COMPILED = "one epoch: these figures include the time of torch.compile. Train two epochs or more to leave it out"
 _SAME = 0.02  # speeds that differ by less are called the same
@@ -99,7 +99,7 @@ def not_steady(minibatches: int) -> str:
 
 def crowded(workers: int | None, cores: int | None) -> str:
     """Say of workers that computed on fewer cores what they would be otherwise."""
-    return f"{workers} workers shared {cores} core(s). With one device each they would be faster"
+    return f"{workers} workers shared {counted(cores or 1, 'core')}. With one device each they would be faster"
 
 
 def scaling_phrase(emulation: Emulation, plan: EmulatedPlan) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pdtool.artifacts.plan import Predicted
 from pdtool.artifacts.report import Report
-from pdtool.units import format_bits_rate, format_bytes, format_seconds
+from pdtool.units import counted, format_bits_rate, format_bytes, format_seconds
 
 _NOTABLE = 0.01  # fraction of the predicted time per minibatch; smaller parts are not explained
 _MUCH_SLOWER = 1.25  # factor on the profiled time; name stages that compute longer
@@ -49,7 +49,7 @@ def differences(report: Report) -> list[ExtraTime]:
         ExtraTime(
             "averaging gradients", stage.allreduce_s, "waits for replicas, which the prediction counts as waiting"
         ),
-        ExtraTime("loading", stage.data_s, f"the prediction leaves out loading, and {_loading_remedy(report)}"),
+        ExtraTime("loading", stage.data_s, f"the prediction leaves it out, and {_loading_remedy(report)}"),
         ExtraTime("between actions", stage.rest_s, "Python's overhead, and times when the core ran other processes"),
     ]
     notable = [part for part in parts if abs(part.more_s) >= _NOTABLE * max(predicted_s, 1e-12)]
@@ -90,11 +90,11 @@ def _loading_limit(report: Report) -> Iterator[str]:
 def _loading_remedy(report: Report) -> str:
     """Return the remedy for slow loading: one loader worker more, if there is a core for it."""
     used, replicas = report.loader_workers or 0, report.stages[0].replicas
-    loaded = f"{used} loader worker(s) loaded for each replica" if used else "no loader worker loaded ahead"
+    loaded = f"{counted(used, 'loader worker')} loaded for each replica" if used else "no loader worker loaded ahead"
     taken = (report.local_workers or 0) + used * replicas
     if report.cores is None or taken + replicas <= report.cores:
         return f"{loaded}: pass --loader-workers {used + 1}"
-    return f"{loaded}, and all {report.cores} core(s) are in use: make samples cheaper to load, or use more cores"
+    return f"{loaded}, and no core is free: make samples cheaper to load, or use more cores"
 
 
 def busiest_stage(report: Report) -> int:

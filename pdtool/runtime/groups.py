@@ -274,7 +274,7 @@ def check_agreement(config: RunConfig, group: object) -> None:
     differences = describe_differences(settings)
     if differences:
         what = f"the workers got different settings: {'; '.join(differences)}"
-        raise UsageError(what, "start all with the same command and the same files, for example machine 0's")
+        raise UsageError(what, "run the same command with the same files on every machine; only --node-rank may differ")
 
 
 def describe_differences(workers: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:

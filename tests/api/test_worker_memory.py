@@ -37,8 +37,8 @@ def saved(device, path="profiles/net.json"):
         (GPU, "2", ["--memory", "none"], None, ""),
         (GPU, "2", ["--memory", "8GB"], 6_493_367_040, "1.51 GB of 8 GB"),
         (CPU, "3", ["--memory", "8GB"], 8 * GB, ""),
-        (MEASURED_CPU, "4", ["--memory", "8GB"], 6_825_000_001, "1.17 GB of 8 GB of memory is set aside for processes"),
-        (MEASURED_CPU, "2", ["--memory", "8GB"], 6_708_333_335, "processes, and for gaps between tensors"),
+        (MEASURED_CPU, "4", ["--memory", "8GB"], 6_825_000_001, "1.17 GB of 8 GB of memory is set aside for the"),
+        (MEASURED_CPU, "2", ["--memory", "8GB"], 6_708_333_335, "the processes themselves and for fragmentation"),
     ],
 )
 def test_a_worker_has_the_memory_of_the_profiled_device_unless_told_otherwise(
@@ -66,7 +66,7 @@ def test_what_a_cluster_file_says_goes_before_the_device_and_after_the_option(fo
 def test_less_than_processes_need_is_answered_with_what_would_do(folder):
     saved(MEASURED_CPU)
     stderr = folder.pdtool("partition", "--topology", "2", "--bandwidth", "1GB/s", "--memory", "10MB", code=4).stderr
-    assert "all of 10 MB of memory is set aside for processes" in stderr
+    assert "all of 10 MB of memory is set aside for the processes" in stderr
     assert "and a worker has nothing left for them" in stderr
     enough = re.search(r"at least --memory ([\d.]+\w*B)", stderr)[1]
     folder.pdtool("partition", "--topology", "2", "--bandwidth", "1GB/s", "--memory", enough)

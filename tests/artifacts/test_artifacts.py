@@ -692,7 +692,7 @@ def measured(**changes):
         ),
         ({"memory_bytes": 0}, "memory_bytes"),
         ({"measured": measured(workers=3)}, r"measured\.workers: 3, but the levels have 4"),
-        ({"measured": measured(levels=[])}, r"measured\.levels: 0 of them for 2 level\(s\)"),
+        ({"measured": measured(levels=[])}, r"measured\.levels: 0 of them for 2 levels"),
         ({"measured": measured(backend="pigeon")}, r"measured\.backend"),
     ],
 )

@@ -53,5 +53,5 @@ def test_impossible_topologies_are_refused(text):
 
 
 def test_one_bandwidth_per_level():
-    with pytest.raises(UsageError, match=r"1 bandwidth\(s\) for the 2 level\(s\) of topology 4x4"):
+    with pytest.raises(UsageError, match="--bandwidth has 1 value, but topology 4x4 has 2 levels"):
         make_cluster((4, 4), (1e9,))

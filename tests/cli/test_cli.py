@@ -69,7 +69,7 @@ def test_help_is_an_imperative_sentence_with_two_examples(folder, name):
     command = main.commands[name]
     sentence = command.help.split("\n\n")[0]
     assert sentence.endswith(".")
-    verbs = "Compare Compute Convert Divide Draw Measure Print Run Simulate Start Train Write"
+    verbs = "Compare Compute Convert Draw Find Measure Print Run Simulate Start Train Write"
     assert sentence.split()[0] in verbs.split()
     text = folder.pdtool(name, "--help").output
     assert len(re.findall(rf"^ +pdtool {name}\b", text, re.MULTILINE)) == 2
@@ -242,11 +242,11 @@ def test_timeouts_have_limits(folder, command, timeout):
         ),
         (["--topology", "4y4"], "topology '4y4' is not sizes joined by x"),
         (["--topology", "0"], "topology '0' has 0 workers"),
-        (["--topology", "2x2", "--bandwidth", "10Gbit/s"], "1 bandwidth(s) for the 2 level(s) of topology 2x2"),
+        (["--topology", "2x2", "--bandwidth", "10Gbit/s"], "--bandwidth has 1 value, but topology 2x2 has 2 levels"),
         (["--topology", "2", "--bandwidth", "10G"], "bandwidth '10G' is not a positive rate"),
         (["--topology", "2", "--memory", "16"], "size '16' is not a positive number with a unit"),
         (["--topology", "2", "--latency", "5"], "time '5' is not a number with a unit"),
-        (["--topology", "2x2", "--latency", "5us"], "1 latencies for the 2 level(s)"),
+        (["--topology", "2x2", "--latency", "5us"], "--latency has 1 value, but topology 2x2 has 2 levels"),
         (["--topology", f"{10**15}"], "has 1000000000000000 workers; pass between 1 and 100000"),
         (["--topology", "9" * 500], "is not sizes joined by x"),
         (
@@ -258,7 +258,7 @@ def test_timeouts_have_limits(folder, command, timeout):
         (["--topology", "2", "--simplest", "nan%"], "--simplest 'nan%' is not a share"),
         (["--topology", "2", "--simplest", "many"], "--simplest 'many' is not a share"),
         (["--topology", "2", "--simplest", "200%"], "--simplest '200%' is not a share"),
-        (["--topology", "2", "--workers", "3"], "--workers 3, but the cluster has 2"),
+        (["--topology", "2", "--workers", "3"], "--workers is 3, but the cluster has 2 workers"),
         (["--topology", "2", "--microbatches", "3"], "schedule 1f1b cannot be combined with --microbatches 3"),
     ],
 )

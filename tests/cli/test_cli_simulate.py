@@ -133,7 +133,7 @@ def test_crossings_are_interpolated_on_logarithmic_scales():
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("bandwidth=5..1Gbit/s", "goes from 5 Gbit/s down to 1 Gbit/s; put the lower one first"),
+        ("bandwidth=5..1Gbit/s", "begins at 5 Gbit/s and ends at 1 Gbit/s; write the lower bandwidth first"),
         ("latency=1..2ms", "--sweep 'latency=1..2ms' is not a range of bandwidths; write bandwidth=0.1..25Gbit/s"),
         ("bandwidth=1..2", "is not a range of bandwidths"),
         ("bandwidth=0..2Gbps", "bandwidth '0Gbps' is too small"),

@@ -99,7 +99,7 @@ def test_hints_of_a_run_that_missed_its_target_can_be_pasted(trainable: Folder) 
     command = re.search(r"train longer: `pdtool (.*?)`", said)
     assert command
     again = trainable.pdtool(*shlex.split(command[1]), code=6).stderr
-    assert "continuing after epoch 1 of runs/a b, with 1 epoch(s)" in again
+    assert "continuing after epoch 1 of runs/a b, with 1 epoch" in again
 
 
 @pytest.mark.parametrize("missing", ["loss", "optimizer", "dataset"])

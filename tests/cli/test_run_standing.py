@@ -50,7 +50,7 @@ def shown(folder: Folder, **changes: Any) -> list[str]:
 )
 def test_how_a_run_ended_and_how_to_go_on(folder: Folder, run: Path, changes: dict[str, str], says: str) -> None:
     assert shown(folder, **changes) == [
-        "net: 1-1, schedule 1f1b, 4 epoch(s) in all",
+        "net: 1-1, schedule 1f1b, 4 epochs in all",
         says,
         "last update: 23/40, in epoch 3/4: training loss 0.2500, 1234 samples/s",
         "last checkpoint: epoch 2, validation loss 0.5000, accuracy 0.7500",
@@ -82,7 +82,7 @@ def test_a_run_that_goes_on_says_so(folder: Folder, run: Path) -> None:
         assert holder.stdout.readline() == "held\n"
         lines = shown(folder, resumed_after=1)
         holder.communicate()
-    assert lines[:2] == ["net: 1-1, schedule 1f1b, 4 epoch(s) in all, resumed after epoch 1", "it is running"]
+    assert lines[:2] == ["net: 1-1, schedule 1f1b, 4 epochs in all, resumed after epoch 1", "it is running"]
     assert not any("continue" in line for line in lines)
     assert "it ended without a message" in "\n".join(shown(folder))
 
@@ -115,18 +115,18 @@ def test_after_a_failed_resume_the_old_report_is_not_shown_as_new(road: Folder) 
     """It is kept under another name; a refusal leaves it where it is, and says nothing of training."""
     road.pdtool("run", "-o", "runs/a")
     refused = road.pdtool("run", "-o", "runs/a", "--resume", code=2).stderr
-    assert "has already trained its 1 epoch(s)" in refused
+    assert "has already trained its 1 epoch" in refused
     assert "training on" not in refused
     assert "where the time went" in road.pdtool("show", "runs/a").stdout
     model = Path("model.py").read_text()
     Path("model.py").write_text(model.replace("cross_entropy(output, target)", "cross_entropy(output, target) / 0.0"))
     failed = road.pdtool("run", "-o", "runs/a", "--resume", "--epochs", "2", code=1).stderr
-    assert "training on 2 worker(s)" in failed
+    assert "training on 2 workers" in failed
     lines = road.pdtool("show", "runs/a").stdout.splitlines()
-    assert lines[0].endswith("2 epoch(s) in all, resumed after epoch 1")
+    assert lines[0].endswith("2 epochs in all, resumed after epoch 1")
     assert "the loss is inf" in lines[1]
     assert lines[-1] == "continue with `pdtool run -o runs/a --resume`"
-    assert "1 epoch(s)" in road.pdtool("show", "runs/a/report.epoch-1.json").stdout
+    assert "1 epoch" in road.pdtool("show", "runs/a/report.epoch-1.json").stdout
 
 
 def test_the_lock_is_free_when_a_run_has_ended(folder: Folder, run: Path) -> None:

@@ -132,7 +132,7 @@ def test_workers_that_shared_cores_have_no_error_of_prediction():
     emulation = samples.emulation().model_copy(update={"compute": "real", "cores": 1})
     lines = [str(line) for line in emulation_view(emulation)]
     workers = max(plan.workers for plan in emulation.plans)
-    assert f"{workers} workers shared 1 core(s). With one device each they would be faster" in lines
+    assert f"{workers} workers shared 1 core. With one device each they would be faster" in lines
     assert not any("shared" in str(line) for line in emulation_view(samples.emulation())), "sleeping takes no core"
 
 
@@ -186,7 +186,7 @@ def test_a_model_is_trained_until_its_target_and_one_that_misses_it_ends_with_6(
     assert "give it with --minibatches" in refused
     missed = folder.pdtool(*train, "accuracy=1.1", "--epochs", "3", "--json", code=6)
     assert "accuracy=1.1 was not reached by this plan in 3 epochs; pass more --epochs" in missed.stderr
-    assert "this plan: accuracy=1.1 not reached in 3 epoch(s)" in missed.stderr
+    assert "this plan: accuracy=1.1 not reached in 3 epochs" in missed.stderr
     assert "epochs of 3 minibatches have no steady state" in missed.stderr
     [plan] = json.loads(missed.stdout)["plans"]
     assert (plan["config"], plan["epochs"], plan["minibatches"], plan["target_reached"]) == ("1-1", 3, 3, False)

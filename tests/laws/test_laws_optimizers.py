@@ -152,7 +152,7 @@ PROVED = [
     (
         "First([{'params': [p]} for p in parameters], 0.1)",
         CLIPPING,
-        r".*given only .*, it failed, but not given all parameters .*IndexError",
+        r".*it works with all parameters, but fails with only .*IndexError",
     ),
     (
         "prodigyopt.Prodigy(parameters)",

@@ -282,8 +282,8 @@ def test_pins_that_no_plan_keeps_are_refused():
     [
         (SearchOptions(schedule="zigzag"), "the search has no formulas for schedule 'zigzag'"),
         (SearchOptions(microbatches=2), "schedule 1f1b cannot be combined with --microbatches 2"),
-        (SearchOptions(workers=5), "--workers 5, but the cluster has 4"),
-        (SearchOptions(workers=0), "--workers 0"),
+        (SearchOptions(workers=5), "--workers is 5, but the cluster has 4 workers"),
+        (SearchOptions(workers=0), "--workers is 0"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, what):

@@ -166,7 +166,7 @@ def test_there_is_no_such_plan():
         (["1-1", "--schedule", "interleaved"], "--schedule interleaved cannot be combined with --replicas 1-1; choose"),
         (
             ["4", "--strategy", "pipeline"],
-            "--replicas 4 is one stage, but --strategy pipeline needs 2 or more; pass more",
+            "--replicas 4 is one stage, but --strategy pipeline needs 2 or more; name two stages",
         ),
     ],
 )

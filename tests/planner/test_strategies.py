@@ -279,7 +279,7 @@ def test_simulate_shows_samples_and_memory_of_each_rival(folder, monkeypatch):
         ),
         (
             ["--strategy", "hybrid", "--workers", "2"],
-            "--strategy hybrid cannot use 2 worker(s); pass 3 or more, or another",
+            "--strategy hybrid cannot use 2 workers; pass 3 or more, or another",
         ),
         (
             ["--strategy", "pipeline", "--straight"],
@@ -309,7 +309,8 @@ def test_where_a_strategy_does_not_fit_another_one_may():
 
 def test_asynchronous_data_parallelism_that_does_not_fit_says_what_it_needs():
     with pytest.raises(
-        NoPlanError, match=r"of 4 workers does not fit into memory: .* needs 5 kB, but has 4 kB; pass fe"
+        NoPlanError,
+        match=r"of 4 workers needs 5 kB on the one worker that .*, which has 4 kB; pass a smaller --workers",
     ):
         planned(chain([1.0], parameters=1000), make_cluster((4,), (FAST,), memory_bytes=4000), "async-data-parallel")
 
@@ -482,7 +483,7 @@ def test_the_search_counts_the_weight_versions_that_a_plan_keeps(every):
             96,
             "auto",
             {"schedule": "1f1b", "replicas": (4, 1)},
-            "needs a minibatch for each replica, but an update has 3",
+            "has a stage with more replicas than an update has minibatches",
         ),
         (96, "auto", {"microbatches": 3}, "and --microbatches 3 cannot be combined; pass only one"),
         (

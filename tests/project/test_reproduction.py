@@ -111,7 +111,7 @@ def test_real_computing_is_compared_by_the_median_of_its_runs():
     assert "| net width=2 | 8 | straight | 1-1 | 100 | 110 | 100 to 300 | +10.0% | -10%, +25% |" in page
     assert "together are off by 5.6% (median)" in page
     assert "shared" not in page
-    assert "2 workers shared 1 core(s)" in "\n".join(real_computing.page([figures[0] | {"cores": 1}]))
+    assert "2 workers shared 1 core" in "\n".join(real_computing.page([figures[0] | {"cores": 1}]))
 
 
 def test_rivals_are_compared_with_the_plan():

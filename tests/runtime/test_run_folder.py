@@ -144,7 +144,7 @@ def test_machines_that_run_different_things_are_refused(tmp_path: Path, what: st
     for code, _, errors in end(machines(tmp_path, spec, change(spec, tmp_path))):
         assert code == 2, errors
         assert re.search(message, errors), errors
-        assert "start all with the same command and the same files" in errors
+        assert "run the same command with the same files on every machine" in errors
     assert not RunDir(spec.out).checkpoints()
 
 

@@ -413,7 +413,7 @@ def test_a_profile_measures_loading_and_a_run_takes_loader_workers_for_it(folder
     slow = NET.replace("return TensorDataset(", "return Slow(") + SLOW
     folder.write("model.py", slow)
     profiled = folder.pdtool("profile", "model.py", "--batch-size", "4")
-    assert re.search(r"loading \S+ m?s a minibatch", profiled.output)
+    assert re.search(r"loading: \S+ m?s per minibatch", profiled.output)
     assert Profile.load("profiles/model.json").loading_s >= 8e-3
     folder.pdtool("partition", "--topology", "1", "--bandwidth", "1GB/s")
     done = folder.pdtool("run", "--steps", "2", "--device", "cpu")

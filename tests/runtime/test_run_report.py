@@ -233,7 +233,7 @@ def test_of_workers_that_shared_cores_no_error_of_the_prediction_is_given() -> N
     report = samples.report().model_copy(update={"cores": 2, "local_workers": 3})
     lines = [line for line in report_view(report) if isinstance(line, str)]
     assert any(re.fullmatch(r"per minibatch: \w+ \S+ ms, measured 4 ms", line) for line in lines)
-    assert "3 workers shared 2 core(s). With one device each they would be faster" in lines
+    assert "3 workers shared 2 cores. With one device each they would be faster" in lines
     for others in ({"local_workers": 2}, {"cores": None}):
         assert not any("shared" in str(line) for line in report_view(report.model_copy(update=others)))
 
@@ -296,8 +296,7 @@ def test_a_report_says_when_loading_slows_the_run() -> None:
     ]
     assert said[:2] == [[], []]
     assert all(
-        "loading: the prediction leaves out loading, and no loader worker loaded ahead" in lines[0]
-        for lines in said[2:]
+        "loading: the prediction leaves it out, and no loader worker loaded ahead" in lines[0] for lines in said[2:]
     )
     unpredicted = report.model_copy(update={"stages": (slow,), "predicted": None})
     assert next(slowness_lines(unpredicted)).startswith(
@@ -309,9 +308,9 @@ def test_a_report_says_when_loading_slows_the_run() -> None:
     ("workers", "cores", "remedy"),
     [
         (0, 4, "no loader worker loaded ahead: pass --loader-workers 1"),
-        (1, 4, "1 loader worker(s) loaded for each replica: pass --loader-workers 2"),
-        (2, 4, "2 loader worker(s) loaded for each replica, and all 4 core(s) are in use: make samples cheaper"),
-        (3, None, "3 loader worker(s) loaded for each replica: pass --loader-workers 4"),
+        (1, 4, "1 loader worker loaded for each replica: pass --loader-workers 2"),
+        (2, 4, "2 loader workers loaded for each replica, and no core is free: make samples cheaper"),
+        (3, None, "3 loader workers loaded for each replica: pass --loader-workers 4"),
     ],
 )
 def test_more_loader_workers_are_proposed_where_there_are_cores_for_them(workers, cores, remedy) -> None:

@@ -67,7 +67,7 @@ def test_run_takes_the_threads_of_the_profile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("threads", "cores", "asked", "says"),
     [
-        (4, 8, None, "3 worker(s) with 4 threads each, as in the profile, share the 8 cores"),
+        (4, 8, None, "3 workers with 4 threads each, as in the profile, share the 8 cores"),
         (2, 8, None, ""),
         (1, 2, None, ""),
         (4, 8, "4", ""),
@@ -103,7 +103,7 @@ def test_threads_that_are_asked_for_are_taken_before_all_others(tmp_path: Path) 
     launcher.launch(config)
     assert told.read_text() == str(cores)
     with pytest.raises(
-        UsageError, match=rf"--threads {cores + 1}, but this machine has {cores} core\(s\); pass {cores} or fewer"
+        UsageError, match=rf"--threads is {cores + 1}, but this machine has {cores} cores?; pass {cores} or fewer"
     ):
         launcher.launch(replace(config, threads=cores + 1))
 

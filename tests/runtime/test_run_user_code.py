@@ -479,7 +479,7 @@ def optimizer(named): return Broken([p for n, p in named], lr=0.1)
 def test_a_metric_of_several_elements_is_refused(tmp_path):
     file = load(tmp_path, more="def metrics(output, target): return {'a': (output, 1)}\n")
     with pytest.raises(
-        ModelError, match=r"metrics\(\) returned .*; return {name: \(sum, count\)}; sums that are tensors need"
+        ModelError, match=r"metrics\(\) returned .*; return {name: \(sum, count\)} with sums of one element. For larger"
     ):
         file.metrics(torch.ones(2), None)
 

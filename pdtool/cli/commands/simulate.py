@@ -101,6 +101,6 @@ def _rates(text: str) -> list[float]:
         raise UsageError(what, f"{near} write bandwidth=0.1..25Gbit/s".lstrip())
     low, high = parse_bandwidth(match[1] + (match[2] or match[4])), parse_bandwidth(match[3] + match[4])
     if low >= high:
-        falls = f"goes from {format_bits_rate(low)} down to {format_bits_rate(high)}"
-        raise UsageError(f"--sweep {text!r} {falls}", "put the lower one first")
+        ends = f"begins at {format_bits_rate(low)} and ends at {format_bits_rate(high)}"
+        raise UsageError(f"--sweep {text!r} {ends}", "write the lower bandwidth first, and a higher one after it")
     return bandwidth_grid(low, high)

@@ -14,6 +14,7 @@ from pdtool.errors import TargetMissedError, UsageError
 from pdtool.machines import is_first_worker
 from pdtool.options.plan_options import PartitionOptions, ProfileOptions
 from pdtool.options.run_options import RunOptions
+from pdtool.units import counted
 
 
 @command(epilog="\b\nExamples:\n  pdtool codegen\n  pdtool codegen plans/mnist-2.yaml -o /tmp/mnist --model mnist.py")
@@ -46,7 +47,9 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
 @options.as_json
 @options.output("File to write; - is stdout.  [default: plans/NAME-TOPOLOGY.yaml]")
 def partition(profile: tuple[str, ...], asked: PartitionOptions, output: str | None, as_json: bool) -> None:
-    """Divide PROFILE's model into stages for the fastest pipeline.
+    """Find the fastest plan to train PROFILE's model on a cluster.
+
+    It compares pipelines, data parallelism and one worker alone.
 
     Without PROFILE, it takes the only profile in profiles/.
 
@@ -129,6 +132,6 @@ def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> No
         folder = quoted(config.out)
         note(f"see the run: pdtool report {folder}; export its weights: pdtool export {folder}")
     if report.target_reached is False:
-        what = f"target {report.target} was not reached in {report.epochs} epoch(s)"
+        what = f"target {report.target} was not reached in {counted(report.epochs, 'epoch')}"
         command = f"{RunDir(config.out).resume_command()} --epochs {2 * config.epochs}"
         raise TargetMissedError(what, f"train longer: `{command}`")

@@ -18,6 +18,7 @@ from pdtool.errors import StaleError
 from pdtool.options.declaration import declared
 from pdtool.options.plan_options import PartitionOptions, ProfileOptions
 from pdtool.options.run_options import RunOptions
+from pdtool.units import counted
 
 if TYPE_CHECKING:
     from pdtool.artifacts.artifact import ModelRef
@@ -158,7 +159,7 @@ def _profile(context: click.Context, ref: ModelRef, path: str, workers: int) -> 
     if why:
         note(f"profile: making {path}: {why_other or why}")
         if fills_threads:
-            note(f"using --threads {params['threads']}: {workers} worker(s) share the cores of this machine")
+            note(f"using --threads {params['threads']}: {counted(workers, 'worker')} share the cores of this machine")
         params["output"] = path
         _invoke(context)
     return path

@@ -25,14 +25,13 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
         return NoPlanError(
             f"a straight pipeline on {search.workers} workers needs {search.workers} stages, but the model can be cut "
             f"into {max_stages} at most",
-            f"pass --workers {max_stages}{', or loosen HINTS pin and profile again' if search.profile.pin else ''}",
+            f"pass --workers {max_stages}{', or remove pins of HINTS and profile again' if search.profile.pin else ''}",
         )
     smallest, limit = _smallest(search), search.cluster.memory_bytes
     if smallest is None or limit is None:
-        what = "no split into stages puts every pinned module into the stage that HINTS pin gives it"
+        what = "no split into stages puts every pinned module of HINTS into its stage"
         return NoPlanError(
-            what,
-            "loosen HINTS pin in model.py and profile again, or leave out the options that set the number of stages",
+            what, "remove pins of HINTS and profile again, or leave out the options that set the number of stages"
         )
     needed = max(smallest.cost.searched_memory_bytes)
     if options.in_flight and needed <= limit:

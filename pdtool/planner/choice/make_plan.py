@@ -36,7 +36,7 @@ from pdtool.planner.simulator.engine import simulate, steady_state_s
 from pdtool.planner.simulator.job import SimulationJob, action_count
 from pdtool.planner.stage_costs import tied_bytes
 from pdtool.schedule import SCHEDULES, STRATEGIES, ExecutionConfig
-from pdtool.units import bytes_option, format_bytes, format_seconds
+from pdtool.units import bytes_option, counted, format_bytes, format_seconds
 
 MICROBATCHES_PER_STAGE = 4  # in one update of GPipe: its paper's advice (NeurIPS'19, section 2.3)
 _TIGHTENED = 6  # searches with less and less memory, for a plan that is run under another schedule
@@ -115,7 +115,8 @@ def _chunked_plan(profile: Profile, profile_path: str, cluster: Cluster, options
     """
     workers = options.workers or cluster.workers
     if workers > cluster.workers:
-        raise UsageError(f"--workers {workers}, but the cluster has {cluster.workers}", "give no more than that")
+        what = f"--workers is {workers}, but the cluster has {counted(cluster.workers, 'worker')}"
+        raise UsageError(what, f"pass {cluster.workers} or fewer")
     execution = ExecutionConfig.of_schedule(options.schedule, options.microbatches, options.chunks)
     each = tuple((number,) for number in range(workers))
 

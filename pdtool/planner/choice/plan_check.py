@@ -22,7 +22,7 @@ from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate
 from pdtool.planner.search.search import PlanSearch, SearchOptions
 from pdtool.schedule import STRATEGIES
-from pdtool.units import format_bytes, format_seconds
+from pdtool.units import counted, format_bytes, format_seconds
 
 _RELATIVE_TOLERANCE = 1e-9  # sums taken in another order differ in the last digits
 _NO_FIGURES = ("cost", "plan_sha256")  # fields of Predicted that say what the others are of
@@ -88,7 +88,7 @@ def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iter
     words = (
         f"{stored}; it now takes {format_seconds(recomputed.time_s)} per minibatch "
         f"({recomputed.throughput_samples_per_s:.4g} samples/s), {recomputed.gain_over_data_parallel:.3g} times as "
-        f"fast as data parallelism on {plan.cluster.workers} worker(s)"
+        f"fast as data parallelism on {counted(plan.cluster.workers, 'worker')}"
     )
     yield Finding("figures", None, words, "predicted", recomputed=recomputed.model_dump(mode="json"))
     with suppress(UsageError, NoPlanError):  # not searched, or only with options that the plan does not record

@@ -30,7 +30,7 @@ from pdtool.planner.search.layouts import MAX_WORKERS_PER_COPY, Layout
 from pdtool.planner.search.search import PlanSearch, SearchOptions
 from pdtool.planner.simulator.engine import steady_state_s
 from pdtool.schedule import BASELINES, ONE_F_ONE_B, SCHEDULES, STRATEGIES, ExecutionConfig, Strategy
-from pdtool.units import format_bytes, format_seconds
+from pdtool.units import counted, format_bytes, format_seconds
 
 Baseline = tuple[str, Candidate]  # with its label
 _DEFAULT_MICROBATCHES = 4  # of a flushing schedule asked for by name
@@ -66,7 +66,7 @@ class Planner:
         workers = asked.workers or cluster_workers
         name = f"--strategy {strategy.name}"
         if workers < strategy.min_workers:
-            what = f"{name} cannot use {workers} worker(s)"
+            what = f"{name} cannot use {counted(workers, 'worker')}"
             raise UsageError(what, f"pass {strategy.min_workers} or more, or another strategy")
         if strategy.schedule and schedule not in (None, strategy.schedule):
             what = f"{name} cannot be combined with --schedule {schedule}"
@@ -229,14 +229,15 @@ class Planner:
             allowed = ", ".join(name for name, kind in SCHEDULES.items() if not kind.chunked)
             raise UsageError(f"--schedule {options.schedule} cannot be combined with {asked}", f"choose from {allowed}")
         if kind and kind.planned_as and kind.equal_replicas and len(set(options.replicas or ())) > 1:
-            remedy = f"use the same number for all stages, or {kind.planned_as.name}"
+            remedy = f"give every stage the same number, or pass --schedule {kind.planned_as.name}"
             raise UsageError(f"--schedule {kind.name} cannot be combined with {asked}", remedy)
         if options.min_stages < strategy.min_stages:
             what = f"{asked} is one stage, but --strategy {strategy.name} needs {strategy.min_stages} or more"
-            raise UsageError(what, "pass more, for example --replicas 1-1, or use --strategy auto")
+            raise UsageError(what, "name two stages or more, for example --replicas 1-1, or use --strategy auto")
         if max(options.replicas or ()) > (options.update_every or math.inf):
-            what = f"{asked} needs a minibatch for each replica, but an update has {options.update_every}"
-            raise UsageError(what, "pass fewer replicas, more --samples-per-update, or --schedule 1f1b-flush")
+            what = f"{asked} has a stage with more replicas than an update has minibatches ({options.update_every})"
+            remedy = "pass fewer replicas, a larger --samples-per-update, or --schedule 1f1b-flush"
+            raise UsageError(what, remedy)
         if workers > cluster_workers:
             what = f"{asked} needs {workers} workers, but the cluster has {cluster_workers}"
             raise UsageError(what, "pass fewer replicas, or a larger --topology")
@@ -406,9 +407,9 @@ class _AsyncDataParallelPlanner(Planner):
         if not evaluator.fits(plan):
             needed = format_bytes(max(plan.cost.searched_memory_bytes))
             raise NoPlanError(
-                f"{self.strategy.label} of {search.workers} workers does not fit into memory: one worker computes for "
-                f"all of them. It needs {needed}, but has {format_bytes(search.cluster.memory_bytes or 0)}",
-                "pass fewer --workers, or smaller minibatches",
+                f"{self.strategy.label} of {search.workers} workers needs {needed} on the one worker that computes for "
+                f"all of them, which has {format_bytes(search.cluster.memory_bytes or 0)}",
+                "pass a smaller --workers, or profile with a smaller --batch-size",
             )
         return [plan]
 

@@ -26,6 +26,7 @@ from pdtool.planner.search.layouts import (
     searches_all_blocks,
 )
 from pdtool.schedule import SCHEDULES, STRATEGIES, ExecutionConfig, schedule_names
+from pdtool.units import counted
 
 _SEARCHED = [kind for kind in SCHEDULES.values() if kind.has_formulas]
 _MAX_TIME_S = np.finfo(float).max
@@ -102,8 +103,8 @@ class PlanSearch:
             what = f"schedule {options.schedule} cannot be combined with --microbatches {options.microbatches}"
             raise UsageError(what, f"leave --microbatches out, or use --schedule {flushing}")
         if not 1 <= self.workers <= self.cluster.workers:
-            what = f"--workers {self.workers}, but the cluster has {self.cluster.workers}"
-            raise UsageError(what, f"pass between 1 and {self.cluster.workers}")
+            what = f"--workers is {self.workers}, but the cluster has {counted(self.cluster.workers, 'worker')}"
+            raise UsageError(what, f"pass {self.cluster.workers} or fewer")
         if options.straight and self.workers > MAX_WORKERS_PER_COPY:
             what = f"{self.workers} workers are too many for a straight pipeline"
             raise UsageError(what, f"pass at most {MAX_WORKERS_PER_COPY}")

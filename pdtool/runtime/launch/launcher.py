@@ -36,6 +36,7 @@ from pdtool.runtime.ranks import RankAssignment, assign_ranks
 from pdtool.runtime.status import prepare_folder, read_failure, read_status
 from pdtool.runtime.worker_end import remove_counters
 from pdtool.schedule import check_executable
+from pdtool.units import counted
 
 _POLL_IN_WORKER_S = 1.0  # of metrics.jsonl, in a process that trains
 _MAX_REASON = 2000  # characters
@@ -212,10 +213,12 @@ def check_config(config: RunConfig) -> None:
         raise StaleError(config.bundle_dir / Bundle.FILE, what, "run `pdtool codegen` again")
     if config.delay_compensation and plan.kind.flushes:
         what = f"--correction {config.delay_compensation} has no effect with schedule {plan.schedule}"
-        raise UsageError(what, "leave it out: after a flush, no gradient is late")
+        raise UsageError(what, "leave it out: no gradient is stale after a flush")
     cores = len(usable_cores())
     if config.threads_given and (config.threads or 0) > cores:  # more than a worker can have at the same time
-        raise UsageError(f"--threads {config.threads}, but this machine has {cores} core(s)", f"pass {cores} or fewer")
+        raise UsageError(
+            f"--threads is {config.threads}, but this machine has {counted(cores, 'core')}", f"pass {cores} or fewer"
+        )
     check_autocast(config.precision, bundle.autocast_off)
     for tied in bundle.tied:
         if len({s % plan.pipeline_depth for s in tied.stages}) < len(tied.stages):
