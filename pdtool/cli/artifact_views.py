@@ -59,7 +59,7 @@ def cluster_view(cluster: ClusterFile) -> Lines:
         [depth, level.size, format_rate(level.bandwidth_bytes_per_s), format_seconds(level.latency_s)]
         for depth, level in enumerate(cluster.levels)
     ]
-    title = f"{cluster.name}: {cluster.cluster().workers} workers"
+    title = f"{cluster.name}: {counted(cluster.cluster().workers, 'worker')}"
     if cluster.memory_bytes:
         title += f" of {format_bytes(cluster.memory_bytes)}"
     if network := cluster.measured:

@@ -136,7 +136,10 @@ def _refusal(file: ModelFile, update: _Update, what: str) -> ModelError:
         "data-parallel`"
     )
     if function == "optimizer":
-        remedy = f"let MAX_GRAD_NORM clip (with a flushing schedule by the norm of all gradients); {remedy}"
+        remedy = (
+            "if it clips gradients, set MAX_GRAD_NORM instead (a flushing schedule then clips by the norm of all "
+            f"gradients); {remedy}"
+        )
     return file.error_in(function, f"{update.cause} depends on parameters of several stages: {what}", remedy)
 
 

@@ -216,7 +216,7 @@ def check_pairs(path: Path, samples: Any, indices: Sequence[int], name: str) -> 
     """Check that there are as many samples as indices, each a pair (inputs, target); raises ModelError."""
     if not isinstance(samples, (list, tuple)) or len(samples) != len(indices):
         what = f"{path.name}: __getitems__ of {name} does not return a list of the {len(indices)} samples asked for"
-        raise ModelError(what, "return one, or define collate(samples) for what it returns")
+        raise ModelError(what, "return such a list, or define collate(samples), which takes what it returns")
     for index, sample in zip(indices, samples, strict=True):
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
             what = f"{path.name}: {name}, sample {index}, is not a pair (inputs, target)"
@@ -271,8 +271,8 @@ def missing_function(path: Path, name: str, defined: Sequence[str]) -> ModelErro
     remedy = f"it defines: {', '.join(defined) or 'no functions'}"
     if not {"model", *_TRAINED_WITH} & {*defined}:  # a script
         remedy += (
-            "; pdtool calls functions of this file and does not run it: `pdtool init example` writes "
-            "example/model.py, which shows them (docs/model-file.md)"
+            "; pdtool imports this file and calls its functions. It does not run it as a script. `pdtool init example` "
+            "writes example/model.py, which shows these functions (docs/model-file.md)"
         )
     return ModelError(f"{path.name} has no function {name}()", remedy)
 

@@ -76,7 +76,7 @@ class Count(Range):
         except ValueError:
             number = None
         if number is None:
-            raise UsageError(f"{name}={value!r:.80} is not a whole number", "pass one, such as 8")
+            raise UsageError(f"{name}={value!r:.80} is not a whole number", "pass a whole number, such as 8")
         self.check(name, number, value)
         return number
 

@@ -31,6 +31,7 @@ from pdtool.frontend.user_code import is_stream
 from pdtool.profiler.compiled import OnNote, apportion, compile_model
 from pdtool.profiler.execute import OnProgress, ProfiledModel, Work, disable_inplace_modules
 from pdtool.profiler.graph_costs import GraphCosts, count_stash_and_flops, make_profile, minibatch_errors
+from pdtool.units import counted
 
 Reading = Callable[[], float]  # to be called once the device has finished
 Timer = Callable[[str, Work], tuple[Any, Reading]]  # (name of the work, work) -> (its result, its seconds)
@@ -254,7 +255,7 @@ def _measured_device(device: torch.device) -> Device:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     threads = torch.get_num_threads()
-    name = f"{names[0] if names else platform.machine()}, {threads} thread{'s' if threads > 1 else ''}"
+    name = f"{names[0] if names else platform.machine()}, {counted(threads, 'thread')}"
     return Device(name=name, kind="measured", memory_bytes=host.machine_bytes())
 
 

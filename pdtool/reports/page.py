@@ -49,7 +49,7 @@ from pdtool.reports.sentences import (
 )
 from pdtool.reports.slowness import differences
 from pdtool.reports.timeline_drawing import TimelineGroup, timeline_drawing
-from pdtool.units import format_bits_rate, format_seconds
+from pdtool.units import counted, format_bits_rate, format_seconds
 
 GENERATOR = '<meta name="generator" content="pdtool report">'  # identifies a page of pdtool
 REFRESH_S = 5  # seconds after which the browser reloads the page of an unfinished run
@@ -240,11 +240,11 @@ class SubjectView:
     def _stage_texts(self, s: int) -> tuple[str, str]:
         if not self.plan:
             replicas = self.report.stages[s].replicas if self.report else 1
-            return "", f"{replicas} worker{'s' * (replicas != 1)}"
+            return "", counted(replicas, "worker")
         stage = self.plan.stages[s]
         names = [name for other in self.plan.stages[s :: self.plan.pipeline_depth] for name in other.nodes]
         more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-        workers = f"{stage.replicas} worker{'s' * (stage.replicas != 1)}, {stage.in_flight} in flight"
+        workers = f"{counted(stage.replicas, 'worker')}, {stage.in_flight} in flight"
         return ", ".join(names[:_MAX_LISTED]) + more, workers
 
     def timelines(self, *, named: bool) -> Iterator[TimelineGroup]:

@@ -53,7 +53,7 @@ def run_sentence(run: RunRecord, plan: Plan | None) -> str:
     if run.report:
         return _finished_sentence(run.report)
     epoch = max((line.epoch for line in run.metrics), default=0)
-    what = f"{plan.config} on {plan.workers} workers" if plan else "this run"
+    what = f"{plan.config} on {counted(plan.workers, 'worker')}" if plan else "this run"
     loss = f", loss {run.metrics[-1].loss:.4g}" if run.metrics else ""
     if run.is_running:
         return f"{what} is training: epoch {epoch}{loss}" if run.metrics else f"{what} is starting"
@@ -63,11 +63,11 @@ def run_sentence(run: RunRecord, plan: Plan | None) -> str:
 def _finished_sentence(report: Report) -> str:
     metrics = {name: value for name, value in report.metrics.items() if name != "loss"} or report.metrics
     reached = ", ".join(f"{name} {value:.3g}" for name, value in list(metrics.items())[:2])
-    head = f"{report.config}: {reached} after {report.epochs} epoch{'s' * (report.epochs != 1)}"
+    head = f"{report.config}: {reached} after {counted(report.epochs, 'epoch')}"
     times = f"{format_seconds(report.measured.bottleneck_s)} per minibatch"
     if (predicted := report.predicted) and predicted.time_s:
         times += f", {format_seconds(predicted.time_s)} {'simulated' if predicted.simulated_s else 'predicted'}"
-    why = f"{report.local_workers} workers shared {report.cores} cores" if report.is_crowded else ""
+    why = f"{report.local_workers} workers shared {counted(report.cores or 1, 'core')}" if report.is_crowded else ""
     why = why or (f"stage {busiest_stage(report)} is busiest" if report.stages else "")
     return "; ".join(filter(None, [f"{head}, {times}", why]))
 

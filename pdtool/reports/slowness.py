@@ -133,7 +133,8 @@ def _computing_cause(report: Report, number: int, profiled_s: float) -> str:
     """Say how much longer a stage computes than profiled, and what to check."""
     stage = report.stages[number]
     if report.is_crowded:
-        return f"{report.local_workers} workers share {report.cores} cores, but the profile had one core to itself"
+        cores = counted(report.cores or 1, "core")
+        return f"{report.local_workers} workers share {cores}, but the profile had one core to itself"
     if not 0 < profiled_s * _MUCH_SLOWER < stage.busy_s:
         sending = f". Handing over messages takes {format_seconds(stage.send_s)} of it" if stage.send_s else ""
         causes = "other threads, memory bandwidth or temperature"

@@ -185,7 +185,7 @@ def test_a_model_is_trained_until_its_target_and_one_that_misses_it_ends_with_6(
     assert "an IterableDataset without a length" in refused
     assert "give it with --minibatches" in refused
     missed = folder.pdtool(*train, "accuracy=1.1", "--epochs", "3", "--json", code=6)
-    assert "accuracy=1.1 was not reached by this plan in 3 epochs; pass more --epochs" in missed.stderr
+    assert "accuracy=1.1 was not reached by this plan in 3 epochs; pass a larger --epochs" in missed.stderr
     assert "this plan: accuracy=1.1 not reached in 3 epochs" in missed.stderr
     assert "epochs of 3 minibatches have no steady state" in missed.stderr
     [plan] = json.loads(missed.stdout)["plans"]

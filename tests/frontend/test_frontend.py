@@ -292,7 +292,7 @@ DATA = (
         ("[]", "dataset\\('train'\\) is empty"),
         ("3", "returned int, not a torch Dataset; return one with __len__ and __getitem__"),
         ("[1, 2, 3, 4]", "not a pair"),
-        ("[(1, 2)]", r"1 sample\(s\), fewer than the 3 that tracing needs"),
+        ("[(1, 2)]", r"1 sample, fewer than the 3 that tracing needs"),
     ],
 )
 def test_faulty_dataset_is_explained(data, what, tmp_path):

@@ -147,7 +147,7 @@ PROVED = [
     (
         "hooked(parameters)",
         CLIPPING,
-        r"a step of SGD depends on parameters of several stages: .* let MAX_GRAD_NORM clip",
+        r"a step of SGD depends on parameters of several stages: .* if it clips gradients, set MAX_GRAD_NORM",
     ),
     (
         "First([{'params': [p]} for p in parameters], 0.1)",

@@ -200,7 +200,7 @@ def test_what_cannot_be_interleaved_is_refused():
     plan = plan_of(net, [["x", "a0"], ["a1", "a2"]], [[0], [1]], make_cluster((2,), (1e9,)))
     with pytest.raises(
         NoPlanError,
-        match="the model can be cut into at most 4 pieces, too few for 6 chunks; use fewer --workers or --chunks",
+        match="the model can be cut into at most 4 pieces, too few for 6 chunks; pass a smaller --workers or --chunks",
     ):
         under_schedule(Placement.of(plan, net), net, "interleaved", chunks=3)
     with pytest.raises(

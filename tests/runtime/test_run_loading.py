@@ -404,7 +404,7 @@ def test_the_sentence_says_whether_they_suffice(loading_s: float, workers: int, 
         f"loading takes {format_seconds(loading_s)} per minibatch in the profile, and each replica of the first"
     )
     assert end in sentence
-    assert sentence.endswith("a network") == (0 < workers < LoadingCost(loading_s, 6e-3).workers)
+    assert sentence.endswith("pass a larger --loader-workers") == (0 < workers < LoadingCost(loading_s, 6e-3).workers)
     assert LoadingCost(1e-4, 6e-3).sentence(0) == ""
 
 

@@ -9,6 +9,7 @@ from pdtool.cli.command_line import command
 from pdtool.cli.terminal import note, print_json, show
 from pdtool.errors import TargetMissedError, UsageError
 from pdtool.options.simulate_options import EmulateOptions
+from pdtool.units import counted
 
 
 @command(
@@ -44,5 +45,5 @@ def emulate(plan: str | None, output: str | None, asked: EmulateOptions, as_json
     note(f"wrote {folder}/ (emulation.json, and a run of each plan)")
     if missed := [each.name for each in emulation.plans if each.target_reached is False]:
         epochs = max(each.epochs for each in emulation.plans)
-        what = f"target {emulation.target} was not reached by {' and '.join(missed)} in {epochs} epochs"
-        raise TargetMissedError(what, "pass more --epochs")
+        what = f"target {emulation.target} was not reached by {' and '.join(missed)} in {counted(epochs, 'epoch')}"
+        raise TargetMissedError(what, "pass a larger --epochs")

@@ -345,7 +345,7 @@ def even_pieces(profile: Profile, count: int) -> Stages:
     if len(blocks) < count:
         raise NoPlanError(
             f"the model can be cut into at most {len(blocks)} pieces, too few for {count} chunks",
-            "use fewer --workers or --chunks",
+            "pass a smaller --workers or --chunks",
         )
     nodes = profile.by_name
     seconds = [sum(nodes[name].forward_s + nodes[name].backward_s for name in block) for block in blocks]

@@ -34,7 +34,7 @@ from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatches import DataPass
 from pdtool.runtime.memory import is_out_of_memory
 from pdtool.runtime.worker_end import describe_end, exit_error
-from pdtool.units import format_seconds
+from pdtool.units import counted, format_seconds
 
 LoadedMinibatch = tuple[list[Tensor], list[Tensor]]  # the inputs and the tensors of the target, [samples, ...] each
 _T = TypeVar("_T")
@@ -51,7 +51,7 @@ _REMEDY_FOR_CUDA = "make samples on the CPU, or load in the training process: --
 _REMEDIES = {
     -signal.SIGBUS: "give /dev/shm more room (docker run --shm-size), or load in the training process: "
     "--loader-workers 0",
-    -signal.SIGKILL: "if memory ran out, pass fewer --loader-workers",
+    -signal.SIGKILL: "if memory ran out, pass a smaller --loader-workers",
 }
 _REMEDY_FOR_ENDS = "use --loader-workers 0: the training process then loads and names the sample"
 
@@ -331,9 +331,9 @@ class LoadingCost:
         need = f"{self.workers} {workers_suffice}" if self.workers else "none is needed"
         used = "" if workers == self.workers else f"; {workers} {'is' if workers == 1 else 'are'} used"
         if 0 < workers < self.workers:
-            cores = len(usable_cores())
+            cores = counted(len(usable_cores()), "core")
             used += (
-                f", because this machine has {cores} cores. Pass more --loader-workers if loading waits for a network"
+                f", because this machine has {cores}. If loading waits for a network, pass a larger --loader-workers"
             )
         return (
             f"loading takes {format_seconds(self.loading_s)} per minibatch in the profile, and each replica of the "
