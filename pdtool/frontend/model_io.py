@@ -172,7 +172,7 @@ class Structure:
             return self._made()
         except Exception as error:  # of the constructor of that class as well
             what = f"this worker cannot make a {self.kind:.200}, which a target contains ({error!s:.200})"
-            raise ModelError(what, "import the module of that class at the top of model.py") from error
+            raise ModelError(what, "import the module of that class at the top of the model file") from error
 
     def _made(self) -> Any:
         if self.kind in _NUMBERS:

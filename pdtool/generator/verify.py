@@ -50,7 +50,7 @@ _CHECK_STATE = (
     "module in HINTS opaque. If it calls torch.utils.checkpoint, leave that out: `pdtool partition` lets stages "
     "recompute where memory is short"
 )
-_REPORT = "this is a defect of pdtool: please report it with your model.py"
+_REPORT = "this is a defect of pdtool: please report it with your model file"
 _EQUAL = 1e-10  # difference of outputs in double precision, where the same elements are dropped
 _ROUNDINGS = 100  # in a gradient, of the precision of the largest one
 _RANDOM = ("dropout", "attention", "lstm", "gru", "rnn", "rand", "bernoulli", "multinomial", "normal", "rrelu")

@@ -23,7 +23,7 @@ from pdtool.runtime.status import PeerError, WorkerFailure, process_state, read_
 
 _THREADS_GRACE_S = 1.0  # for threads of the user's code, when the work is done
 _ENDING_S = 0.1  # a killed process closes its connections a little before it is gone
-_RAISE_AN_ERROR = "raise an error in model.py instead"
+_RAISE_AN_ERROR = "raise an error in the model file instead"
 _FOLDER = Path("/dev/shm")  # of counters
 
 

@@ -227,7 +227,7 @@ def test_a_command_whose_model_calls_sys_exit_has_not_done_its_work(road, where)
     for command in (["profile", "model.py", "-o", "x.json"], ["codegen"], ["check", "--fresh", PLAN]):
         errors = road.pdtool(*command, code=1).stderr
         assert "error: model.py:" in errors
-        assert "sys.exit(0) was called; raise an error in model.py instead" in errors
+        assert "sys.exit(0) was called; raise an error in the model file instead" in errors
 
 
 def test_an_empty_output_is_refused(road):

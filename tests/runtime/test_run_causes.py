@@ -85,7 +85,7 @@ def test_a_worker_that_would_end_with_status_0_says_why(tmp_path: Path, statemen
     assert isinstance(error, WorkerDiedError)
     assert error.exit_code == 5
     assert re.search(rf"^rank 1 \(stage 1, replica 0\), at 1F0 of epoch 1: {what}", error.what)
-    assert error.remedy.startswith("raise an error in model.py instead; see "), "starting it again would not help"
+    assert error.remedy.startswith("raise an error in the model file instead; see "), "starting it again would not help"
 
 
 @pytest.mark.parametrize("toy", [CONV1, CONV2], ids=["the only worker", "the last of two"])
@@ -97,7 +97,7 @@ def test_a_worker_that_ends_with_status_0_before_its_work_does_is_named(tmp_path
         f"rank {last} (stage {last}, replica 0) ended with exit status 0 and reported no error; it was last at "
         f"{last}F0 "
     )
-    assert error.remedy.startswith("if model.py calls os._exit, raise an error instead; see ")
+    assert error.remedy.startswith("if the model file calls os._exit, raise an error instead; see ")
 
 
 @pytest.mark.parametrize(

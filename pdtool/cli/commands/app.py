@@ -96,7 +96,7 @@ class CommandGroup(click.Group):
                 _note_defaults(ctx, ctx.invoked_subcommand or "", str(error))
             ctx.exit(error.exit_code)
         except SystemExit as end:  # from the user's code: pdtool itself exits through click
-            note(f"error: {_place(end)}: sys.exit({end.code!r}) was called; raise an error in model.py instead")
+            note(f"error: {_place(end)}: sys.exit({end.code!r}) was called; raise an error in the model file instead")
             ctx.exit(1)
         except OSError as error:
             _failed_output(ctx, error)

@@ -100,7 +100,7 @@ class WorkersLeft:
         if self._uses_cuda and self._is_aborted(rank):
             what += "; NCCL's watchdog ends a worker like this if it loses another one, perhaps on another machine"
         is_exit = code is not None and code >= 0
-        return WorkerDiedError(what, "if model.py calls os._exit, raise an error instead" if is_exit else "")
+        return WorkerDiedError(what, "if the model file calls os._exit, raise an error instead" if is_exit else "")
 
     def no_answer(self) -> PdtoolError:
         """Return the error of a worker that others waited for in vain."""

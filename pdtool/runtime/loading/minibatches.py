@@ -192,7 +192,7 @@ def samples_in_epoch(samples: int | None, config: RunConfig, *, drop_last: bool)
     count -= count % size if drop_last else 0
     if not count:
         what = f"with DROP_LAST the training set of {samples} samples has no minibatch of {size}"
-        raise ModelError(what, "remove DROP_LAST from model.py, or plan for a smaller minibatch")
+        raise ModelError(what, "remove DROP_LAST from the model file, or plan for a smaller minibatch")
     return count
 
 

@@ -223,7 +223,7 @@ class PipelineStage:
         """
         loss = self.loss(output, target)
         if not torch.is_grad_enabled():
-            what = "gradients are switched off in training: model.py has called torch.set_grad_enabled(False)"
+            what = "gradients are switched off in training: the model file has called torch.set_grad_enabled(False)"
             raise ModelError(what, "use `with torch.no_grad():` instead")
         check_gradient(loss, output)
         if loss.requires_grad and not self._is_loss_checked:  # once, because its graph is the same in each minibatch

@@ -383,7 +383,7 @@ def check_last_minibatch(modules: Mapping[int, nn.Module], bundle: Bundle, sampl
     if (samples - 1) % size:
         return
     what = f"the last of an epoch's minibatches has one sample ({samples} samples in minibatches of {size})"
-    remedy = "set DROP_LAST = True in model.py to skip a short last minibatch"
+    remedy = "set DROP_LAST = True in the model file to skip a short last minibatch"
     for s, module in modules.items():
         spec = bundle.stages[s]
         inputs, expected = ([bundle.by_name[name] for name in names] for names in (spec.inputs, spec.outputs))
