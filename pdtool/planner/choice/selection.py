@@ -187,14 +187,10 @@ class _Selection:
 
         The formulas count each stage's traffic alone, so by them these plans are faster than any simulated one.
         """
-        of_each_configuration = {
-            plan.placement.workers: (bound_s, plan)
-            for bound_s, plan in reversed(self._passed_over)
-            if len(plan.placement.stages) > 1 and plan.time_per_minibatch_s < self.fastest_s
-        }
-        for bound_s, plan in sorted(of_each_configuration.values(), key=_by_bound)[: self._most]:
+        of_each_configuration = self._passed_over_by_configuration()
+        for plans in sorted(of_each_configuration, key=lambda plans: _by_bound(plans[0]))[: self._most]:
             moved: list[tuple[float, Candidate]] = []
-            rest = [(bound_s, plan)]
+            rest = plans[:_MOST_ALONE]
             for _ in range(_STEPS_TO_FREER_LINKS):
                 if rest:
                     moves = with_moved_borders(self.search, rest.pop(0)[1])
@@ -225,13 +221,10 @@ class _Selection:
         configuration's plans.
         """
         limit = self._simulated_actions + _MAX_ACTIONS_ALONE
-        of_each_configuration = defaultdict(list)
-        for _, plan in sorted(self._passed_over, key=_by_bound):
-            if len(plan.placement.stages) > 1 and plan.time_per_minibatch_s < self.fastest_s:
-                of_each_configuration[plan.placement.workers].append(plan)
-        for plans in sorted(of_each_configuration.values(), key=lambda plans: plans[0].time_per_minibatch_s):
+        of_each_configuration = self._passed_over_by_configuration()
+        for plans in sorted(of_each_configuration, key=lambda plans: plans[0][1].time_per_minibatch_s):
             if self._simulated_actions < limit:
-                alone = _Selection(self.search, plans[:_MOST_ALONE])
+                alone = _Selection(self.search, [plan for _, plan in plans[:_MOST_ALONE]])
                 alone.simulate()
                 if alone.fastest_s < self.fastest_s * _FAR_ALONE:
                     alone.move_borders_of_fast_plans(_STEPS_ALONE)
@@ -239,6 +232,15 @@ class _Selection:
                 self.fastest_s = min(self.fastest_s, alone.fastest_s)
                 self.simulated_plans += alone.simulated_plans
                 self._simulated_actions += alone._simulated_actions
+
+    def _passed_over_by_configuration(self) -> Iterable[list[tuple[float, Candidate]]]:
+        """Return, for each configuration, its passed-over plans of several stages that are faster by the formulas than
+        any simulated plan, in order of their lower bounds."""
+        plans = defaultdict(list)
+        for bound_s, plan in sorted(self._passed_over, key=_by_bound):
+            if len(plan.placement.stages) > 1 and plan.time_per_minibatch_s < self.fastest_s:
+                plans[plan.placement.workers].append((bound_s, plan))
+        return plans.values()
 
     def selected(self) -> Selected | None:
         """Return the plan with the fewest stages within the margin of the fastest one."""
