@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR, ReduceLROnPlate
 
 from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.trial import tried
 
 NAMES_OF_GROUP = {"params", "param_names"}  # keys of a parameter group that say which parameters it has
 TRIED_UPDATES = 40  # before training, to see what the optimizer and after_update() do
@@ -94,14 +95,14 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
     """
     parameters = dict(model.named_parameters())
     optimizer = file.optimizer(list(parameters.items()))
-    by_user_code = steps_by_user_code(file, optimizer) or schedules_by_user_code(
-        file.scheduler(optimizer, TRIED_UPDATES)
-    )
+    causes = _step_causes(file, optimizer)  # before a scheduler wraps the optimizer's step
+    by_user_code = bool(causes) or schedules_by_user_code(file.scheduler(optimizer, TRIED_UPDATES))
     if len(stages) < 2 or not by_user_code:
         return
-    update = _Update(file, parameters)
+    cause = " or ".join(causes) or "scheduler()"
+    update = _Update(file, cause, parameters)
     if sum(p.numel() for p in parameters.values()) > _LARGE:
-        corners = _Update(file, {name: _corner(p) for name, p in parameters.items()}, parameters)
+        corners = _Update(file, cause, {name: _corner(p) for name, p in parameters.items()}, parameters)
         with suppress(ModelError):  # of an optimizer() that wants the shapes as they are
             corners.of(parameters)
             update = corners
@@ -155,11 +156,15 @@ class _Update:
     """
 
     def __init__(
-        self, file: ModelFile, parameters: Mapping[str, nn.Parameter], whole: Mapping[str, nn.Parameter] | None = None
+        self,
+        file: ModelFile,
+        cause: str,
+        parameters: Mapping[str, nn.Parameter],
+        whole: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         sizes = whole or parameters
-        self._file, self._parameters = file, parameters
-        self.cause, self.draws_random_numbers = "", False
+        self._file, self.cause, self._parameters = file, cause, parameters
+        self.draws_random_numbers = False
         generator = torch.Generator().manual_seed(0)
         self._gradients = {
             name: (torch.randn(p.shape, generator=generator) * math.sqrt(sizes[name].numel() / max(1, p.numel()))).to(p)
@@ -169,12 +174,20 @@ class _Update:
     def of(self, part: Collection[str]) -> dict[str, Tensor]:
         """Return the values of the parameters of a part after the updates, by name.
 
+        Each part is tried from the same state of the user's variables, and no variable or file of the user changes.
+        """
+        values, draws_random_numbers = tried(partial(self._of, part))
+        self.draws_random_numbers |= draws_random_numbers
+        return values
+
+    def _of(self, part: Collection[str]) -> tuple[dict[str, Tensor], bool]:
+        """Return the values of `of`, and whether the updates draw random numbers.
+
         The gradients point the same way in each update, so that a search for a step size finds one.
         """
         parameters = {n: nn.Parameter(p.detach().clone(), p.requires_grad) for n, p in self._parameters.items()}
         own = {name: parameters[name] for name in parameters if name in part}
         optimizer = self._file.optimizer(list(parameters.items()))
-        self.cause = " or ".join(_step_causes(self._file, optimizer)) or "scheduler()"
         keep_parameters(optimizer, {id(p) for p in own.values()})
         scheduler: Any = self._file.scheduler(optimizer, TRIED_UPDATES)
         gradients = {name: self._gradients[name] for name in own}
@@ -189,10 +202,11 @@ class _Update:
                 if scheduler:
                     with suppress(Exception):  # of a schedule that is shorter
                         scheduler.step(*([1.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
+        except ModelError:  # of after_update()
+            raise
         except Exception as error:
             raise self._file.error_at(error, self.cause) from error
-        self.draws_random_numbers |= before != _generator_states()
-        return {name: p.detach() for name, p in own.items()}
+        return {name: p.detach() for name, p in own.items()}, before != _generator_states()
 
 
 def _corner(parameter: nn.Parameter) -> nn.Parameter:

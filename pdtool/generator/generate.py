@@ -26,6 +26,7 @@ from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.operators import Traced, Value, first_names, named_state, registered_state
 from pdtool.frontend.random_numbers import random_state_kept
 from pdtool.frontend.tracing import trace_file
+from pdtool.frontend.trial import tried
 from pdtool.frontend.update_proof import TRIED_UPDATES, check_update
 from pdtool.generator.kept_state import has_same_content
 from pdtool.generator.stage_file import StageWriter
@@ -200,17 +201,28 @@ def _verify_values(model_file: ModelFile, texts: dict[str, str], bundle: Bundle,
 def _check_after_update(model_file: ModelFile, bundle: Bundle) -> None:
     """Check that after_update() changes nothing that forward reads besides parameters and buffers, such as `layer.p`.
 
-    It is called for the first updates, with copies of the parameters and gradients of zero.
-
     Raises:
         ModelError: it does, but stages have a constant in its place.
     """
     if bundle.proof != "values" or not model_file.has("after_update"):
         return
+    inputs = model_file.example_inputs(min(bundle.batch_size, _VERIFIED_SAMPLES))
+    if tried(partial(_after_update_changes_outputs, model_file, inputs)):
+        raise model_file.error_in(
+            "after_update",
+            "after_update() changes something besides parameters and buffers that forward reads, but stages keep "
+            "its value as a constant",
+            "keep it in a buffer that forward changes",
+        )
+
+
+def _after_update_changes_outputs(model_file: ModelFile, inputs: ModelInputs) -> bool:
+    """Whether after_update() changes the model's outputs, apart from parameters and buffers.
+
+    It is called for the first updates, with copies of the parameters and gradients of zero.
+    """
     model = model_file.build()  # the newest one, to which variables of model.py refer
-    outputs = partial(
-        outputs_in_both_modes, model, model_file.example_inputs(min(bundle.batch_size, _VERIFIED_SAMPLES))
-    )
+    outputs = partial(outputs_in_both_modes, model, inputs)
     with suppress(ModelFailedError):  # such as a minibatch that is too small
         state = {name: tensor.clone() for name, tensor in registered_state(model).items()}
         before = outputs()
@@ -223,13 +235,8 @@ def _check_after_update(model_file: ModelFile, bundle: Bundle) -> None:
         with torch.no_grad():
             for name, tensor in registered_state(model).items():
                 tensor.copy_(state[name])
-        if not has_same_content(before, outputs()):
-            raise model_file.error_in(
-                "after_update",
-                "after_update() changes something besides parameters and buffers that forward reads, but stages keep "
-                "its value as a constant",
-                "keep it in a buffer that forward changes",
-            )
+        return not has_same_content(before, outputs())
+    return False
 
 
 def fits_in_memory(model: nn.Module) -> bool:

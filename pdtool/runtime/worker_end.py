@@ -6,8 +6,9 @@ has left threads running. Files in /dev/shm would outlive their processes, so th
 
 from __future__ import annotations
 
+import gc
+import io
 import os
-import sys
 import threading
 import time
 import traceback
@@ -64,12 +65,19 @@ def end_despite_threads(exit_code: int) -> NoReturn:
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join(max(0.0, deadline_s - time.monotonic()))
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
+    flush_files()
     remove_counters(os.getpid())
     unlink_semaphores()
     os._exit(exit_code)
+
+
+def flush_files() -> None:
+    """Write out what the user's code has left in open files; multiprocessing ends a worker without that."""
+    gc.unfreeze()  # or get_objects() leaves out what was frozen
+    for each in gc.get_objects():
+        if issubclass(type(each), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+            with suppress(Exception):  # it is closed, or the disk is full
+                each.flush()
 
 
 def unlink_semaphores() -> None:

@@ -94,6 +94,49 @@ def test_in_three_stages_it_trains_as_in_a_plain_loop(tmp_path: Path, name: str)
     assert_same(weights(harness.run(resumed(spec))), found, rtol=0, atol=0)
 
 
+KEPT_BY_NAME = """
+import torch as _torch
+SLOW, EMA = {}, {}
+def after_update(named, update):
+    for name, p in named:
+        if name not in SLOW:
+            SLOW[name], EMA[name] = p.detach().clone(), p.detach().clone()
+        EMA[name].lerp_(p.detach(), 0.1)
+        _torch.save(EMA[name], FOLDER + f"/{name}.pt")
+        if update % 3 == 0:  # Lookahead
+            SLOW[name].lerp_(p.detach(), 0.5)
+            p.data.copy_(SLOW[name])
+"""
+
+
+def test_state_and_files_of_after_update_are_those_of_training(tmp_path: Path) -> None:
+    """The check tries it before, on invented gradients."""
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    code = f"FOLDER = {str(saved)!r}\n{KEPT_BY_NAME}"
+    toy = replace(SKIP3, model=SKIP3.model + code)
+    spec = harness.job(tmp_path, toy, schedule="1f1b-flush", microbatches=3, epochs=2)
+    file = ModelFile.load(spec.model, trusted=True)
+    model = file.build(spec.seed)
+    names = [name for name, _ in model.named_parameters()]
+    update_proof.check_update(file, model, [{n for n in names if n[0] in part} for part in ("a", "bc", "d")])
+    assert not any(saved.iterdir())
+    assert not file.module.SLOW
+    found = weights(harness.run(spec))
+    averages = {path.stem: torch.load(path) for path in saved.iterdir()}
+    updates = iter(range(1, 1000))
+    expected = replay.synchronous(
+        model,
+        batches(spec),
+        file.loss,
+        lambda named: file.optimizer(list(named)),
+        3,
+        after_update=lambda: file.after_update(list(model.named_parameters()), next(updates)),
+    )
+    assert_same(found, harness.without_statistics(expected))
+    assert_same(averages, file.module.EMA)
+
+
 CLIPPING = """
 class Clipping(torch.optim.SGD):
     @torch.no_grad()

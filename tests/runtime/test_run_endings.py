@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing import util
 from multiprocessing.process import BaseProcess
@@ -22,6 +23,7 @@ import pytest
 from harness import faulty
 
 from pdtool.artifacts.run_dir import RunDir
+from pdtool.errors import PdtoolError
 from pdtool.runtime import worker_end as shared_memory_files
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.launch import launcher
@@ -217,3 +219,14 @@ def test_a_workers_semaphores_are_not_said_to_leak() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert not done.stderr
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_file_that_nobody_closes_is_written_at_the_end(tmp_path: Path, fails: bool) -> None:
+    """As at the end of any program; after an error, too."""
+    log, end = tmp_path / "log.csv", "if update == 2: raise ValueError" if fails else ""
+    code = f"LOG = open({str(log)!r}, 'a')\ndef after_update(named, update):\n    LOG.write('1')\n    {end}\n"
+    toy = replace(harness.SKIP1, model=harness.SKIP1.model + code)
+    with pytest.raises(PdtoolError) if fails else nullcontext():
+        launcher.launch(harness.job(tmp_path, toy, steps=2))
+    assert log.read_text() == "11"

@@ -62,6 +62,7 @@ def worker_main(
     except BaseException as error:  # end at once: destructors of process groups may wait for peers
         exit_code = worker_end.record_failure(config.out, rank, error)
         worker_end.unlink_semaphores()
+        worker_end.flush_files()
         os._exit(exit_code)
     launcher.send(report.dump())
     worker_end.end_despite_threads(0)

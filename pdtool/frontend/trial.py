@@ -1,0 +1,151 @@
+"""Try the user's code before training, without lasting effects: in a forked process that changes none of the user's
+files."""
+
+from __future__ import annotations
+
+import builtins
+import fcntl
+import hashlib
+import io
+import os
+import pickle
+import shutil
+import signal
+import stat
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from pdtool.errors import PdtoolError, describe_error
+from pdtool.host import end_with_parent
+
+_T = TypeVar("_T")
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+def tried(work: Callable[[], _T]) -> _T:
+    """Do `work` in a forked process with one thread, and return its result.
+
+    There it changes no variable and no random generator of this process, and what it prints is dropped. A file that it
+    writes is written in a temporary folder, from which it can read it back.
+
+    Raises:
+        PdtoolError: `work` raises it, or the process ends otherwise.
+    """
+    reader, writer = Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(prefix="pdtool-") as folder, reader, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks of a process with threads
+        child = os.fork()
+        if not child:
+            _do(work, folder, writer)
+        writer.close()
+        try:
+            result, error = pickle.loads(reader.recv_bytes())
+        except EOFError:
+            raise PdtoolError("the process that tries after_update() and a step of the optimizer has ended") from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    if error:
+        raise error
+    return result  # type: ignore[no-any-return]
+
+
+def _do(work: Callable[[], Any], folder: str, writer: Connection) -> NoReturn:
+    """Do the work in the forked process, send the result or the error, and end."""
+    try:
+        end_with_parent()
+        torch.set_num_threads(1)
+        _drop_output()
+        _Files(folder).replace_those_of_python()
+        try:
+            answer = pickle.dumps((work(), None))
+        except BaseException as error:
+            answer = _portable(error)
+        writer.send_bytes(answer)
+    finally:
+        os._exit(0)
+
+
+def _portable(error: BaseException) -> bytes:
+    """Return an error in a form for another process, with its traceback as a note."""
+    error.add_note("".join(traceback.format_exception(error)))
+    try:
+        answer = pickle.dumps((None, error))
+        pickle.loads(answer)
+    except Exception:
+        answer = pickle.dumps((None, PdtoolError(describe_error(error))))
+    return answer
+
+
+def _drop_output() -> None:
+    """Let what is printed, and what is written to files that are open, go nowhere."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # such as the one that listed these
+            number = int(name)
+            is_written = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+            if number in (1, 2) or (is_written and stat.S_ISREG(os.fstat(number).st_mode)):
+                os.dup2(nowhere, number)
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # a thread may have held the lock of the old ones
+
+
+class _Files:
+    """Functions in place of those of Python and torch that write or remove files: they use copies in a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def replace_those_of_python(self) -> None:
+        """Replace them for the rest of this process's life."""
+        opened, opened_fd, replaced = io.open, os.open, os.replace
+
+        def open_file(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            keeps = not {"w", "x"} & set(mode)
+            return opened(self._path(file, writes=mode[:1] in "wxa" or "+" in mode, keeps=keeps), mode, *args, **kwargs)
+
+        def open_fd(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+            return opened_fd(self._path(path, writes=bool(flags & _WRITES), keeps=True), flags, *args, **kwargs)
+
+        def replace(source: Any, target: Any, **_: Any) -> None:
+            replaced(self._path(source, writes=True, keeps=True), self._path(target, writes=True, keeps=False))
+
+        def nothing(*_: Any, **__: Any) -> None:
+            pass
+
+        system: Any = os
+        serialization: Any = torch.serialization
+        safetensors: Any = sys.modules.get("safetensors.torch")
+        builtins.open = io.open = open_file
+        system.open, system.replace, system.rename = open_fd, replace, replace
+        system.remove = system.unlink = system.rmdir = system.mkdir = nothing
+        shutil.rmtree = nothing  # type: ignore[assignment]
+        write_zip = serialization._open_zipfile_writer
+        serialization._open_zipfile_writer = lambda file: write_zip(self._path(file, writes=True, keeps=False))
+        if safetensors:
+            save = safetensors.serialize_file
+            safetensors.serialize_file = lambda tensors, path, **more: save(
+                tensors, self._path(path, writes=True, keeps=False), **more
+            )
+
+    def _path(self, file: Any, *, writes: bool, keeps: bool) -> Any:
+        """Return the path of the copy to use for a path; the path itself if it is only read and was not written."""
+        if not isinstance(file, (str, bytes, os.PathLike)):
+            return file  # a file object or a number
+        path = os.path.abspath(os.fsdecode(file))
+        copy = os.path.join(self._folder, hashlib.sha256(os.fsencode(path)).hexdigest())
+        if os.path.dirname(path) == self._folder or (os.path.exists(path) and not os.path.isfile(path)):
+            return file  # the copy itself, or a device
+        if not writes:
+            return copy if os.path.exists(copy) else file
+        if keeps and os.path.isfile(path) and not os.path.exists(copy):
+            shutil.copyfile(path, copy)
+        return copy
