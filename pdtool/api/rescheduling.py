@@ -39,6 +39,10 @@ def rescheduled(inputs: Inputs, asked: RunOptions) -> Plan:
         chunked = schedule_names(lambda other: other.chunked)
         remedy = f"use another schedule, or partition with --schedule {chunked if kind.chunked else name}"
         raise UsageError(f"schedule {name} cannot have {counted(plan.chunks, 'stage')} on each worker", remedy)
+    replicas = max(stage.replicas for stage in plan.stages)
+    if update_every and update_every < replicas:
+        what = f"--update-every {update_every} gives some of the {replicas} replicas of a stage no minibatch"
+        raise UsageError(what, f"pass --update-every {replicas} or more")
     if kind.flushes:
         interval = {"microbatches": microbatches or max(plan.microbatches, 4), "update_every": None}
     else:

@@ -13,7 +13,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.run_dir import Checkpoint, RunDir, RunState
 from pdtool.errors import ArtifactError, UsageError
 from pdtool.options.declaration import Option, declared
-from pdtool.options.run_options import RunOptions
+from pdtool.options.run_options import RunOptions, excluded_by
 from pdtool.units import counted
 
 if TYPE_CHECKING:
@@ -51,7 +51,9 @@ def as_asked(plan: str | None, asked: RunOptions, given: Collection[str]) -> tup
     is_own_plan = plan is None or (bool(state.plan_path) and os.path.abspath(plan) == os.path.abspath(state.plan_path))
     options = _lasting_options()
     of_plan = {name for name, option in options.items() if option.of_plan and name != _SETTINGS}
-    left_out = set(given) | (of_plan if not is_own_plan or of_plan & set(given) else set())
+    left_out = set(given) | (of_plan if not is_own_plan else set())
+    if asked.schedule and "schedule" in given:
+        left_out |= excluded_by(asked.schedule)
     lasting: dict[str, Any] = {"epochs": state.epochs} | state.asked
     known = {name: options[name].value.read(options[name].flag, lasting[name]) for name in lasting.keys() & options}
     changes = {name: value for name, value in known.items() if name not in left_out}

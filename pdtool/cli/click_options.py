@@ -15,8 +15,9 @@ import click
 from click.core import ParameterSource
 
 from pdtool.options.declaration import Option, Options, declared
-from pdtool.options.run_options import RunOptions
+from pdtool.options.run_options import RunOptions, excluded_by
 from pdtool.options.values import Choice, Count, Factor, Flag, OptionValue, Text, Texts
+from pdtool.schedule import SCHEDULES
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -134,16 +135,16 @@ def typed(context: click.Context) -> set[str]:
 
 def prefer_typed(context: click.Context) -> None:
     """Let an option on the command line override options of pdtool.toml that exclude it."""
-    options = {param.name: param for param in context.command.params if isinstance(param, CommandOption)}
-    for name, param in options.items():
-        for other in param.declared.excludes if param.declared else ():
-            for typed, from_file in ((name, other), (other, name)):
-                if (
-                    context.get_parameter_source(typed or "") is ParameterSource.COMMANDLINE
-                    and context.get_parameter_source(from_file or "") is ParameterSource.DEFAULT_MAP
-                ):
-                    context.params[from_file or ""] = options[from_file].get_default(click.Context(context.command))
-                    context.set_parameter_source(from_file or "", ParameterSource.DEFAULT)
+    declarations = {p.name: p.declared for p in context.command.params if isinstance(p, CommandOption) and p.declared}
+    typed_names, schedule = typed(context), context.params.get("schedule")
+    pairs = {(name, other) for name, declared in declarations.items() for other in declared.excludes}
+    pairs |= {(other, name) for name, other in pairs}
+    pairs |= {("schedule", other) for other in (excluded_by(schedule) if schedule in SCHEDULES else ())}
+    for name, other in pairs:
+        if name in typed_names and context.get_parameter_source(other or "") is ParameterSource.DEFAULT_MAP:
+            default = declarations[other].value.default
+            context.params[other or ""] = None if default is None else declarations[other].value.read("", default)
+            context.set_parameter_source(other or "", ParameterSource.DEFAULT)
 
 
 def makes_artifact(param: click.Parameter) -> bool:

@@ -64,7 +64,7 @@ class WorkerOptions:
     )
     correction: str | None = _training(
         "--correction NAME[=VALUE]",
-        Text(unset="none"),
+        Text(lambda name, text: None if text == "none" else text, unset="none"),
         "Correct for stale gradients in schedules without a flush: lr-discount (or lr-discount=K, only in the first K "
         "updates), weight-prediction, or nesterov (or nesterov=G, with momentum G instead of 0.9).",
         same=True,
@@ -141,6 +141,13 @@ class LaunchOptions:
     def machines(self) -> Machines:
         """The machines of the launch."""
         return Machines(self.nnodes, self.node_rank, self.rdzv_endpoint)
+
+
+def excluded_by(schedule: str) -> set[str]:
+    """Return the options that have no effect with a schedule. If the user names the schedule, values of pdtool.toml and
+    of a resumed run are left out."""
+    of_kind = {"update_every", "correction"} if SCHEDULES[schedule].flushes else {"microbatches"}
+    return of_kind if schedule == ONE_F_ONE_B.name else of_kind | {"weights"}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)

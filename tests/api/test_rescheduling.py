@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pdtool import Plan, Profile
 from pdtool.api.rescheduling import rescheduled
 from pdtool.errors import UsageError
 from pdtool.options.run_options import RunOptions
@@ -20,3 +21,20 @@ def test_stages_in_chunks_need_a_plan_of_their_own(planned, chunks, asked, remed
     plan = SimpleNamespace(schedule=planned, chunks=chunks, weights="flush", wire_dtype="fp32")
     with pytest.raises(UsageError, match=rf"schedule {asked} cannot have {chunks} stage.*; use .* or {remedy}"):
         rescheduled(SimpleNamespace(plan=plan), RunOptions(schedule=asked))
+
+
+def test_an_update_has_a_minibatch_for_each_replica(road):
+    plan = Plan.load("plans/model-2.yaml")
+    stages = tuple(stage.model_copy(update={"replicas": 3}) for stage in plan.stages[:1])
+    inputs = SimpleNamespace(plan=plan.model_copy(update={"stages": stages}))
+    with pytest.raises(UsageError, match=r"--update-every 2 gives some of the 3 replicas .*; pass --update-every 3"):
+        rescheduled(inputs, RunOptions(update_every=2))
+
+
+@pytest.mark.parametrize("asked", [{"update_every": 2}, {"schedule": "gpipe"}, {"weights": "vertical-sync"}])
+def test_a_stage_that_recomputes_by_choice_keeps_doing_so(road, asked):
+    plan, profile = Plan.load("plans/model-2.yaml"), Profile.load("profiles/model.json")
+    first, *others = plan.stages
+    plan = plan.model_copy(update={"stages": (first.model_copy(update={"recompute": True}), *others)})
+    found = rescheduled(SimpleNamespace(plan=plan, profile=profile), RunOptions(**asked))
+    assert [stage.recompute for stage in found.stages] == [True, *(False for _ in others)]

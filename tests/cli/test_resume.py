@@ -14,9 +14,12 @@ import pytest
 from conftest import Folder
 
 from pdtool import Plan, RunState
+from pdtool.api.resuming import as_asked
 from pdtool.artifacts.metrics import UpdateLine, read_metrics
 from pdtool.artifacts.plan import FasterPlan
+from pdtool.artifacts.run_dir import RunDir
 from pdtool.cli.terminal import status, telling_what_takes_long
+from pdtool.options.run_options import RunOptions
 from pdtool.options.target import Target
 
 OPTIONS = ("--seed", "3", "--steps", "5", "--schedule", "gpipe", "--microbatches", "2", "--set", "lr=0.01")
@@ -67,6 +70,32 @@ def test_what_is_typed_goes_before_what_the_run_was_asked_for(trainable: Folder)
     assert (asked["seed"], asked["schedule"], asked["steps"], asked["model_settings"]) == (0, "1f1b", 5, ("lr=0.01",))
     assert "microbatches" not in asked
     assert "continues with --seed 0" in said
+
+
+@pytest.mark.parametrize(
+    ("recorded", "given", "kept"),
+    [
+        ({"schedule": "1f1b-flush", "microbatches": 4}, {"wire_dtype": "bf16"}, ("1f1b-flush", 4, None, None, None)),
+        ({"schedule": "1f1b-flush", "microbatches": 3}, {"microbatches": 4}, ("1f1b-flush", 4, None, None, None)),
+        (
+            {"weights": "vertical-sync", "correction": "nesterov"},
+            {"update_every": 3},
+            (None,) * 2 + ("vertical-sync", 3, "nesterov"),
+        ),
+        ({"weights": "none", "update_every": 2}, {"schedule": "2bw"}, ("2bw", None, None, 2, None)),
+        ({"correction": "nesterov", "update_every": 2}, {"schedule": "gpipe"}, ("gpipe", None, None, None, None)),
+        ({"schedule": "gpipe", "microbatches": 4}, {"schedule": "zb-h1"}, ("zb-h1", 4, None, None, None)),
+        ({"schedule": "gpipe", "microbatches": 4}, {"schedule": "1f1b"}, ("1f1b", None, None, None, None)),
+    ],
+)
+def test_an_option_of_the_plan_leaves_the_others_as_they_were(tmp_path: Path, recorded, given, kept) -> None:
+    """Once, `--wire-dtype` made a run without a flush of one with a flush, and said nothing."""
+    state = RunState(plan="net", config="1-1", schedule="1f1b", epochs=4, plan_path="p.yaml", asked=recorded)
+    state.save(RunDir(tmp_path).state_file)
+    _, asked = as_asked(None, RunOptions(resume=tmp_path, **given), given)
+    assert (asked.schedule, asked.microbatches, asked.weights, asked.update_every, asked.correction) == kept
+    _, asked = as_asked("other.yaml", RunOptions(resume=tmp_path, **given), given)
+    assert asked.schedule == given.get("schedule"), "the schedule of another plan is its own"
 
 
 def test_a_damaged_run_json_is_refused_and_told_where_a_plan_is_given(trainable: Folder) -> None:
@@ -122,7 +151,9 @@ def test_names_that_no_reader_sees_are_left_to_the_import(road: Folder) -> None:
 def test_a_script_is_told_of_init(folder: Folder) -> None:
     folder.write("train.py", "def main():\n    pass\n")
     said = folder.pdtool("train", "train.py", "--topology", "2", code=1).stderr
-    assert "train.py has no function model(); it defines: main; pdtool calls functions of this file" in said
+    assert (
+        "train.py has no function model(); it defines: main; pdtool imports this file and calls its functions" in said
+    )
     assert "`pdtool init example`" in said
     folder.pdtool("init", "example")
 

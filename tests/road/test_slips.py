@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,28 @@ def test_a_project_file_is_read_or_its_fault_said(toml, code, says, folder):
 def test_a_project_file_that_is_a_link_to_nothing_is_not_passed_over(folder):
     (folder.path / "pdtool.toml").symlink_to("nowhere")
     assert "pdtool.toml: cannot be read" in folder.pdtool("devices", code=3).stderr
+
+
+@pytest.mark.parametrize(
+    ("toml", "typed"),
+    [
+        ('replicas = "1-1"', "--straight --topology 2"),
+        ("samples-per-update = 16", "--topology 2 --schedule gpipe --microbatches 2"),
+        ('microbatches = 4\nschedule = "gpipe"', "--topology 2 --samples-per-update 64"),
+        ('cluster = "c.yaml"', "--topology 2"),
+        ("microbatches = 4", "--topology 2 --schedule 1f1b"),
+    ],
+)
+def test_what_is_typed_overrides_what_excludes_it(road, toml, typed):
+    """Once: `--cluster Sentinel.UNSET cannot be combined`, or a traceback."""
+    road.write("pdtool.toml", f"[partition]\n{toml}\n")
+    profile = json.loads(Path("profiles/model.json").read_text())["batch_size"]
+    road.pdtool("partition", "profiles/model.json", *typed.replace("64", str(4 * profile)).split(), "-o", "x.yaml")
+
+
+def test_a_schedule_that_is_typed_overrides_what_it_excludes(road):
+    road.write("pdtool.toml", '[run]\nschedule = "gpipe"\nmicrobatches = 4\n')
+    road.pdtool("run", PLAN, "--schedule", "1f1b", "--update-every", "2", "--dry-run")
 
 
 def test_a_folder_that_was_removed_is_said(folder, monkeypatch):

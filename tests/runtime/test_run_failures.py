@@ -224,6 +224,15 @@ def test_a_correction_of_what_is_not_late_is_refused(tmp_path: Path) -> None:
         launch(spec)
 
 
+@pytest.mark.parametrize("correction", ["nesterov", "weight-prediction"])
+def test_a_correction_that_predicts_weights_needs_stashed_ones(tmp_path: Path, correction: str) -> None:
+    """Once, autograd found its saved weights changed."""
+    spec = harness.job(tmp_path, CONV2, weights="none", correction=correction)
+    with pytest.raises(UsageError, match=f"correction {correction} predicts weights.* use --weights stash"):
+        launch(spec)
+    launch(harness.job(tmp_path / "discount", CONV2, weights="none", correction="lr-discount", steps=3))
+
+
 def test_a_bundle_of_another_plan_or_edited_by_hand_is_stale(tmp_path: Path) -> None:
     spec = harness.job(tmp_path, CONV3)
     other = harness.job(tmp_path / "other", harness.CONV2)

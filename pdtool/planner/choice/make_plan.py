@@ -299,6 +299,7 @@ def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan
         placement = evaluator.place(placement.stages, placement.workers, placement.execution).placement
     else:
         placement = placement.with_usual_in_flight()
+    placement = replace(placement, recompute=_recomputing(plan, profile, placement))
     placement = with_wanted_in_flight(evaluator, placement)
     stages = tuple(
         stage.model_copy(update={"in_flight": in_flight, "recompute": recompute})
@@ -307,6 +308,18 @@ def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan
     changed = changed.model_copy(update={"stages": stages})
     changed.check_schedule()
     return predict(changed, evaluator, placement)
+
+
+def _recomputing(plan: Plan, profile: Profile, placement: Placement) -> tuple[bool, ...]:
+    """Return which stages of a rescheduled plan recompute: those that must, and those that did although they need not,
+    because the plan's author wants that."""
+    before = Placement.of(plan, profile)
+    needed = [False] * len(plan.stages)
+    if plan.kind.has_formulas:
+        placed = Evaluator.of(plan, profile).place(before.stages, before.workers, before.execution)
+        needed = list(placed.placement.recompute)
+    stages = zip(placement.recompute, plan.stages, needed, strict=True)
+    return tuple(must or (stage.recompute and not needed_before) for must, stage, needed_before in stages)
 
 
 def under_schedule(placement: Placement, profile: Profile, schedule: str, chunks: int) -> Placement:

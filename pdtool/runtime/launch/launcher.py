@@ -213,7 +213,12 @@ def check_config(config: RunConfig) -> None:
         raise StaleError(config.bundle_dir / Bundle.FILE, what, "run `pdtool codegen` again")
     if config.delay_compensation and plan.kind.flushes:
         what = f"--correction {config.delay_compensation} has no effect with schedule {plan.schedule}"
-        raise UsageError(what, "leave it out: no gradient is stale after a flush")
+        raise UsageError(what, "leave it out, or pass --correction none: no gradient is stale after a flush")
+    if config.delay_compensation and config.delay_compensation.extrapolates_weights and plan.weights == "none":
+        what = (
+            f"--correction {config.delay_compensation} predicts weights, so it cannot be combined with --weights none"
+        )
+        raise UsageError(what, "use --weights stash or vertical-sync")
     cores = len(usable_cores())
     if config.threads_given and (config.threads or 0) > cores:  # more than a worker can have at the same time
         raise UsageError(
