@@ -19,7 +19,7 @@ from typing import Any
 import harness
 import pytest
 import torch
-from harness import CONV1, CONV2, CONV3, SKIP1, TIED1, TIED3, TIED4, assert_same, batches, weights
+from harness import CONV1, CONV2, CONV3, SKIP1, SKIP3, TIED1, TIED3, TIED4, assert_same, batches, weights
 from reference import replay
 from safetensors.torch import load_file, save_file
 
@@ -85,6 +85,22 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path, toy: harness.Toy) -> N
         file.build(first.seed), batches(replace(first, epochs=2)), file.loss, file.optimizer, 3
     )
     assert_same(found, expected)
+
+
+def test_an_optimizer_of_another_class_begins_with_an_empty_state(tmp_path: Path) -> None:
+    """Once, RMSprop was given Adam's state: KeyError: 'square_avg'."""
+    settings = {"schedule": "1f1b-flush", "microbatches": 3, "out": tmp_path / "run"}
+    other = "\ndef optimizer(named):\n    return torch.optim.RMSprop([p for _, p in named], lr=0.01)\n"
+    first = harness.job(tmp_path / "first", SKIP3, (1, 1, 1), epochs=1, optimizer="adam", **settings)
+    trained = weights(harness.run(first))
+    toy = replace(SKIP3, model=SKIP3.model + other)
+    second = harness.job(tmp_path / "second", toy, (1, 1, 1), epochs=2, resume=first.out, **settings)
+    found = weights(harness.run(second))
+    file = ModelFile.load(second.model, trusted=True)
+    model = file.build()
+    model.load_state_dict(trained)
+    later = batches(second)[len(batches(first)) :]
+    assert_same(found, replay.synchronous(model, later, file.loss, file.optimizer, 3))
 
 
 def test_a_run_goes_on_from_a_checkpoint_in_the_first_format(tmp_path: Path) -> None:

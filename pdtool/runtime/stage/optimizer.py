@@ -195,7 +195,8 @@ class NamedOptimizer:
         attributes = {
             k: v for k, v in _attributes(self.optimizer).items() if k not in first or not _is_same(v, first[k])
         }
-        return {"groups": self._groups, "state": self._packable(state), "attributes": attributes}
+        kind = type(self.optimizer).__name__
+        return {"kind": kind, "groups": self._groups, "state": self._packable(state), "attributes": attributes}
 
     def _packable(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return the values that a checkpoint can hold; warn the first time that one cannot be."""
@@ -214,7 +215,10 @@ class NamedOptimizer:
         return packable
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Load the saved state; the learning-rate schedule catches up."""
+        """Load the saved state; the learning-rate schedule catches up.
+
+        An optimizer of another class begins with an empty state, which is told as a warning.
+        """
         records = {self._saved[name]: unpack(entries) for name, entries in state.items()}
         self.updates = next((record["updates"] for record in records.values()), 0)
         self.schedule.catch_up(self.updates)
@@ -222,12 +226,20 @@ class NamedOptimizer:
         for parameter, record in records.items():
             parameter.requires_grad_(record.get("is_trained", parameter.requires_grad))
             self.steps.load_state_dict(parameter, record)
+        whole: dict[str, Any] = next((record.get("optimizer", {}) for record in records.values()), {})
+        if self.optimizer and whole.get("kind", type(self.optimizer).__name__) != type(self.optimizer).__name__:
+            sys.stderr.write(
+                f"warning: optimizer() makes {type(self.optimizer).__name__}, but the run to resume was trained with "
+                f"{whole['kind']}: the state of {whole['kind']} is left out\n"
+            )
+            return
+        for parameter, record in records.items():
             if self.optimizer and record["state"]:
                 self.optimizer.state[parameter] = self._placed(record["state"], parameter)
             for attribute, saved in record.get("wrapped", {}).items():
                 if saved and attribute in self._wrapped:
                     self._wrapped[attribute].state[parameter] = self._placed(saved, parameter)
-        self._load_whole_optimizer(next((record.get("optimizer", {}) for record in records.values()), {}))
+        self._load_whole_optimizer(whole)
         for group, _ in self._groups_and_first():
             members = {id(p) for p in group["params"]}
             group |= next((record.get("group", {}) for p, record in records.items() if id(p) in members), {})
