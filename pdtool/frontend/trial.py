@@ -16,29 +16,38 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch import Tensor
 
 from pdtool.errors import PdtoolError, describe_error
 from pdtool.host import end_with_parent
 
 _T = TypeVar("_T")
+_TRIAL = "the process that tries after_update() and steps of the optimizer"
+_LIMIT_S = 600.0
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
-def tried(work: Callable[[], _T]) -> _T:
-    """Do `work` in a forked process with one thread, and return its result.
+def tried(work: Callable[[], _T], tensors: Iterable[Tensor] = ()) -> _T:
+    """Do `work` in a forked process with one thread and without GPUs, and return its result.
 
     There it changes no variable and no random generator of this process, and what it prints is dropped. A file that it
     writes is written in a temporary folder, from which it can read it back.
 
+    Args:
+        tensors: those that it uses. If they are on a GPU, the work is done in this process, because a forked one cannot
+            use them.
+
     Raises:
-        PdtoolError: `work` raises it, or the process ends otherwise.
+        PdtoolError: `work` raises it, or the process ends otherwise or takes too long.
     """
+    if any(tensor.is_cuda for tensor in tensors):
+        return work()
     reader, writer = Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="pdtool-") as folder, reader, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks of a process with threads
@@ -47,9 +56,11 @@ def tried(work: Callable[[], _T]) -> _T:
             _do(work, folder, writer)
         writer.close()
         try:
+            if not reader.poll(_LIMIT_S):
+                raise PdtoolError(f"{_TRIAL} takes longer than {_LIMIT_S:.0f} s", "make after_update() faster")
             result, error = pickle.loads(reader.recv_bytes())
         except EOFError:
-            raise PdtoolError("the process that tries after_update() and a step of the optimizer has ended") from None
+            raise PdtoolError(f"{_TRIAL} has ended without a result") from None
         finally:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
@@ -64,6 +75,7 @@ def _do(work: Callable[[], Any], folder: str, writer: Connection) -> NoReturn:
     try:
         end_with_parent()
         torch.set_num_threads(1)
+        torch.cuda.is_available, torch.cuda.device_count = (lambda: False), (lambda: 0)
         _drop_output()
         _Files(folder).replace_those_of_python()
         try:

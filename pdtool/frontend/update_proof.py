@@ -176,7 +176,7 @@ class _Update:
 
         Each part is tried from the same state of the user's variables, and no variable or file of the user changes.
         """
-        values, draws_random_numbers = tried(partial(self._of, part))
+        values, draws_random_numbers = tried(partial(self._of, part), self._parameters.values())
         self.draws_random_numbers |= draws_random_numbers
         return values
 

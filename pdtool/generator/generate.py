@@ -206,8 +206,9 @@ def _check_after_update(model_file: ModelFile, bundle: Bundle) -> None:
     """
     if bundle.proof != "values" or not model_file.has("after_update"):
         return
+    model = model_file.build()  # the newest one, to which variables of model.py refer
     inputs = model_file.example_inputs(min(bundle.batch_size, _VERIFIED_SAMPLES))
-    if tried(partial(_after_update_changes_outputs, model_file, inputs)):
+    if tried(partial(_after_update_changes_outputs, model_file, model, inputs), model.parameters()):
         raise model_file.error_in(
             "after_update",
             "after_update() changes something besides parameters and buffers that forward reads, but stages keep "
@@ -216,12 +217,11 @@ def _check_after_update(model_file: ModelFile, bundle: Bundle) -> None:
         )
 
 
-def _after_update_changes_outputs(model_file: ModelFile, inputs: ModelInputs) -> bool:
+def _after_update_changes_outputs(model_file: ModelFile, model: nn.Module, inputs: ModelInputs) -> bool:
     """Whether after_update() changes the model's outputs, apart from parameters and buffers.
 
     It is called for the first updates, with copies of the parameters and gradients of zero.
     """
-    model = model_file.build()  # the newest one, to which variables of model.py refer
     outputs = partial(outputs_in_both_modes, model, inputs)
     with suppress(ModelFailedError):  # such as a minibatch that is too small
         state = {name: tensor.clone() for name, tensor in registered_state(model).items()}

@@ -85,7 +85,7 @@ def fails_otherwise() -> None:
     [
         (fails, ModelError, "what; remedy"),
         (fails_otherwise, PdtoolError, "OwnError: own"),
-        (lambda: os._exit(3), PdtoolError, "the process that tries after_update.* has ended"),
+        (lambda: os._exit(3), PdtoolError, "the process that tries after_update.* has ended without a result"),
     ],
 )
 def test_errors_are_those_of_the_work(work, kind, text) -> None:
