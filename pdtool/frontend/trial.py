@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from copy import copy
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn, TypeVar
 
@@ -58,7 +59,7 @@ def tried(work: Callable[[], _T], tensors: Iterable[Tensor] = ()) -> _T:
         try:
             if not reader.poll(_LIMIT_S):
                 raise PdtoolError(f"{_TRIAL} takes longer than {_LIMIT_S:.0f} s", "make after_update() faster")
-            result, error = pickle.loads(reader.recv_bytes())
+            result, error = reader.recv()
         except EOFError:
             raise PdtoolError(f"{_TRIAL} has ended without a result") from None
         finally:
@@ -91,11 +92,10 @@ def _portable(error: BaseException) -> bytes:
     """Return an error in a form for another process, with its traceback as a note."""
     error.add_note("".join(traceback.format_exception(error)))
     try:
-        answer = pickle.dumps((None, error))
-        pickle.loads(answer)
+        copy(error)  # as it is made anew from its pickle
+        return pickle.dumps((None, error))
     except Exception:
-        answer = pickle.dumps((None, PdtoolError(describe_error(error))))
-    return answer
+        return pickle.dumps((None, PdtoolError(describe_error(error))))
 
 
 def _drop_output() -> None:
@@ -153,11 +153,11 @@ class _Files:
         if not isinstance(file, (str, bytes, os.PathLike)):
             return file  # a file object or a number
         path = os.path.abspath(os.fsdecode(file))
-        copy = os.path.join(self._folder, hashlib.sha256(os.fsencode(path)).hexdigest())
+        own = os.path.join(self._folder, hashlib.sha256(os.fsencode(path)).hexdigest())
         if os.path.dirname(path) == self._folder or (os.path.exists(path) and not os.path.isfile(path)):
             return file  # the copy itself, or a device
         if not writes:
-            return copy if os.path.exists(copy) else file
-        if keeps and os.path.isfile(path) and not os.path.exists(copy):
-            shutil.copyfile(path, copy)
-        return copy
+            return own if os.path.exists(own) else file
+        if keeps and os.path.isfile(path) and not os.path.exists(own):
+            shutil.copyfile(path, own)
+        return own

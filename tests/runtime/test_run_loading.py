@@ -255,7 +255,7 @@ def test_an_error_in_a_sample_is_the_same_wherever_it_is_loaded(tmp_path: Path, 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_else_ends_a_loader(tmp_path: Path, workers: int) -> None:
-    message = r"^sys.exit\(3\) was called \(user.py:9\); raise an error in model"
+    message = r"^sys.exit\(3\) was called \(user.py:9\); raise an error in the model file"
     with source(tmp_path, workers, "sys.exit(3)") as minibatches, pytest.raises(WorkerDiedError, match=message):
         loaded(minibatches, one_pass(), range(1))
     message = r"^user.py:9: .* sample 0, raised MemoryError"

