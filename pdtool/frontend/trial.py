@@ -121,8 +121,8 @@ class _Files:
         opened, opened_fd, replaced = io.open, os.open, os.replace
 
         def open_file(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            keeps = not {"w", "x"} & set(mode)
-            return opened(self._path(file, writes=mode[:1] in "wxa" or "+" in mode, keeps=keeps), mode, *args, **kwargs)
+            path = self._path(file, writes=bool({*"wxa+"} & {*mode}), keeps=not {*"wx"} & {*mode})
+            return opened(path, mode, *args, **kwargs)
 
         def open_fd(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
             return opened_fd(self._path(path, writes=bool(flags & _WRITES), keeps=True), flags, *args, **kwargs)

@@ -41,6 +41,10 @@ def test_files_are_written_for_the_trial_only(tmp_path: Path, monkeypatch: pytes
             os.makedirs("folder/inner", exist_ok=True)
             np.save("folder/inner/x.npy", np.ones(1))
             Path("new.txt").write_text("new")
+            with open("log.csv", "br+") as file:
+                assert file.read() == b"1\n2\n"
+            with open("binary.bin", "bw") as file:
+                file.write(b"1")
             os.remove("log.csv")
             sys.stdout.write("dropped")
             return [torch.load("ema.pt"), Path("log.csv").read_text(), Path("new.txt").read_text()]
