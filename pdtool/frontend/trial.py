@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import builtins
 import fcntl
+import gc
 import hashlib
 import io
 import os
@@ -61,7 +62,8 @@ def tried(work: Callable[[], _T], tensors: Iterable[Tensor] = ()) -> _T:
                 raise PdtoolError(f"{_TRIAL} takes longer than {_LIMIT_S:.0f} s", "make after_update() faster")
             result, error = reader.recv()
         except EOFError:
-            raise PdtoolError(f"{_TRIAL} has ended without a result") from None
+            remedy = "let after_update() and the optimizer raise an error instead of ending the process"
+            raise PdtoolError(f"{_TRIAL} has ended without a result", remedy) from None
         finally:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
@@ -75,6 +77,7 @@ def _do(work: Callable[[], Any], folder: str, writer: Connection) -> NoReturn:
     """Do the work in the forked process, send the result or the error, and end."""
     try:
         end_with_parent()
+        gc.freeze()  # it never collects its parent's garbage
         torch.set_num_threads(1)
         torch.cuda.is_available, torch.cuda.device_count = (lambda: False), (lambda: 0)
         _drop_output()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pdtool.errors import ModelError, PdtoolError
+from pdtool.frontend import trial
 from pdtool.frontend.trial import tried
 
 COUNTED: list[int] = []
@@ -89,9 +91,20 @@ def fails_otherwise() -> None:
     [
         (fails, ModelError, "what; remedy"),
         (fails_otherwise, PdtoolError, "OwnError: own"),
-        (lambda: os._exit(3), PdtoolError, "the process that tries after_update.* has ended without a result"),
+        (lambda: os._exit(3), PdtoolError, "has ended without a result; let after_update.* raise an error instead"),
     ],
 )
 def test_errors_are_those_of_the_work(work, kind, text) -> None:
     with pytest.raises(kind, match=text):
         tried(work)
+
+
+def test_a_trial_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_LIMIT_S", 0.1)
+    children: list[int] = []
+    fork = os.fork
+    monkeypatch.setattr(os, "fork", lambda: children.append(fork()) or children[-1])
+    with pytest.raises(PdtoolError, match=r"the process that tries after_update.* takes longer than"):
+        tried(lambda: time.sleep(1000))
+    with pytest.raises(ProcessLookupError):
+        os.kill(children[-1], 0)
