@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -114,9 +115,8 @@ def emulated(plan: Plan | Path | str, output: str | None, asked: EmulateOptions)
     chosen, profile = (inputs.plan, inputs.profile) if inputs else planned(plan)
     if output == "-":
         raise UsageError("-o - is not possible: an emulation writes a folder, not a file", "name a folder")
-    folder = Path(output) if output else new_folder(Path("runs") / f"{chosen.name}-emulated")
-    if RunDir(folder).emulation_file.exists():
-        raise UsageError(f"{folder} already contains an emulation", "name another folder with -o")
+    if output and RunDir(Path(output)).emulation_file.exists():
+        raise UsageError(f"{output} already contains an emulation", "name another folder with -o")
     cluster = chosen.cluster
     others = _others(chosen, rival_plans(profile, cluster, chosen, asked.against))
     plans = {name: without_latency(other, profile) for name, other in {"this plan": chosen, **others}.items()}
@@ -125,7 +125,8 @@ def emulated(plan: Plan | Path | str, output: str | None, asked: EmulateOptions)
     scalings = _scalings(plans, profile, asked)
     _warn_of_busy_cores()
     _warn_of_another_device(profile, asked.compute)
-    with RunDir(folder).held():
+    own = nullcontext(Path(output)) if output else new_folder(Path("runs") / f"{chosen.name}-emulated")
+    with own as folder, RunDir(folder).held():
         configs = _configs(plans, inputs or profile, folder, scalings, asked)
         reports = emulations.emulate(
             configs, cluster, scalings, lambda name: note(f"emulating {name} ({plans[name].config})")

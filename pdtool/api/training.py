@@ -7,7 +7,8 @@ start.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
@@ -163,9 +164,12 @@ def trained(inputs: Inputs, plan: Plan, asked: RunOptions) -> tuple[RunConfig, R
         plan: the plan of `inputs`, with the requested schedule.
     """
     check_run(asked, plan.cluster.workers)
-    config = replace(_config(inputs, _bundle(inputs, trust=asked.trust), asked), plan=plan)
-    config = _with_loader_workers(config, inputs.profile.loading_s, asked.loader_workers)
-    return config, _launched(config, inputs.profile, asked.log_every)
+    bundle, resumed = _bundle(inputs, trust=asked.trust), asked.resumed
+    own = asked.output or (resumed if resumed and RunDir(resumed).checkpoints_folder.is_dir() else None)
+    with nullcontext(Path(own)) if own else new_folder(Path("runs") / inputs.folder.name) as out:
+        config = replace(_config(inputs, bundle, asked, out), plan=plan)
+        config = _with_loader_workers(config, inputs.profile.loading_s, asked.loader_workers)
+        return config, _launched(config, inputs.profile, asked.log_every)
 
 
 def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:
@@ -222,22 +226,19 @@ def _edited_files(folder: Path) -> list[Path]:
     return [path for stage in bundle.stages if (path := folder / stage.file).is_file() and not stage.is_in(path)]
 
 
-def _config(inputs: Inputs, bundle: Bundle, asked: RunOptions) -> RunConfig:
+def _config(inputs: Inputs, bundle: Bundle, asked: RunOptions, out: Path) -> RunConfig:
     from pdtool.generator.generate import check_stage_files
     from pdtool.runtime.config import RunConfig
 
     stages = inputs.plan.stage_nodes(inputs.profile)
     check = partial(check_stage_files, inputs.plan, stages, bundle, inputs.folder)
-    output, resume = asked.output, asked.resumed
-    if output is None and (resume is None or not RunDir(resume).checkpoints_folder.is_dir()):
-        output = str(new_folder(Path("runs") / inputs.folder.name))
     config = RunConfig(
         plan=inputs.plan,
         bundle=bundle,
         bundle_dir=inputs.folder,
         model=inputs.model,
         trusted=inputs.trusted,
-        out=Path(output or str(resume)),
+        out=out,
         threads_given=asked.threads is not None,
         machines=asked.machines,
         check_stage_files=None if asked.trust else check,
@@ -245,7 +246,7 @@ def _config(inputs: Inputs, bundle: Bundle, asked: RunOptions) -> RunConfig:
         asked=recorded(asked),
         **common_fields(asked, WorkerOptions),
     )
-    return replace(config, resume=resume, threads=asked.threads or inputs.profile.threads)
+    return replace(config, resume=asked.resumed, threads=asked.threads or inputs.profile.threads)
 
 
 def check_run(asked: RunOptions, workers: int) -> None:
@@ -294,10 +295,31 @@ def _with_loader_workers(config: RunConfig, loading_s: float | None, asked: int 
     return replace(config, loader_workers=workers)
 
 
-def new_folder(path: Path) -> Path:
-    """Return `runs/mnist-2`, or the first of `runs/mnist-2.2`, `.3`, ... that does not exist."""
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Make and yield `runs/mnist-2`, or the first of `runs/mnist-2.2`, `.3`, ... that does not exist.
+
+    A command that starts at the same moment gets another one. A folder that stays empty is removed at the end.
+    """
     others = (path.with_name(f"{path.name}.{number}") for number in count(2))
-    return next(folder for folder in chain([path], others) if not folder.exists())
+    folder = next(folder for folder in chain([path], others) if _is_made(folder))
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):  # it is not empty
+            folder.rmdir()
+
+
+def _is_made(folder: Path) -> bool:
+    """Make a folder, and return whether it is this process's: False if it exists already.
+
+    If none can be made here, the run says why.
+    """
+    try:
+        folder.mkdir(parents=True)
+    except OSError:
+        return not os.path.lexists(folder)
+    return True
 
 
 def _launched(config: RunConfig, profile: Profile, log_every: int | None) -> Report:

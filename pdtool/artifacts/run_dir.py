@@ -238,6 +238,11 @@ class RunDir:
         files = (self.report_file, self.metrics_file, self.trace_file, self.checkpoints_folder)
         return [path.name + "/" * path.is_dir() for path in files if path.exists()]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the folder contains nothing, or is missing."""
+        return not any(self.path.glob("*"))
+
     def worker_file(self, rank: int, kind: str) -> Path:
         """Return the file in which a worker keeps its `status` or its `failure`."""
         return self.workers / f"{rank}.{kind}"

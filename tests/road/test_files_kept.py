@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pdtool.api.training import new_folder
+from pdtool.artifacts.run_dir import RunDir
+from pdtool.errors import PdtoolError
+
 EDITED = ("in_flight: 2", "in_flight: 1")
 
 
@@ -126,3 +130,21 @@ def test_an_edited_plan_for_which_nothing_fits_is_checked(road):
     plan.write_text(text, encoding="utf-8")
     result = road.pdtool("check", str(plan), code=3)
     assert "a worker that has 100 B" in result.stderr
+
+
+def test_runs_that_start_at_the_same_moment_get_folders_of_their_own(folder):
+    first = Path("runs/model-2")
+    with new_folder(first) as own, new_folder(first) as other:
+        assert (own, other) == (first, Path("runs/model-2.2"))
+        (own / "metrics.jsonl").touch()
+    assert own.is_dir()
+    assert not other.exists()
+
+
+@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere")], ids=["file", "link"])
+def test_a_run_says_why_it_cannot_make_its_folder(make, folder):
+    make(Path("runs"))
+    with new_folder(Path("runs/model-2")) as own:
+        held = RunDir(own).held()
+        with pytest.raises(PdtoolError, match="runs/model-2 cannot be written"):
+            held.__enter__()

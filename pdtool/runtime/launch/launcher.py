@@ -96,7 +96,7 @@ def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterat
         yield config
         return
     plan, run_dir = config.plan, RunDir(config.out)
-    is_new = not run_dir.path.exists()
+    is_new = run_dir.is_empty
     with run_dir.held():
         run_dir.check_no_other_run(config.resume)  # one may have begun and ended since the first check
         run_dir.put_report_aside(epochs_done)
