@@ -166,7 +166,7 @@ def of_profile_as_it_is(plan: Plan, profile: Profile, path: str) -> Plan:
     """
     planned_for = (plan.graph_sha256 or profile.graph_sha256, plan.batch_size)
     if planned_for != (profile.graph_sha256, profile.batch_size):
-        what = f"the plan was made for other operators or minibatches than those in {plan.profile}"
+        what = f"the plan and {plan.profile} differ in operators or in batch size"
         raise StaleError(path, what, "run `pdtool partition` again")
     digests = {**profile.digests, plan.profile: profile.content_sha256}
     return plan.model_copy(update={"digests": digests, "predicted": None, "why": None})

@@ -41,7 +41,7 @@ def rescheduled(inputs: Inputs, asked: RunOptions) -> Plan:
         raise UsageError(f"schedule {name} cannot have {counted(plan.chunks, 'stage')} on each worker", remedy)
     replicas = max(stage.replicas for stage in plan.stages)
     if update_every and update_every < replicas:
-        what = f"--update-every {update_every} gives some of the {replicas} replicas of a stage no minibatch"
+        what = f"with --update-every {update_every}, some of a stage's {replicas} replicas get no minibatch"
         raise UsageError(what, f"pass --update-every {replicas} or more")
     if kind.flushes:
         interval = {"microbatches": microbatches or max(plan.microbatches, 4), "update_every": None}

@@ -55,8 +55,8 @@ class Stage(FrozenModel):
         nodes: module paths and node names (Graph.expand).
         replicas: how many workers share its minibatches, round-robin.
         workers: their numbers in the cluster.
-        in_flight: minibatches in flight at each replica (forward done, backward not yet); with stashing also its weight
-            versions. A worker with several stages (chunks) counts those of all of them.
+        in_flight: minibatches in flight at each replica (forward begun, backward not finished); with stashing at most
+            as many weight versions. A worker with several stages (chunks) counts those of all of them.
         recompute: whether to keep only the stage's inputs, and run its forward again before its backward.
     """
 
@@ -181,7 +181,7 @@ class Certificate(FrozenModel):
         plans = "1 candidate was" if self.simulated_plans == 1 else f"{self.simulated_plans} candidates were"
         simulated = f". {plans} simulated" if self.simulated_plans else ""
         if limits := ". ".join(self._limits()):
-            return f"bound: {limits}. The bound is the time of {on} that are always busy{with_replicas}{simulated}"
+            return f"bound: {limits}. The bound{with_replicas} is the time of {on}, never idle{simulated}"
         kind = STRATEGIES[self.kind].noun or f"plan of strategy {self.kind}"
         at_most = f" of at most {self.max_stages} stages" if self.max_stages else ""
         without_limit = ", without the memory limit" if self.without_memory_limit else ""
@@ -230,7 +230,7 @@ class PlanOptions:
         workers: use at most so many, the first ones; None: all. A plan uses fewer if that is faster.
         replicas: replicas of each stage, on the first workers of the cluster; None: any number of stages and replicas.
         in_flight: minibatches in flight at each replica of the first stage; None: the schedule's number, or more.
-        chunks: stages on each worker for `interleaved`, which is not searched (planner.choice.make_plan).
+        chunks: stages on each worker of a chunked schedule, which is not searched (planner.choice.make_plan).
         recompute: whether stages may run their forward twice to save memory.
         cost_model: whose formulas to use; see Predicted.
         simplest: prefer fewer stages (data parallelism first) within this fraction of the best time.
@@ -413,10 +413,11 @@ class Plan(YamlArtifact):
         return self.execution.shape([s.replicas for s in stages], [s.in_flight for s in stages], tied_stages)
 
     def check_schedule(self) -> None:
-        """Execute the schedule on paper.
+        """Check that the schedule can be executed.
 
         Raises:
-            ScheduleError: the numbers in flight make it deadlock; it names numbers that do not. Or it is far too long.
+            ScheduleError: it deadlocks with these numbers in flight (the error names some that do not), or is far too
+                long.
         """
         check_executable(self.kind, self.shape())
 

@@ -147,7 +147,7 @@ def excluded_by(schedule: str) -> set[str]:
     """Return the options that have no effect with a schedule. If the user names the schedule, values of pdtool.toml and
     of a resumed run are left out."""
     of_kind = {"update_every", "correction"} if SCHEDULES[schedule].flushes else {"microbatches"}
-    return of_kind if schedule == ONE_F_ONE_B.name else of_kind | {"weights"}
+    return of_kind if len(SCHEDULES[schedule].policies) > 1 else of_kind | {"weights"}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)

@@ -5,7 +5,7 @@ for a border, and the slowest of all is the time per minibatch. A function says 
 
     r: replicas of a stage in one copy of the pipeline     d: copies     R = r d: all its replicas
     k: minibatches between two of its updates              w: minibatches in flight at one replica
-    members: for each level, outermost first, how many of its members (servers, devices) hold any of some workers
+    members: for each level, outermost first, how many servers or devices a set of workers occupies
     border: between two consecutive stages, and the traffic over it
 """
 
@@ -68,8 +68,8 @@ class CostModel:
         return self.execution.microbatches / self.execution.copies
 
     def update_interval(self, replicas: Number) -> Number:
-        """k: without a flush, a stage updates when each replica has done one minibatch; with one, at the flush. The
-        user can ask for another number."""
+        """k: a stage updates at the flush; without a flush, once each replica has done one minibatch. The user can
+        ask for another number."""
         return self.execution.minibatches_per_update or replicas * self.execution.copies
 
     @property
@@ -119,7 +119,8 @@ class CostModel:
         (plan_cost.link_times_s, and the simulator).
 
         A tied parameter is summed over the replicas of every stage that holds it. The search sees one stage at a time
-        and does not know the others, so it charges each for one more member, over the slowest link of the pipeline.
+        and does not know the others, so it charges each for one more rank in the ring, over the slowest link of
+        the pipeline.
         """
         ring_size = replicas * self.execution.copies
         rounds_s = self.ring_s(load.parameter_bytes - load.tied_bytes, ring_size, members)
@@ -140,7 +141,7 @@ class CostModel:
     def ring_s(self, size_bytes: Number, ring_size: Number, members: Members) -> Number:
         """Seconds of one ring all-reduce over the slowest link on the ring: 2 (n-1) messages one after the other.
 
-        Each member sends 2 (n-1)/n of the bytes (Patarasuk and Yuan, JPDC 2009).
+        Each rank sends 2 (n-1)/n of the bytes (Patarasuk and Yuan, JPDC 2009).
         """
         s_per_byte = s_per_message = 0.0
         for level, inside, copies in zip(self.cluster.levels, members, self.copy_members, strict=True):
@@ -213,9 +214,9 @@ class PipeDreamCostModel(CostModel):
     """`T` and `A` of PipeDream's published optimizer (optimizer_graph_hierarchical.py), for comparison with it.
 
     They differ from the paper and from CostModel. They add communication to computing, and an all-reduce costs twice
-    the bytes of a ring. A border pays for both directions one after the other, at each of its stages except the very
-    first. Plans must use all workers. Memory is as in CostModel, because the original's check leaves out weights and
-    gradients.
+    the bytes of a ring. A border costs both directions one after the other. Both its stages are charged, except the
+    very first stage. Plans must use all workers. Memory is as in CostModel, because the original's check leaves out
+    weights and gradients.
 
     Attributes:
         charges_activations: whether tensors between stages cost time (its --activation_compression_ratio 1); by its
@@ -247,7 +248,8 @@ class PipeDreamCostModel(CostModel):
     def border_s_per_byte(
         self, before: Fractions, after: Fractions, replicas: tuple[Number, Number], is_before_first: Number
     ) -> Number:
-        """1 / (B m') for m' replicas of the stage after, and again for those of the stage before unless it is first."""
+        """1 / (B m'). m' is the smaller number of replicas of both stages; if the stage before is first, that of the
+        stage after."""
         touched_before, touched_after = ([np.greater(fraction, 0) for fraction in side] for side in (before, after))
         slowest = super().border_s_per_byte(touched_before, touched_after, replicas, is_before_first)
         return slowest / np.where(is_before_first, replicas[1], np.minimum(*replicas))

@@ -1,6 +1,6 @@
 """The kinds of schedules: one object each, which defines its workers' actions and its properties.
 
-The simulator and the workers execute lists of actions without knowing the kind. No other code compares its name.
+The simulator and the workers execute lists of actions without knowing the kind. No other code compares names.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ class ScheduleKind:
         actions: function of (shape, first stage, rounds) that yields one worker's actions in order. A flushing schedule
             gets one round at a time, since it drains the pipeline after each. The others get an iterator over all
             rounds, and must not read far ahead, because an epoch may have millions.
-        in_flight: function of (r, u, m, p, v) that returns w, just enough in flight for no stage to wait, for u workers
-            of this stage and all later ones and m minibatches in one update, in one copy; r, u and w may be arrays.
-        deepening: function of (s, p). If the first stage has more in flight than that, stage s gets this share of the
-            rest, so that all messages get the same extra time. None: all of an update are always in flight.
+        in_flight: function of (r, u, m, p, v) that returns w, the usual number in flight at each of a stage's r
+            replicas. In one copy: u workers of this stage and all later ones, m minibatches in one update, p stages
+            (or workers with chunks), v chunks; r, u and w may be arrays.
+        deepening: function of (s, p): stage s's share of what the first stage has in flight beyond `in_flight`, so that
+            all messages get the same extra time. None: all of an update are always in flight.
         chunked: whether each worker has several stages, which are even pieces of the model.
         equal_replicas: whether all stages must have the same number of replicas: r pipelines side by side.
         splits_backward: whether the gradients of inputs and weights are computed separately.
-        planned_as: the schedule to search with, because no formulas cover this one. Its search gives the stages, unless
-            these are chunks, and the plan's data parallelism uses it. None: formulas cover this schedule.
+        planned_as: the schedule to search with, because no formulas cover this one. The stages come from that
+            search, unless they are chunks. The plan's data parallelism uses it, too. None: formulas cover this one.
     """
 
     name: str
@@ -135,8 +136,9 @@ def _one_f_one_b(stage: int, rounds: Iterable[Round], in_flight: int) -> Iterato
         1 | .  F0 F1 .  .  B0 == F2 B1 == F3 B2 == F4 B3 == .  B4 ==
         2 | .  .  F0 B0 == F1 B1 == F2 B2 == F3 B3 == F4 B4 ==
 
-    With w >= n this is GPipe: all forwards, then all backwards. With k >= w it is PipeDream-2BW (ICML'21, section 3.1):
-    every minibatch in flight began with the current weights or the version before.
+    With w >= n minibatches in all this is GPipe: all forwards, then all backwards. With k >= w minibatches per update
+    it is PipeDream-2BW (ICML'21, section 3.1): every minibatch in flight began with the current weights or the version
+    before.
     """
     rounds, ahead = tee(rounds)
     forwards = (Action(stage, ActionKind.FORWARD, i) for _, minibatches in ahead for i in minibatches)
@@ -291,7 +293,7 @@ LOOPED_BFS = replace(INTERLEAVED, name="looped-bfs", actions=_looped_bfs, in_fli
 
 
 def _zero_bubble(shape: PipelineShape, stage: int, rounds: Iterable[Round]) -> Actions:
-    """Build ZB-H1: delay the gradients of the weights by r minibatches at stage r, to fill the drain.
+    """Build ZB-H1: delay the gradients of the weights by s minibatches at stage s, to fill the drain.
 
     Source: "Zero Bubble Pipeline Parallelism", ICLR'24, section 2.1. With more than p in flight, the warm-up is deeper
     and the gradients are delayed more, in the same proportion: with 2p - 1 this is ZB-H2 (section 2.2). Three stages,

@@ -27,7 +27,9 @@ def test_an_update_has_a_minibatch_for_each_replica(road):
     plan = Plan.load("plans/model-2.yaml")
     stages = tuple(stage.model_copy(update={"replicas": 3}) for stage in plan.stages[:1])
     inputs = SimpleNamespace(plan=plan.model_copy(update={"stages": stages}))
-    with pytest.raises(UsageError, match=r"--update-every 2 gives some of the 3 replicas .*; pass --update-every 3"):
+    with pytest.raises(
+        UsageError, match=r"--update-every 2, some of a stage's 3 replicas get .*; pass --update-every 3"
+    ):
         rescheduled(inputs, RunOptions(update_every=2))
 
 

@@ -884,7 +884,7 @@ def test_a_certificate_names_the_limits_of_its_search():
     certificate = Certificate(bound_s=1.0, workers=16, cuts=4, max_workers_per_copy=8, merged_operators=merged)
     assert certificate.sentence() == (
         "bound: one copy of the pipeline has at most 8 workers. 9 groups of operators were merged into 3 to search at "
-        "most 4 cuts (--cuts), so a better plan may exist. The bound is the time of 16 workers that are always busy"
+        "most 4 cuts (--cuts), so a better plan may exist. The bound is the time of 16 workers, never idle"
     )
 
 

@@ -552,7 +552,7 @@ def test_an_edited_plan_is_kept_with_a_profile_that_was_made_again(edited, net):
     edited.pdtool("check")
     for other in (again.model_copy(update={"batch_size": 2 * net.batch_size}), again.with_graph("1" * 64)):
         other.save("profiles/net.json")
-        assert "made for other operators or minibatches" in edited.pdtool("check", "--update", code=3).stderr
+        assert "differ in operators or in batch size" in edited.pdtool("check", "--update", code=3).stderr
 
 
 def test_minibatches_of_another_size_than_the_profiles_are_refused(planned):

@@ -111,7 +111,7 @@ def test_the_simplest_plan_within_the_margin_is_taken(simplest, stages):
     profile = profile_of([*chain([]).nodes, *nodes])
     plan = make_plan(profile, "p", make_cluster((4,), (FAST,)), SearchOptions(simplest=simplest))
     assert len(plan.stages) == stages
-    margin = "20 ms faster, but less simple, for which --simplest allows 2.1%"
+    margin = "20 ms faster, but less simple, and within --simplest 2.1%"
     assert (margin in {rival.why for rival in plan.why.rivals}) == (stages == 1)
 
 

@@ -172,9 +172,11 @@ def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, opt
         return reschedule(placement.to_plan(profile, profile_path, cluster), profile, changes)
 
     plan, memory_bytes = plan_within(cluster.memory_bytes), cluster.memory_bytes or 0
-    for _ in range(_TIGHTENED):
+    for left in reversed(range(_TIGHTENED + 1)):
         if not (lacking_bytes := _lacking_bytes(plan)):
             return _with_faster_cuts(plan, profile, moved, plan_of)
+        if not left:
+            break
         memory_bytes -= lacking_bytes
         try:
             plan = plan_within(max(1, memory_bytes))

@@ -306,7 +306,7 @@ class _OwnPlanner(Planner):
         if selected.simulated_s is not None:
             time_s = steady_state_s(rival.placement, search.profile, search.cluster, selected.simulated_s)
         if time_s is not None and time_s < (selected.simulated_s or math.inf):
-            return f", but less simple, for which --simplest allows {search.options.simplest:.1%}"
+            return f", but less simple, and within --simplest {search.options.simplest:.1%}"
         return super()._why_slower(search, rival, selected)
 
 
@@ -407,7 +407,7 @@ class _AsyncDataParallelPlanner(Planner):
         if not evaluator.fits(plan):
             needed = format_bytes(max(plan.cost.searched_memory_bytes))
             raise NoPlanError(
-                f"one worker computes for the {search.workers} of {self.strategy.label}. It needs {needed}, but has "
+                f"one worker imitates the {search.workers} of {self.strategy.label}. It needs {needed}, but has "
                 f"{format_bytes(search.cluster.memory_bytes or 0)}",
                 "pass a smaller --workers, or profile with a smaller --batch-size",
             )

@@ -15,9 +15,9 @@ stage's all-reduce and border cross. Contention for a link is left to plan_cost 
     (3)  traffic over the border before it, which depends on the q workers on the other side
     (4)  V[i, f, q] = min over (j, r) of max((1), (2), (3)); V[end, U, q] = 0
     (5)  the best whole plan is V[0, f, 0], which leaves the first f workers idle; its stages are traced from there
-    V[end, u, q] = 0 for the last workers u, too, that may be idle
+    V[end, u, q] = 0 for u >= U - spare, too: these workers may be idle
 
-Without pipelining nothing overlaps, and the sum of (1), (2) and (3) stands for their maximum.
+Without pipelining nothing overlaps, and the sum of (1), (2) and (3) replaces their maximum.
 
     i, j: cuts before and after a stage    f: its first worker    r: its replicas    q: those of the stage before it
 
@@ -75,7 +75,7 @@ class DynamicProgram:
 
     Args:
         workers: U.
-        replicas: of each stage, on all U workers; None: any. Then a stage's first worker says which stage it is.
+        replicas: of each stage, on all U workers, so that a stage's first worker says which it is; None: any.
         bound_s: plans that take longer per minibatch are not looked for.
         minimize_memory: minimise the largest memory of a stage instead of the time, and ignore the limit.
         min_stages: 2 leaves out the plan of one stage.
@@ -178,7 +178,7 @@ class DynamicProgram:
         return spans
 
     def border_before_s(self, border_bytes: Array, first: Number, replicas: Number, replicas_before: int) -> Array:
-        """(3) Seconds of so many bytes over the border before a stage on the workers from `first`; or of arrays."""
+        """(3) Seconds to send bytes over the border before a stage whose first worker is `first`; takes arrays."""
         border = self._border[first % self._period, replicas, replicas_before]
         seconds: Array = self.model.border_s(border_bytes, border)
         return seconds
@@ -362,7 +362,7 @@ def _busiest_members(before: Array, after: Array, shared: int) -> tuple[Array, A
 
 
 def _pareto_front(slots: Array, values: Array, bytes_before: Array, candidates: Array) -> Array:
-    """Return the Pareto-optimal `candidates` of each slot: no other has both a smaller value and a smaller load."""
+    """Return the Pareto-optimal `candidates` of each slot: no other is as good in both value and border bytes."""
     order = candidates[np.lexsort((bytes_before[candidates], values[candidates], slots[candidates]))]
     group = np.cumsum(np.diff(slots[order], prepend=-1) != 0)
     falling = bytes_before[order] - group * (bytes_before.max() + 1.0)  # each slot lies below all before it

@@ -361,7 +361,7 @@ def usable_workers(asked: int, loaders: Collection[MinibatchLoader]) -> tuple[in
         )
     if asked > 1 and any(loader.is_stream for loader in loaders):
         return 1, (
-            f"an IterableDataset is read by one process, in order, so only one of {asked} loader workers is used. All "
-            "can load a dataset with __getitem__"
+            f"an IterableDataset is read by one process, in order, so only one of {asked} loader workers is used. A "
+            "map-style dataset (with __getitem__) can use all of them"
         )
     return asked, ""

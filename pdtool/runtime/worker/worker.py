@@ -1,7 +1,7 @@
 """A worker executes its actions, epoch by epoch (1F1B as in PipeDream, SOSP'19, figure 8).
 
-The way of minibatch i through stage s, at the replica that computes it; the numbers stand in the code below, and with
-each step in stage/stage_replica.py:
+How minibatch i passes through stage s, at the replica that computes it. The numbers mark these steps in the code below
+and in stage/stage_replica.py:
 
         stage s - 1                    stage s, this worker                        stage s + 1
 
@@ -15,12 +15,12 @@ each step in stage/stage_replica.py:
                                (5) backward, with the same weight version
       gradients of i ◀──────── (6) send the gradients of the inputs
                                         ·
-                                        ·  until the round of minibatches is complete
+                                        ·  until the round is complete: the minibatches of an update
                                         ·
                                (7) average the gradients over the replicas of the stage
                                (8) update: the optimizer steps to a new weight version
 
-The averages of (7) begin during the last backward of a round. Zero-bubble divides (5): the gradients of the inputs are
+Averaging (7) begins in the last backward of a round. Zero-bubble schedules split (5): the gradients of the inputs are
 sent before those of the parameters are computed. The first stage loads in (1), the last one computes the loss in (2).
 """
 
@@ -83,7 +83,7 @@ class Worker:
     Args:
         stages: its replicas of stages, by stage number.
         progress: progress of the run that it resumes, whose checkpoint the stages have loaded.
-        tied: name of a parameter or buffer -> the first name of the same tensor in the model, if that is another.
+        tied: any further name of a tied parameter or buffer -> its first name in the model.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Worker:
         return self._config.plan.kind.worker_actions(self._shape, minibatches)
 
     def _begin_phase(self, data: DataPass, actions: Sequence[WorkerActions]) -> None:
-        """Begin an epoch of training, or a validation, in which all forwards see the newest weights."""
+        """Begin an epoch of training, or a validation. In a validation, all forwards see the newest weights."""
         weights, count = self._shape.weights, len(data.minibatches)
         for stage, replica in self.stages.items():
             reads = None
