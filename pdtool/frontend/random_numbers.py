@@ -101,10 +101,12 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Restore the random states of torch, Python and numpy at the end, except CUDA's."""
+    """Restore the random states of torch, Python and numpy at the end; those of GPUs only if CUDA is in use."""
     state, numpy_state = random.getstate(), np.random.get_state()
+    is_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    gpus = range(torch.cuda.device_count()) if is_in_use else ()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=gpus):
             yield
     finally:
         random.setstate(state)

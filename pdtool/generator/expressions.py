@@ -210,6 +210,8 @@ def literal(value: Any) -> str:
         return sequence(value, literal)
     if isinstance(value, str):
         return '"' + repr(value)[1:-1].replace('"', '\\"') + '"'
+    if isinstance(value, Tensor) and not value.dim():  # on a GPU, torch.tensor would make the host wait
+        return f"torch.full((), {literal(value.item())}, dtype={value.dtype}, device=device)"
     if isinstance(value, Tensor):
         return f"torch.tensor({literal(value.tolist())}, dtype={value.dtype}, device=device)"
     if isinstance(value, Size):

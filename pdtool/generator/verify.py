@@ -30,7 +30,7 @@ from pdtool.errors import PdtoolError, describe_error
 from pdtool.frontend.model_io import ModelInputs, named_leaves, tensors_of
 from pdtool.frontend.model_rules import hook_on_parameter
 from pdtool.frontend.operators import named_state, registered_state, shared_memory
-from pdtool.frontend.random_numbers import derive_seed, random_state_kept, seed_generators
+from pdtool.frontend.random_numbers import derive_seed, random_state_kept, seed_generators, seed_torch
 from pdtool.frontend.user_code import line_of
 from pdtool.frontend.user_modules import user_modules_importable
 from pdtool.generator.kept_state import (
@@ -231,7 +231,7 @@ def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batche
     for training in (True, False):
         old, new = build().train(training), build().train(training)
         fresh = kept.value(new)
-        with torch.set_grad_enabled(training), torch.random.fork_rng():
+        with torch.set_grad_enabled(training), random_state_kept():
             for inputs in before:
                 _run("the model", partial(_call, old, inputs), "a minibatch before")
         with torch.no_grad():
@@ -503,14 +503,14 @@ class _SeedByInput(TorchFunctionMode):
         if filling in _FILLING:
             filled = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Tensor))
             with torch._C.DisableTorchFunction():
-                torch.manual_seed(hash((filling, tuple(filled.shape))) & 0x7FFFFFFF)
+                seed_torch(hash((filling, tuple(filled.shape))) & 0x7FFFFFFF, filled.device)
         elif any(word in name for word in _RANDOM):
             first = next((a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)), torch.zeros(0))
             with torch._C.DisableTorchFunction():
                 given = first.contiguous()
                 total = float(given.detach().double().abs().sum())
                 sizes = tuple(size for size in first.shape if size > 1)  # F.dropout1d adds a batch of 1
-                torch.manual_seed(hash((total, sizes)) & 0x7FFFFFFF)
+                seed_torch(hash((total, sizes)) & 0x7FFFFFFF, first.device)
             version = given._version
             args, kwargs = pytree.tree_map(lambda a: given if a is first else a, (args, kwargs))
             result = func(*args, **(kwargs or {}))
@@ -522,7 +522,7 @@ class _SeedByInput(TorchFunctionMode):
 
 @contextmanager
 def _repeatable() -> Iterator[None]:
-    with random_state_kept(), torch.random.fork_rng(), _SeedByInput():
+    with random_state_kept(), _SeedByInput():
         yield
 
 

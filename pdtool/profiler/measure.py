@@ -6,6 +6,7 @@ instruments follow below: seconds on a CPU or a GPU, scratch memory, and the tim
 
 from __future__ import annotations
 
+import gc
 import platform
 import statistics
 import time
@@ -84,16 +85,23 @@ def measure(
         raise UsageError(what, "measure with --device cpu, or estimate for a device by its name, such as --device v100")
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
+
+    def measured() -> Profile:
+        traced = trace_file(model_file, model_file.build(), batch_size)
+        check_autocast(precision, traced.autocast_off)
+        digest = graph_sha256(traced)
+        disable_inplace_modules(traced.model.to(where))
+        profiled = ProfiledModel.of(model_file, traced, batch_size, where, precision=precision)
+        return _Measurement(profiled, where, progress).profile(compiled, note).with_graph(digest)
+
     try:
         with minibatch_errors(model_file, batch_size):
-            traced = trace_file(model_file, model_file.build(), batch_size)
-            check_autocast(precision, traced.autocast_off)
-            digest = graph_sha256(traced)
-            disable_inplace_modules(traced.model.to(where))
-            profiled = ProfiledModel.of(model_file, traced, batch_size, where, precision=precision)
-            return _Measurement(profiled, where, progress).profile(compiled, note).with_graph(digest)
+            return measured()
     finally:
         torch.set_num_threads(before)
+        if where.type == "cuda":  # for the workers that this process may start
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)

@@ -80,9 +80,10 @@ def short_reason(error: RuntimeError | OSError) -> Reason:
     """Return the first sentence of torch.distributed's message, without the line in its sources, or the system's.
 
     Raises:
-        RuntimeError, OSError: `error` itself if this worker ran out of memory, because no other one is to blame.
+        RuntimeError, OSError: `error` itself if this worker ran out of memory, or its GPU failed, because no other one
+            is to blame.
     """
-    if is_out_of_memory(error):
+    if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
         raise error
     said = (isinstance(error, OSError) and error.strerror) or str(error)
     text = re.sub(r"^\[\S*\] ?", "", said).partition(". ")[0][:200]

@@ -98,6 +98,19 @@ def test_stage_files_import_torch_only_and_keep_original_names(function, tmp_pat
     assert state == set(model_file.build().state_dict())
 
 
+def test_generation_does_not_start_cuda(tmp_path, monkeypatch):
+    """A driver may be too old for this torch, and a process with CUDA cannot be forked."""
+
+    def start():
+        raise AssertionError("CUDA was started")
+
+    monkeypatch.setattr(torch.cuda, "_lazy_init", start)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    model_file = small("encoder")
+    profile = skeleton(model_file)
+    assert generate(plan_of(profile, 2), profile, model_file, tmp_path / "b").proof == "values"
+
+
 def test_generation_is_deterministic(tmp_path, monkeypatch):
     monkeypatch.setattr(generate_module, "trace_file", trace_file)
     model_file = small("branchy")

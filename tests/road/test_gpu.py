@@ -47,6 +47,11 @@ def test_profile_on_the_device(name):
     assert 0.3 < profile.coverage < 3
 
 
+def test_profile_leaves_the_memory_to_the_workers_that_this_process_may_start():
+    measure(ModelFile.load(ModelRef(source="pdtool.zoo.vgg16")), batch_size=16, device="cuda")
+    assert torch.cuda.memory_reserved() < 2**27
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_two_workers_share_one_device_through_gloo(name, tmp_path):
     report = trained(name, 2, tmp_path)

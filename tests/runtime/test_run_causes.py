@@ -535,9 +535,14 @@ def test_what_lack_of_memory_looks_like(error: Exception, expected: bool) -> Non
     assert is_out_of_memory(outer) == expected
 
 
-def test_no_peer_is_blamed_for_lack_of_memory() -> None:
-    with pytest.raises(RuntimeError, match=r"^can't allocate"), PeerErrorContext("gradients were not averaged", 1):
-        raise RuntimeError("can't allocate memory")
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("can't allocate memory"), torch.AcceleratorError("CUDA error: device-side assert triggered")],
+    ids=["memory", "GPU"],
+)
+def test_no_peer_is_blamed_for_lack_of_memory_or_a_failed_gpu(error: RuntimeError) -> None:
+    with pytest.raises(type(error), match=str(error)), PeerErrorContext("gradients were not averaged", 1):
+        raise error
 
 
 def test_the_prediction_stands_beside_what_there_is(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import Structure
 from pdtool.runtime.launch.launcher import launch
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
-from pdtool.runtime.loading.minibatch_source import LoadingCost, MinibatchSource
+from pdtool.runtime.loading.minibatch_source import LoadingCost, MinibatchSource, _detached
 from pdtool.runtime.loading.minibatches import DataPass, DatasetSplit, Minibatches
 from pdtool.runtime.memory import is_out_of_memory
 from pdtool.runtime.messages.stage_io import StageIO
@@ -364,6 +364,14 @@ def test_views_and_graphs_of_the_dataset_are_loaded_as_plain_tensors(tmp_path: P
             (inputs,), (target,) = minibatches.load(0)
         assert not inputs.requires_grad
         assert target.untyped_storage().nbytes() == 16
+
+
+def test_a_tensor_that_collate_expands_has_memory_of_its_own_size() -> None:
+    """Memory in which elements overlap cannot be pinned."""
+    expanded = torch.arange(3).expand(4, 3)
+    loaded = _detached(expanded)
+    assert loaded.is_contiguous()
+    assert torch.equal(loaded, expanded)
 
 
 # --- how many ---------------------------------------------------------------------------------------------------------

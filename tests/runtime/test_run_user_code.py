@@ -394,13 +394,15 @@ def test_a_one_cycle_schedule_of_another_length_than_the_run_is_told(tmp_path, c
     assert not warnings[5]
 
 
+@pytest.mark.parametrize("shape", [(2,), ()], ids=["vector", "scalar"])
 @pytest.mark.parametrize(("options", "device"), [("capturable=True", "meta"), ("", "cpu")])
-def test_a_step_count_is_resumed_where_the_optimizer_keeps_it(tmp_path, options, device):
-    """Of a fused or capturable Adam on the parameter's device, here one without memory; else on the CPU."""
+def test_a_step_count_is_resumed_where_the_optimizer_keeps_it(tmp_path, options, device, shape):
+    """Of a fused or capturable Adam on the parameter's device, here one without memory; else on the CPU. All other
+    state is where its parameter is."""
     more = f"def optimizer(named): return torch.optim.Adam([p for _, p in named], {options})\n"
-    model = {"w": torch.nn.Parameter(torch.empty(2, device="meta"))}
+    model = {"w": torch.nn.Parameter(torch.empty(shape, device="meta"))}
     resumed = NamedOptimizer(load(tmp_path, more=more), model, model)
-    record = {"updates": 3, "state": {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}}
+    record = {"updates": 3, "state": {"step": torch.tensor(3.0), "exp_avg": torch.ones(shape)}}
     resumed.load_state_dict({"w": dict(pack(record))})
     state = resumed.optimizer.state[model["w"]]
     assert {key: value.device.type for key, value in state.items()} == {"step": device, "exp_avg": "meta"}

@@ -98,7 +98,10 @@ class WorkersLeft:
         if guess:
             return killed_for_memory_error(f"{what}; {guess}", self._config.plan, place)
         if self._uses_cuda and self._is_aborted(rank):
-            what += "; NCCL's watchdog ends a worker like this if it loses another one, perhaps on another machine"
+            what += (
+                "; NCCL's watchdog ends a worker like this if it loses another one, perhaps on another machine, or if "
+                "its GPU reports an error, which is printed above"
+            )
         is_exit = code is not None and code >= 0
         return WorkerDiedError(what, "if the model file calls os._exit, raise an error instead" if is_exit else "")
 

@@ -132,9 +132,9 @@ def choose_threads(environment: Mapping[str, str], profiled: int | None, cores: 
 
 
 def _device(config: RunConfig, local_rank: int) -> torch.device:
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: streams of routes share no queue
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: streams of routes share no queue
     if not torch.cuda.is_available():
         raise UsageError("device cuda: torch finds no CUDA device here", "leave out --device to train on the CPU")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())

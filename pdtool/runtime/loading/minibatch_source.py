@@ -276,12 +276,12 @@ class TaskDataset(Dataset[LoadedMinibatch | BaseException]):
 
 
 def _detached(tensor: Tensor) -> Tensor:
-    """The tensor, of any shape, without its graph and without the rest of the tensor that it is a view of.
+    """The tensor, of any shape, without its graph and in memory of its own size.
 
-    A graph cannot be sent; the rest should not be.
+    A graph cannot be sent. What a tensor is a view of should not be. One that is expanded cannot be pinned.
     """
     tensor = tensor.detach()
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
 
 
 def _portable(error: PdtoolError) -> BaseException:

@@ -55,7 +55,7 @@ def make_nccl_groups(routes: Sequence[Route], timeout_s: float, device: torch.de
     for route in routes:
         with PeerErrorContext(f"ranks {route.sender} and {route.receiver} did not connect by NCCL"):
             ranks = sorted((route.sender, route.receiver))
-            options = _nccl_options()
+            options = _nccl_options(timeout)
             group = dist.new_group(ranks, timeout=timeout, backend="nccl", pg_options=options, device_id=device)
             if dist.get_rank() in ranks:
                 first = torch.zeros(1, device=device)
@@ -68,7 +68,7 @@ def make_nccl_groups(routes: Sequence[Route], timeout_s: float, device: torch.de
     return groups
 
 
-def _nccl_options() -> Any:
+def _nccl_options(timeout: timedelta) -> Any:
     """Limit a message that waits for its receiver to a few blocks, so that the stage's kernels get the device.
 
     None if the user sets this, or torch has no NCCL.
@@ -77,6 +77,7 @@ def _nccl_options() -> Any:
         return None
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = _MAX_BLOCKS
+    options._timeout = timeout  # else torch warns that it differs
     return options
 
 

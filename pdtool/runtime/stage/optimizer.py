@@ -254,13 +254,17 @@ class NamedOptimizer:
         self.optimizer.state.update(saved["state"])
         vars(self.optimizer).update(saved["attributes"])
 
-    def _placed(self, value: Any, parameter: nn.Parameter) -> Any:
-        """Move a value of a state to where the optimizer had it: its parameter's device, with its strides."""
+    def _placed(self, value: Any, parameter: nn.Parameter, key: Any = None) -> Any:
+        """Move a value of a state, by its key, to where the optimizer had it: its parameter's device, with its
+        strides."""
         if isinstance(value, dict):
-            return {key: self._placed(v, parameter) for key, v in value.items()}
+            return {key: self._placed(v, parameter, key) for key, v in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(self._placed(v, parameter) for v in value)
-        if not isinstance(value, Tensor) or not (value.dim() or self._keeps_counts_on_device(parameter)):
+            return type(value)(self._placed(v, parameter, key) for v in value)
+        if not isinstance(value, Tensor):
+            return value
+        is_count = not value.dim() and (parameter.dim() or key == "step")
+        if is_count and not self._keeps_counts_on_device(parameter):
             return value
         if value.shape != parameter.shape:
             return value.to(parameter.device)
