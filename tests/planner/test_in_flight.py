@@ -144,6 +144,10 @@ def test_a_number_that_is_asked_for_is_taken(schedule):
     if options.schedule in SCHEDULES and SCHEDULES[schedule].flushes:
         options = replace(options, microbatches=8)
     if schedule == "interleaved":
+        with pytest.raises(
+            UsageError, match="--in-flight 2 is not enough for schedule interleaved: 0F2 puts 3 .*larger"
+        ):
+            make_plan(net, "p", cluster, replace(options, in_flight=2))
         options = replace(options, in_flight=12)
     plan = make_plan(net, "p", cluster, options)
     assert plan.stages[0].in_flight == options.in_flight == plan.asked.in_flight

@@ -22,7 +22,7 @@ from typing import Any
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import ONE_WORKER, Certificate, FasterPlan, Plan, Predicted, Rival, Why
 from pdtool.artifacts.profile import Profile
-from pdtool.errors import NoPlanError, UsageError
+from pdtool.errors import NoPlanError, ScheduleError, UsageError
 from pdtool.planner.choice.in_flight import with_wanted_in_flight
 from pdtool.planner.choice.infeasible import explain_infeasible
 from pdtool.planner.choice.selection import Selected, with_moved_borders
@@ -126,7 +126,14 @@ def _chunked_plan(profile: Profile, profile_path: str, cluster: Cluster, options
         placement = with_wanted_in_flight(evaluator, chunks)
         plan = placement.to_plan(profile, profile_path, within).model_copy(update={"asked": options.asked})
         plan.check()
-        plan.check_schedule()
+        try:
+            plan.check_schedule()
+        except ScheduleError as error:
+            if options.in_flight is None:
+                raise
+            fault, asked = error.what.partition("\n")[0], f"--in-flight {options.in_flight}"
+            what = f"{asked} is not enough for schedule {options.schedule}: {fault}"
+            raise UsageError(what, "pass a larger number, or leave it out") from error
         return predict(plan, evaluator, placement)
 
     def fastest(stages: Stages, within: Cluster, *, recomputes: bool) -> Plan:
