@@ -145,7 +145,7 @@ def test_a_number_that_is_asked_for_is_taken(schedule):
         options = replace(options, microbatches=8)
     if schedule == "interleaved":
         with pytest.raises(
-            UsageError, match="--in-flight 2 is not enough for schedule interleaved: 0F2 puts 3 .*larger"
+            UsageError, match=r"--in-flight 2 is not enough for schedule interleaved: 0F2 puts 3 .*larger"
         ):
             make_plan(net, "p", cluster, replace(options, in_flight=2))
         options = replace(options, in_flight=12)

@@ -408,6 +408,18 @@ def test_a_step_count_is_resumed_where_the_optimizer_keeps_it(tmp_path, options,
     assert {key: value.device.type for key, value in state.items()} == {"step": device, "exp_avg": "meta"}
 
 
+def test_a_setting_that_needs_other_state_than_the_resumed_run_has_is_refused(tmp_path):
+    """Once: KeyError: 'max_exp_avg_sq'."""
+    state = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+    more = "def optimizer(named): return torch.optim.Adam([p for _, p in named], amsgrad=True)\n"
+    model = {"w": torch.nn.Parameter(torch.ones(2))}
+    resumed = NamedOptimizer(load(tmp_path, more=more), model, model)
+    resumed.load_state_dict({"w": dict(pack({"updates": 3, "state": state}))})
+    model["w"].grad = torch.ones(2)
+    with pytest.raises(ModelError, match=r"Adam looks for 'max_exp_avg_sq' in its state, .* the settings of that run"):
+        resumed.step()
+
+
 _NOISE = "torch.randn(2) + random.random() + numpy.random.rand()"
 _NOISY_UPDATE = f"""import random
 def after_update(named_parameters, update):

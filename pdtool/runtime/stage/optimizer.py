@@ -77,6 +77,7 @@ class NamedOptimizer:
         self._saved = {(first_names or {}).get(name, name): p for name, p in parameters.items()}
         self._seed = derive_seed(seed, "update", *parameters)
         self.updates, self._has_warned = 0, False
+        self._resumed_after: int | None = None
         self.optimizer = _user_optimizer(file, model_parameters, self.parameters)
         self._wrapped = wrapped_optimizers(self.optimizer) if self.optimizer else {}
         stepped = list(self.parameters.values()) if self.optimizer else []
@@ -117,7 +118,12 @@ class NamedOptimizer:
             try:
                 self.steps.step(self.optimizer, self.updates)
             except Exception as error:
-                raise self._file.error_at(error, f"step {self.updates} of {type(self.optimizer).__name__}") from error
+                name = type(self.optimizer).__name__
+                if isinstance(error, KeyError) and self.updates == self._resumed_after:
+                    what = f"{name} looks for {error} in its state, but the run to resume was trained without it"
+                    remedy = f"give {name} the settings of that run, or start a new run"
+                    raise self._file.error_in("optimizer", what, remedy) from error
+                raise self._file.error_at(error, f"step {self.updates} of {name}") from error
         self.updates += 1
         self._file.after_update(list(self.parameters.items()), self.updates)
         self.schedule.update_done()
@@ -220,7 +226,7 @@ class NamedOptimizer:
         An optimizer of another class begins with an empty state, which is told as a warning.
         """
         records = {self._saved[name]: unpack(entries) for name, entries in state.items()}
-        self.updates = next((record["updates"] for record in records.values()), 0)
+        self.updates = self._resumed_after = next((record["updates"] for record in records.values()), 0)
         self.schedule.catch_up(self.updates)
         self._keep_own_parameters()
         for parameter, record in records.items():
