@@ -107,6 +107,8 @@ class Bundle(YamlArtifact):
             the loss may ignore one of several outputs, or user code that is not looked into one of its inputs.
         opaque_outputs: path of an opaque module -> for each of its calls, the shapes of the tensors that it returns. A
             dimension is None if it is unknown.
+        output_classes: name of a class in the last stage's file -> `module:Class` of the user's class in the model's
+            output that it stands for.
         differs_for_one_sample: whether the stages compute something else than the model from a minibatch of one sample.
     """
 
@@ -125,6 +127,7 @@ class Bundle(YamlArtifact):
     tied: tuple[TiedParameter, ...] = ()
     optional_gradients: bool = False
     opaque_outputs: dict[ModulePath, tuple[tuple[tuple[Dim | None, ...], ...], ...]] = Field(default_factory=dict)
+    output_classes: dict[Identifier, Label] = Field(default_factory=dict)
     differs_for_one_sample: bool = False
 
     def check(self) -> None:

@@ -183,15 +183,9 @@ class Structure:
         made = [child._made() for child in self.children]
         if issubclass(kind, defaultdict):
             return kind(_FACTORIES[self.factory], zip(self.keys, made, strict=True))
-        if issubclass(kind, dict):
-            return _made_dict(kind, made, self.keys)
         if issubclass(kind, deque):
             return kind(made, *self.keys)
-        if hasattr(kind, "__dataclass_fields__"):
-            return _made_dataclass(kind, made, self.keys)
-        if not issubclass(kind, (tuple, list)):
-            raise TypeError("it is not a container")
-        return kind(*made) if hasattr(kind, "_fields") else kind(made)
+        return _made_container(kind, made, self.keys)
 
 
 def _cannot_be_sent(what: str) -> ModelError:
@@ -203,11 +197,36 @@ def _cannot_be_sent(what: str) -> ModelError:
 
 def _class_name(kind: type) -> str:
     """Return the name by which other workers find a class; raises ModelError if they cannot."""
+    if name := global_name(kind):
+        return name
+    raise _cannot_be_sent(f"a {kind.__qualname__}, a class that is not found in {kind.__module__}")
+
+
+def global_name(kind: type) -> str:
+    """Return the name by which other processes find a class, `module:Class`; "" for one that a function defines."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     with suppress(LookupError):
         if _class(name) is kind:
             return name
-    raise _cannot_be_sent(f"a {kind.__qualname__}, a class that is not found in {kind.__module__}")
+    return ""
+
+
+def with_own_classes(value: Any, names: Mapping[str, str]) -> Any:
+    """Return what a stage file returns with the user's own classes, which have methods, and which isinstance() knows.
+
+    Args:
+        names: name of a class in the stage file -> `module:Class` of the user's class that it stands for.
+    """
+    held = children(value)
+    if held is None:
+        return value
+    kind: Any = type(value)
+    with suppress(LookupError):
+        kind = _class(names[kind.__name__])
+    inner = [with_own_classes(child, names) for _, child in held]
+    if kind is type(value) and all(new is old for new, (_, old) in zip(inner, held, strict=True)):
+        return value
+    return _made_container(kind, inner, [key for key, _ in held])
 
 
 def _class(name: str) -> Any:
@@ -247,6 +266,16 @@ def _flatten(value: Any) -> tuple[list[Any], list[Any]]:
 def _flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], list[Any]]:
     values, keys = _flatten(value)
     return [(pytree.MappingKey(key), child) for key, child in zip(keys, values, strict=True)], keys
+
+
+def _made_container(kind: type, values: Sequence[Any], keys: Sequence[Any]) -> Any:
+    if issubclass(kind, dict):
+        return _made_dict(kind, values, keys)
+    if hasattr(kind, "__dataclass_fields__"):
+        return _made_dataclass(kind, values, keys)
+    if not issubclass(kind, (tuple, list)):
+        raise TypeError("it is not a container")
+    return kind._make(values) if hasattr(kind, "_make") else kind(values)
 
 
 def _made_dict(kind: type, values: Sequence[Any], keys: Sequence[Any]) -> Any:

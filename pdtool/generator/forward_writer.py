@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import is_structseq_instance
 
 from pdtool.errors import TraceError
-from pdtool.frontend.model_io import children
+from pdtool.frontend.model_io import children, global_name
 from pdtool.frontend.operators import Branch, ByMode, Operator, Size, State, Traced, Value, named_state
 from pdtool.frontend.random_numbers import operator_draws, values_drawn_like
 from pdtool.generator.expressions import access, access_state, expression, literal, sequence
@@ -440,6 +440,12 @@ def output_classes(output: Any) -> list[str]:
     """Return the lines that define classes like those in the model's output."""
     texts = dict.fromkeys(map(_definition, _containers(output)))
     return [line for text in texts for line in text.splitlines()]
+
+
+def output_class_names(output: Any) -> dict[str, str]:
+    """Return the name of each class that `output_classes` defines -> `module:Class` of the one that it is like."""
+    kinds = {type(value) for value in _containers(output) if _definition(value)}
+    return {kind.__name__: name for kind in kinds if (name := global_name(kind))}
 
 
 def output_text(value: Any, write: Callable[[Any], str]) -> str:

@@ -28,6 +28,7 @@ from pdtool.frontend.random_numbers import random_state_kept
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.trial import tried
 from pdtool.frontend.update_proof import TRIED_UPDATES, check_update
+from pdtool.generator.forward_writer import output_class_names
 from pdtool.generator.kept_state import has_same_content
 from pdtool.generator.stage_file import StageWriter
 from pdtool.generator.variable_uses import changed_in_training
@@ -123,8 +124,8 @@ def check_stage_files(
         StaleError: it differs.
     """
     _, expected = _written(plan, stages, traced, bundle.proof)
-    # An older bundle has fewer digests and no opaque_outputs; only a comparison tells the last one.
-    unknown = {"digests": {}, "opaque_outputs": {}, "differs_for_one_sample": False}
+    # An older bundle has fewer digests, and none of the next two; only a comparison tells the last one.
+    unknown = {"digests": {}, "opaque_outputs": {}, "output_classes": {}, "differs_for_one_sample": False}
     ours, theirs = (made.model_copy(update=unknown) for made in (expected, bundle))
     if ours.content_sha256 == theirs.content_sha256:
         return
@@ -167,6 +168,7 @@ def _written(
         tied=tuple(wiring.tied),
         optional_gradients=wiring.has_optional_gradients,
         opaque_outputs=wiring.opaque_outputs(),
+        output_classes=output_class_names(traced.output),
     )
     return texts, bundle.with_graph(graph_sha256(traced))
 

@@ -13,7 +13,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.report import Report
 from pdtool.errors import TraceError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.model_io import ModelInputs, named_leaves
+from pdtool.frontend.model_io import ModelInputs, named_leaves, with_own_classes
 from pdtool.frontend.tracing import trace
 from pdtool.generator.generate import generate
 from pdtool.generator.verify import compose, copy_state, load_stages
@@ -95,6 +95,10 @@ def test_what_a_loss_does_with_the_output(tmp_path):
     assert torch.allclose(found.loss, expected["loss"])
     assert found["loss"] is found.loss is found[0]
     assert not hasattr(found, "scores")
+    for name, folder in (("named_tuple", "a"), ("dataclass_output", "b"), ("keywords", "c")):
+        expected, found = composed(name, tmp_path / folder)
+        names = Bundle.load(tmp_path / folder / "bundle.yaml").output_classes
+        assert type(with_own_classes((1, {"a": found}), names)[1]["a"]) is type(expected)
     expected, found = composed("largest", tmp_path / "d")
     assert torch.equal(found.indices, expected.indices)
 
@@ -187,6 +191,9 @@ from torch import nn
 class Output(dict):
     __getattr__ = dict.__getitem__
 
+    def total(self):
+        return 2 * self.loss
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -212,7 +219,7 @@ def collate(samples):
     return {"words": words, "mask": mask, "labels": labels}, labels
 
 def loss(output, target):
-    return output.loss
+    return output.total() if isinstance(output, Output) else output.loss
 
 def optimizer(named):
     return torch.optim.SGD([p for _, p in named], lr=0.1)

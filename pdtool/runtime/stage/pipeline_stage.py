@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from pdtool.errors import ModelError
 from pdtool.frontend import compute_mode
 from pdtool.frontend.compute_mode import computing_in
+from pdtool.frontend.model_io import with_own_classes
 from pdtool.frontend.model_rules import check_gradient
 from pdtool.frontend.operators import empty_in_same_place, storage_address
 from pdtool.frontend.random_numbers import OperatorSeeds, is_user_module
@@ -79,6 +80,7 @@ class PipelineStage:
         seeds: None draws the random numbers of stage 0 on the CPU.
         without_gradient: number of an output that has no gradient -> its name.
         modules_of_loss: modules that the loss may use and change.
+        output_classes: see Bundle.
 
     Attributes:
         seeds: seeds of the random numbers that forward draws.
@@ -99,8 +101,9 @@ class PipelineStage:
         seeds: OperatorSeeds | None = None,
         without_gradient: Mapping[int, str] | None = None,
         modules_of_loss: Iterable[nn.Module] = (),
+        output_classes: Mapping[str, str] | None = None,
     ) -> None:
-        self._without_gradient = without_gradient or {}
+        self._without_gradient, self._output_classes = without_gradient or {}, output_classes or {}
         self.module, self._loss, self._autocast = module, loss, autocast
         self._call: Callable[..., Any] = compute_mode.compiled(module) if compiled else module
         self._recomputation = Recomputation((module, *modules_of_loss)) if recompute else None
@@ -199,6 +202,8 @@ class PipelineStage:
         with self._region():
             output = self._call(*inputs)
             if self._loss is not None:
+                if self._output_classes:
+                    output = with_own_classes(output, self._output_classes)
                 return as_tuple(self._differentiable_loss(output, target, inputs)) if with_loss else (output,)
         return self._autocast.cast_outputs(as_tuple(output)) if self._autocast else as_tuple(output)
 

@@ -285,6 +285,7 @@ class StageBuilder:
             seeds=OperatorSeeds(s, device),
             without_gradient={i: o.name for i, o in enumerate(outputs) if not (o.gradient or o.detached)},
             modules_of_loss=self._file.modules.values() if is_last else (),
+            output_classes=config.bundle.output_classes,
         )
 
     def _tied(self, s: int, stage: PipelineStage) -> list[TiedParameterSync]:
