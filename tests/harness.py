@@ -224,6 +224,18 @@ TIED3 = Toy(
 )
 
 
+# the same in two stages, of which the first has another parameter beside the tied one
+TIED2 = replace(
+    TIED3,
+    stages=(
+        (stage(0, "; ".join(_TIED[:2]), "x: return torch.tanh(self.mid(self.embed(x)))"), ("x",), ("h",)),
+        (stage(1, _TIED[2], "h: return self.out(h)"), ("h",), ()),
+    ),
+    tensors=(tensor("x", -1, [0], 5, dtype="int64"), tensor("h", 0, [1], 5, 6)),
+    tied=(TiedParameter(stages=(0, 1), names=("embed.weight", "out.weight")),),
+)
+
+
 # has parameters that nothing uses: they get no gradient, and the optimizer must leave them alone
 UNUSED1 = replace(
     CONV1,

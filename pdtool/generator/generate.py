@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pdtool.artifacts.bundle import Bundle, StageModule
 from pdtool.artifacts.plan import Plan
@@ -24,7 +26,7 @@ from pdtool.frontend.graph_digest import check_profile, graph_sha256
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.operators import Traced, Value, first_names, named_state, registered_state
-from pdtool.frontend.random_numbers import random_state_kept
+from pdtool.frontend.random_numbers import random_state_kept, seed_generators
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.trial import tried
 from pdtool.frontend.update_proof import TRIED_UPDATES, check_update
@@ -44,6 +46,8 @@ from pdtool.generator.wiring import Wiring
 # Copies of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
 _COPIES = 6
 _IN_TRAINING = {"collate", "sampler", "loss", "scheduler", "metrics", "summarize_metrics", "after_update"}
+_COMPUTED_AFTER = {"after_update": "what loss() or metrics() computes", "scheduler": "the learning rate"}
+_COMPARED_UPDATES = (1, 2, 3, TRIED_UPDATES)  # a value may change at first only
 _VERIFIED_SAMPLES = 2  # of most minibatches; 1 is a special case for some operators
 
 
@@ -78,6 +82,8 @@ def generate(
     progress("comparing the stages with the model" if fits else "checking shapes (the model is too large to run here)")
     bundle = bundle.model_copy(update={"differs_for_one_sample": _verify(traced, model_file, texts, bundle)})
     _check_after_update(model_file, bundle)
+    if bundle.tied or plan.chunks > 1:
+        _check_repeated_calls(model_file, bundle)
     prove_update(model_file, bundle, lambda: traced.model)
     _write(folder, texts | {Bundle.FILE: bundle.dump()})
     return bundle
@@ -239,6 +245,60 @@ def _after_update_changes_outputs(model_file: ModelFile, model: nn.Module, input
                 tensor.copy_(state[name])
         return not has_same_content(before, outputs())
     return False
+
+
+def _check_repeated_calls(model_file: ModelFile, bundle: Bundle) -> None:
+    """Check that after_update() and scheduler() may be called several times in one update.
+
+    A worker calls them for each of its stages, and for each parameter that several stages hold.
+
+    Raises:
+        ModelError: the loss, the metrics or the learning rate depends on the number of calls.
+    """
+    needed = ("loss", "dataset", "optimizer")
+    if bundle.proof != "values" or not all(map(model_file.has, needed)):
+        return
+    seen: list[dict[str, Any]] = []
+    with suppress(PdtoolError):  # of user code; others tell
+        model = model_file.build()
+        inputs, target = model_file.example_batch(min(bundle.batch_size, _VERIFIED_SAMPLES))
+        with random_state_kept(), torch.no_grad():
+            output = model_file.as_inputs(inputs).call(model)
+        for calls in (1, 2):
+            work = partial(_seen_after_updates, model_file, model, output, target, calls)
+            seen.append(tried(work, model.parameters()))
+    for function, what in _COMPUTED_AFTER.items() if len(seen) == 2 else ():
+        if not has_same_content(*(each[function] for each in seen)):
+            raise model_file.error_in(
+                function,
+                f"{what} depends on how often {function}() is called, but in each update a worker calls it once for "
+                "each of its stages and for each parameter that several stages hold",
+                "compute the value from the number of the update, as in 0.99**update, and not from the value before",
+            )
+
+
+def _seen_after_updates(
+    model_file: ModelFile, model: nn.Module, output: Any, target: Any, calls: int
+) -> dict[str, Any]:
+    """Return loss and metrics of an output, and the learning rates, after updates with so many calls in each."""
+    parameters = [(name, nn.Parameter(p.detach().clone(), p.requires_grad)) for name, p in model.named_parameters()]
+    for _, parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizers = [model_file.optimizer(parameters) for _ in range(calls)]
+    schedulers = [model_file.scheduler(optimizer, TRIED_UPDATES) for optimizer in optimizers]
+    figures, rates = [], []
+    for update in range(1, TRIED_UPDATES + 1):
+        for i, scheduler in enumerate(schedulers):
+            model_file.after_update(parameters[i::calls], update)
+            if scheduler and not isinstance(scheduler, ReduceLROnPlateau):
+                with suppress(Exception), warnings.catch_warnings():  # of a schedule that is shorter
+                    warnings.simplefilter("ignore")  # no optimizer is stepped
+                    scheduler.step()
+        if update in _COMPARED_UPDATES:
+            seed_generators(0)
+            figures.append((model_file.loss(output, target).detach(), model_file.metrics(output, target)))
+            rates.append([group.get("lr") for group in optimizers[0].param_groups])
+    return {"after_update": figures, "scheduler": rates}
 
 
 def fits_in_memory(model: nn.Module) -> bool:

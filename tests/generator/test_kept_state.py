@@ -456,3 +456,52 @@ def test_every_kind_of_change_is_seen(statement: str) -> None:
     exec(f"model.{statement}")
     (kept,) = kept_attributes(model, before)
     assert kept.name == re.findall(r"\w+", statement.removeprefix("inner."))[0]
+
+
+WITH_STATE_OF_ITS_OWN = """
+import torch
+from torch import nn
+
+TAU, STEPS = 1.0, 0
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mid, self.out = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.mid(self.embed(x))))
+
+def model(): return Net()
+def dataset(split): return [(torch.tensor(i % 9), torch.tensor((i + 1) % 9)) for i in range(8)]
+def loss(output, target): return nn.functional.cross_entropy(output / TAU, target)
+def optimizer(named): return torch.optim.SGD([p for _, p in named], lr=0.1)
+"""
+COUNTED_BY_CALLS = {
+    "loss": ("def after_update(named, update):\n    global TAU\n    TAU = max(0.5, TAU - 0.1)", "what loss"),
+    "rate": (
+        "def rate(step):\n    global STEPS\n    STEPS += 1\n    return min(1, STEPS / 8)\n"
+        "def scheduler(optimizer): return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)",
+        "the learning rate",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED_BY_CALLS)
+def test_what_counts_its_calls_is_refused_where_a_worker_repeats_them(name: str, tmp_path: Path) -> None:
+    """A parameter that stages share is stepped by itself."""
+    function, what = COUNTED_BY_CALLS[name]
+    with pytest.raises(ModelError, match=rf"model.py:\d+: {what}.* depends on how often .* not from the value before"):
+        _generated_tied(function, tmp_path)
+
+
+def test_what_counts_updates_is_not_refused(tmp_path: Path) -> None:
+    _generated_tied("def after_update(named, update):\n    global TAU\n    TAU = 0.9**update", tmp_path)
+
+
+def _generated_tied(function: str, folder: Path) -> None:
+    (folder / "model.py").write_text(f"{WITH_STATE_OF_ITS_OWN}\n{function}\n")
+    file = ModelFile.load(ModelRef(source=str(folder / "model.py")), trusted=True)
+    profile = skeleton(file)
+    assert generate(plan_of(profile, 2), profile, file, folder / "b").tied

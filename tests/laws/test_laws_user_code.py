@@ -17,7 +17,7 @@ from typing import Any
 import harness
 import pytest
 import torch
-from harness import CONV3, SKIP1, SKIP3, TIED3, TWO3, Toy, assert_same, batches, stage_of, weights
+from harness import CONV3, CONV4, SKIP1, SKIP3, TIED2, TIED3, TWO3, Toy, assert_same, batches, stage_of, weights
 from reference import replay
 from test_laws_plain_loop import resumed
 from test_laws_training import pipeline
@@ -307,6 +307,33 @@ def test_memory_that_stays_where_it_is_may_be_kept(tmp_path: Path) -> None:
 def test_a_hook_on_a_gradient_that_no_stage_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"embed.weight has a gradient hook, but several stages hold it"):
         harness.run(harness.job(tmp_path, replace(TIED3, model=TIED3.model + TIED_HOOK)))
+
+
+ONCE = """
+def optimizer(named):
+    named = dict(named)
+    with torch.no_grad():
+        named["{name}"].register_hook(lambda gradient: 0.5 * gradient)
+        named["{name}"].mul_(1.5)
+    return torch.optim.SGD(named.values(), lr=0.05)
+"""
+
+
+@pytest.mark.parametrize(
+    ("toy", "name", "options"),
+    [
+        (TIED2, "mid.weight", {"schedule": "1f1b-flush"}),
+        (CONV4, "conv2.weight", {"schedule": "interleaved", "chunks": 2}),
+    ],
+    ids=["tied", "chunks"],
+)
+def test_what_optimizer_does_to_parameters_happens_once(
+    tmp_path: Path, toy: Toy, name: str, options: dict[str, Any]
+) -> None:
+    """A worker makes an optimizer for each of its stages and for each parameter that stages share."""
+    toy = replace(toy, model=toy.model + ONCE.format(name=name))
+    spec = harness.job(tmp_path, toy, (1, 1), microbatches=4, batch_size=2, **options)
+    assert_same(harness.without_statistics(weights(harness.run(spec))), expected_weights(spec, (1, 1)))
 
 
 @pytest.mark.parametrize("name", ["embed.weight", "out.weight"])

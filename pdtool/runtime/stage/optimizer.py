@@ -10,14 +10,15 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -281,6 +282,26 @@ class NamedOptimizer:
         they are fused or capturable."""
         own = (group for group in self._param_groups if any(p is parameter for p in group["params"]))
         return any(group.get("fused") or group.get("capturable") for group in own)
+
+
+@contextmanager
+def without_changes(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Undo what user code in this context does to parameters: their values, and the hooks of their gradients.
+
+    A worker with several optimizers calls optimizer() for each, with all parameters; a plain loop calls it once.
+    """
+    before = [
+        (p, p.data, p.detach().clone(), p._backward_hooks, {**(p._backward_hooks or {})})
+        for p in parameters
+        if not (p.is_meta or isinstance(p, FakeTensor))  # which have no values
+    ]
+    yield
+    for parameter, memory, values, hooks, content in before:
+        parameter.data = memory.copy_(values)
+        if hooks is not None:
+            hooks.clear()
+            hooks.update(content)
+        parameter._backward_hooks = hooks
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:

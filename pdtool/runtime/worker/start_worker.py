@@ -11,6 +11,7 @@ import copy
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +39,7 @@ from pdtool.runtime.ranks import assign_ranks
 from pdtool.runtime.stage.averaging import ReplicaAverager
 from pdtool.runtime.stage.component import ModuleState
 from pdtool.runtime.stage.losses import LossReader
-from pdtool.runtime.stage.optimizer import NamedOptimizer, RunLength
+from pdtool.runtime.stage.optimizer import NamedOptimizer, RunLength, without_changes
 from pdtool.runtime.stage.pipeline_stage import Autocast, PipelineStage, as_tuple
 from pdtool.runtime.stage.stage_replica import ClippedUpdates, StageReplica
 from pdtool.runtime.stage.tied_parameters import TiedParameterSync
@@ -205,6 +206,7 @@ class StageBuilder:
         model, plan = self.model, self.config.plan
         self._shape, self._file, self._first_names = self.config.shape, model.file, model.first_names
         self._model_state, self._model_parameters = model.model.state_dict(keep_vars=True), model.optimizer_parameters()
+        self._has_called_optimizer = False
         self._delays, self._is_late = gradient_delays(plan.kind, self._shape), not plan.kind.flushes
         self._updates = ClippedUpdates(
             self._file.training.max_grad_norm,
@@ -312,16 +314,18 @@ class StageBuilder:
         config = self.config
         minibatches = math.ceil(self.data.epoch_samples / config.plan.batch_size)
         updates = config.epochs * math.ceil(minibatches / self._shape.update_every[s])
-        return NamedOptimizer(
-            self._file,
-            self._model_parameters,
-            parameters,
-            RunLength(config.epochs, updates, list(self.progress.validation_losses)),
-            config.delay_compensation,
-            self._delays[s],
-            config.seed,
-            self._first_names,
-        )
+        with without_changes(self._model_parameters.values()) if self._has_called_optimizer else nullcontext():
+            self._has_called_optimizer = True
+            return NamedOptimizer(
+                self._file,
+                self._model_parameters,
+                parameters,
+                RunLength(config.epochs, updates, list(self.progress.validation_losses)),
+                config.delay_compensation,
+                self._delays[s],
+                config.seed,
+                self._first_names,
+            )
 
 
 def read_progress(manifest: CheckpointManifest, data: TrainingData) -> Progress:
