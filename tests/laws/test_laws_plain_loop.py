@@ -361,6 +361,27 @@ def test_a_sampler_chooses_the_samples_of_each_epoch(tmp_path: Path) -> None:
         assert_same(found, harness.without_statistics(expected))
 
 
+WITH_A_GENERATOR = """
+GENERATOR = torch.Generator().manual_seed(3)
+
+def sampler(dataset, epoch):
+    return torch.randperm(len(dataset), generator=GENERATOR).tolist()
+"""
+
+
+def test_a_sampler_is_called_once_for_each_epoch(tmp_path: Path) -> None:
+    spec = harness.job(tmp_path, with_code(CONV2, WITH_A_GENERATOR), (1, 1), schedule="gpipe", microbatches=4, epochs=2)
+    found = weights(harness.run(spec))
+    file, generator = ModelFile.load(spec.model, trusted=True), torch.Generator().manual_seed(3)
+    data = file.dataset("train")
+    epochs = [
+        [(data.x[part], data.y[part]) for part in torch.randperm(len(data), generator=generator).split(4)]
+        for _ in range(spec.epochs)
+    ]
+    expected = replay.synchronous(file.build(spec.seed), epochs, file.loss, file.optimizer, 4)
+    assert_same(harness.without_statistics(found), harness.without_statistics(expected))
+
+
 BY_EPOCH = """
 Data.epoch = 0
 Data.__getitem__ = lambda self, i: (self.x[i] + self.epoch, self.y[i])

@@ -140,7 +140,8 @@ class TrainingData:
     ) -> None:
         self.file, self.splits, self._loads = file, splits, loads
         self._seed, self._sampled = config.seed, sampled
-        self._chosen = len(sampled(1)) if sampled else splits["train"].samples
+        self._first_order = sampled(1) if sampled else None  # for its length; sampler() is called once for each epoch
+        self._chosen = splits["train"].samples if self._first_order is None else len(self._first_order)
         self.epoch_samples = samples_in_epoch(self._chosen, config, drop_last=file.training.drop_last)
         self._epochs_go_on = epochs_go_on(splits["train"], config)
 
@@ -156,7 +157,8 @@ class TrainingData:
             ModelError: sampler() chooses a different number of samples than in the first epoch.
         """
         if self._sampled:
-            order = self._sampled(epoch)
+            order = self._first_order if epoch == 1 and self._first_order else self._sampled(epoch)
+            self._first_order = None
         elif self._chosen is None or self.splits["train"].is_stream:
             first = trained if self._epochs_go_on else 0
             return range(first, first + self.epoch_samples)
