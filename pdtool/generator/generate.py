@@ -33,7 +33,7 @@ from pdtool.frontend.update_proof import TRIED_UPDATES, check_update
 from pdtool.generator.forward_writer import output_class_names
 from pdtool.generator.kept_state import has_same_content
 from pdtool.generator.stage_file import StageWriter
-from pdtool.generator.variable_uses import changed_in_training
+from pdtool.generator.variable_uses import changed_in_training, collected
 from pdtool.generator.verify import (
     ModelFailedError,
     VerificationError,
@@ -76,6 +76,7 @@ def generate(
     traced = trace_file(model_file, model_file.build(), plan.batch_size)
     check_profile(traced, profile, model_file.ref.source)
     _check_variables(traced.model, model_file)
+    _check_metrics(model_file, plan.stages[-1].replicas)
     progress("writing the stages")
     fits = fits_in_memory(traced.model)
     texts, bundle = _written(plan, stages, traced, "values" if fits else "shapes")
@@ -94,6 +95,22 @@ def _check_variables(model: nn.Module, model_file: ModelFile) -> None:
     for line, function, variable in changed_in_training(model, model_file.module, _IN_TRAINING):
         what = f"{line}: {function}() changes {variable}, which forward reads, but stages keep its value as a constant"
         raise VerificationError(what, "keep it in a buffer that forward changes")
+
+
+def _check_metrics(model_file: ModelFile, replicas: int) -> None:
+    """Check that metrics() collects nothing for summarize_metrics() if each replica of the last stage sees a part only.
+
+    Raises:
+        VerificationError: it does.
+    """
+    if replicas < 2 or not (model_file.has("metrics") and model_file.has("summarize_metrics")):
+        return
+    for line, variable in collected(model_file.module, "metrics", "summarize_metrics"):
+        raise VerificationError(
+            f"{line}: metrics() collects in {variable} what summarize_metrics() reads, but the last stage has "
+            f"{replicas} replicas, and each sees only its own minibatches",
+            "let metrics() return it in sums, which may be tensors, or plan for a last stage with one replica",
+        )
 
 
 def prove_update(model_file: ModelFile, bundle: Bundle, build: Callable[[], nn.Module]) -> None:

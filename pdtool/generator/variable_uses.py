@@ -116,6 +116,17 @@ def changed_in_training(
                 yield f"{file_name}:{node.lineno}", function.name, ast.unparse(node)
 
 
+def collected(file: ModuleType, function: str, reader: str) -> Iterator[tuple[str, str]]:
+    """Yield (line, variable) for each variable of the user's file that a function changes and another one reads."""
+    read = set(names_read(getattr(file, reader)))
+    tree, _, file_name = _tree(file)
+    for defined in (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function):
+        for node in ast.walk(defined):
+            for part in _changed_by(node):
+                if isinstance(part, ast.Name) and part.id in read and _is_global(part.id, defined, file):
+                    yield f"{file_name}:{part.lineno}", part.id
+
+
 def _is_global(name: str, function: ast.FunctionDef, file: ModuleType) -> bool:
     """Whether a name in a function is that of a variable of its file."""
     nodes = [*ast.walk(function)]

@@ -500,8 +500,29 @@ def test_what_counts_updates_is_not_refused(tmp_path: Path) -> None:
     _generated_tied("def after_update(named, update):\n    global TAU\n    TAU = 0.9**update", tmp_path)
 
 
-def _generated_tied(function: str, folder: Path) -> None:
+COLLECTING = """
+SCORES = []
+def metrics(output, target):
+    COLLECT
+    return {"mean": (output.mean(), 1)}
+def summarize_metrics(totals):
+    return {"median": sorted(SCORES)[len(SCORES) // 2] if SCORES else 0.0}
+"""
+
+
+@pytest.mark.parametrize("statement", ["SCORES.extend(target.tolist())", "SCORES[:] = target.tolist()"])
+def test_what_metrics_collect_is_refused_where_each_replica_has_a_part(statement: str, tmp_path: Path) -> None:
+    code = COLLECTING.replace("COLLECT\n", f"{statement}\n")
+    _generated_tied(code, tmp_path)
+    with pytest.raises(VerificationError, match=r"model.py:\d+: metrics\(\) collects in SCORES .* has 2 replicas"):
+        _generated_tied(code, tmp_path, replicas=2)
+
+
+def _generated_tied(function: str, folder: Path, replicas: int = 1) -> None:
     (folder / "model.py").write_text(f"{WITH_STATE_OF_ITS_OWN}\n{function}\n")
     file = ModelFile.load(ModelRef(source=str(folder / "model.py")), trusted=True)
     profile = skeleton(file)
-    assert generate(plan_of(profile, 2), profile, file, folder / "b").tied
+    plan = plan_of(profile, 2)
+    last = plan.stages[-1].model_copy(update={"replicas": replicas})
+    plan = plan.model_copy(update={"stages": (*plan.stages[:-1], last)})
+    assert generate(plan, profile, file, folder / "b").tied
