@@ -33,6 +33,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from pdtool.files import file_sha256
 from pdtool.host import process_start_s
 
 _ALIASES = f"{__name__}."  # prefix for model files whose own name a library has
@@ -76,6 +77,12 @@ def user_modules_importable() -> Iterator[None]:
                 del sys.modules[name]
             else:
                 sys.modules[name] = module
+
+
+def imported_digests() -> dict[str, str]:
+    """Return the digest of each of the user's files that this process has imported, by its module's name."""
+    places = {user_module(name): _place(name, module) for name, module in [*sys.modules.items()]}
+    return {name: file_sha256(place) for name, place in places.items() if place and place.is_file()}
 
 
 def files_and_classes(kinds: Collection[type]) -> list[ModuleType | type]:

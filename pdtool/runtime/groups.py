@@ -30,6 +30,7 @@ from pdtool.artifacts.text_formats import FormatError, read_message, write_messa
 from pdtool.errors import UsageError, printable
 from pdtool.files import file_sha256, open_in_place
 from pdtool.frontend.user_code import find_source
+from pdtool.frontend.user_modules import imported_digests
 from pdtool.options.declaration import declared
 from pdtool.options.run_options import RunOptions
 from pdtool.runtime.config import RunConfig
@@ -258,38 +259,60 @@ def run_settings(config: RunConfig) -> dict[str, str]:
     }
     if config.resume:
         digests["--resume"] = RunDir(config.resume).latest_checkpoint().manifest().content_sha256
-    return settings | {name: digest[:_DIGITS] for name, digest in digests.items()} | {"pdtool's version": __version__}
+    versions = {"pdtool's version": __version__, "torch's version": torch.__version__.partition("+")[0]}
+    return settings | {name: digest[:_DIGITS] for name, digest in digests.items()} | versions
 
 
-def check_agreement(config: RunConfig, group: object) -> None:
+def user_code_settings(optimizer: str) -> dict[str, str]:
+    """Return what must be the same of the user's code, as far as this worker has executed it.
+
+    Args:
+        optimizer: the settings of optimizer()'s result.
+    """
+    files = {f"the file of module {name}": digest[:_DIGITS] for name, digest in imported_digests().items()}
+    return files | ({"optimizer()": optimizer} if optimizer else {})
+
+
+def check_agreement(own_settings: Mapping[str, str], group: object, missing: str | None = "none") -> None:
     """Compare the settings of all workers of `group`; all call it together.
+
+    Args:
+        own_settings: those of this worker.
+        missing: see describe_differences.
 
     Raises:
         UsageError: on every worker, if they differ; it says which settings, and the value on each machine.
         PeerError: a worker does not come.
     """
     machine = os.environ.get("GROUP_RANK")
-    place = f"rank {os.environ['RANK']}" if machine is None else f"machine {machine}"
-    own = (f"{place} ({socket.gethostname()})", run_settings(config))
+    place = f"rank {dist.get_rank()}" if machine is None else f"machine {machine}"
+    own = (f"{place} ({socket.gethostname()})", dict(own_settings))
     settings = all_gather(own, tuple[str, dict[str, str]], group, "the settings of the run")
-    differences = describe_differences(settings)
+    differences = describe_differences(settings, missing)
     if differences:
         what = f"the workers got different settings: {'; '.join(differences)}"
-        raise UsageError(what, "run the same command with the same files on every machine; only --node-rank may differ")
+        remedy = (
+            "run the same command with the same files on every machine, and with the same environment variables if "
+            "model.py reads any; only --node-rank may differ"
+        )
+        raise UsageError(what, remedy)
 
 
-def describe_differences(workers: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
+def describe_differences(workers: Sequence[tuple[str, Mapping[str, str]]], missing: str | None = "none") -> list[str]:
     """Say for each setting that differs which value each place has.
 
     Args:
-        workers: place and settings of each; a missing setting is `none`.
+        workers: place and settings of each.
+        missing: value of a missing setting; None: it differs from no other.
     """
     names = dict.fromkeys(name for _, settings in workers for name in settings)
     differences = []
     for name in names:
         places: dict[str, dict[str, None]] = {}
         for place, settings in workers:
-            places.setdefault(settings.get(name, "none"), {})[place] = None
+            value = settings.get(name, missing)
+            if value is not None:
+                places.setdefault(value, {})[place] = None
         if len(places) > 1:
             values = ", ".join(f"{value} on {' and '.join(where)}" for value, where in places.items())
             differences.append(f"{name} is {values}")

@@ -23,6 +23,7 @@ from test_laws_plain_loop import resumed
 from test_laws_training import pipeline
 
 from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.user_code import find_source
 from pdtool.runtime.config import RunConfig
 
 DRAWS = int(os.environ.get("PDTOOL_USER_PROGRAMS", 12))
@@ -307,6 +308,37 @@ def test_memory_that_stays_where_it_is_may_be_kept(tmp_path: Path) -> None:
 def test_a_hook_on_a_gradient_that_no_stage_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"embed.weight has a gradient hook, but several stages hold it"):
         harness.run(harness.job(tmp_path, replace(TIED3, model=TIED3.model + TIED_HOOK)))
+
+
+OF_A_MACHINE = """
+import sys
+from pathlib import Path
+RANK = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+sys.path.insert(0, str(Path(__file__).parent / str(RANK)))
+import settings_of_machine
+def optimizer(named):
+    return torch.optim.SGD([p for _, p in named], lr=LR)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"),
+    [
+        ("0.1 * (1 + RANK)", r"optimizer\(\) is SGD\(.*lr=0.1, .*\) on rank 0 .*lr=0.2, .* on rank 1"),
+        ("0.1", r"the file of module settings_of_machine is \w+ on rank 0 .*, \w+ on rank 1"),
+    ],
+    ids=["settings", "imported file"],
+)
+def test_replicas_do_not_train_with_different_code(tmp_path: Path, rate: str, words: str) -> None:
+    """Two machines may have other environment variables, or other versions of a file that model.py imports."""
+    toy = replace(SKIP1, model=SKIP1.model + OF_A_MACHINE.replace("LR", rate))
+    spec = harness.job(tmp_path, toy, (2,))
+    for rank in range(2):
+        folder = find_source(spec.model.source).parent / str(rank)
+        folder.mkdir()
+        (folder / "settings_of_machine.py").write_text("#" * rank)
+    with pytest.raises(AssertionError, match=words):
+        harness.run(spec)
 
 
 ONCE = """

@@ -89,6 +89,7 @@ def test_differences_are_told_with_the_machine() -> None:
         "--seed is 0 on machine 0 (a), 1 on machine 1 (b)",
         "--resume is none on machine 0 (a), abc on machine 1 (b)",
     ]
+    assert describe_differences(workers, missing=None) == ["--seed is 0 on machine 0 (a), 1 on machine 1 (b)"]
 
 
 @pytest.mark.parametrize(

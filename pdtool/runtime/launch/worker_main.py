@@ -21,7 +21,7 @@ from pdtool.machines import use_loopback
 from pdtool.rendezvous import loopback_hint
 from pdtool.runtime import worker_end
 from pdtool.runtime.config import RunConfig
-from pdtool.runtime.groups import PeerErrorContext, check_agreement, check_shared
+from pdtool.runtime.groups import PeerErrorContext, check_agreement, check_shared, run_settings
 from pdtool.runtime.launch.process_group import join_group
 from pdtool.runtime.memory import choose_heap, is_out_of_memory, out_of_memory_error
 from pdtool.runtime.ranks import assign_ranks
@@ -94,7 +94,7 @@ def run_worker(config: RunConfig, meeting_folder: str = "") -> Report:
             timeout = timedelta(seconds=config.timeout_s)
             store = dist.FileStore(f"{meeting_folder}/store", world_size) if meeting_folder else None  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, timeout=timeout, rank=rank, world_size=world_size)
-        check_agreement(config, dist.group.WORLD)
+        check_agreement(run_settings(config), dist.group.WORLD)
         if world_size != len(assignments):
             remedy = "start one per worker"
             raise UsageError(f"{world_size} processes were started, but the plan needs {len(assignments)}", remedy)

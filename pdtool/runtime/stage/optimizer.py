@@ -38,6 +38,7 @@ from pdtool.runtime.corrections import CompensatedSteps, DelayCompensation
 from pdtool.runtime.stage.component import CannotPackError, pack, unpack
 
 _PLAIN = (bool, int, float, str)
+_MAX_SETTINGS = 200
 
 
 class NamedOptimizer:
@@ -55,6 +56,7 @@ class NamedOptimizer:
 
     Attributes:
         optimizer: None if the user's optimizer takes none of the parameters.
+        settings: its class and the values of its parameter groups as optimizer() makes them, for comparison.
         schedule: schedule of its learning rate.
         steps: the optimizer's steps, corrected for their delay.
         updates: steps taken, including those of the runs that this one resumed.
@@ -80,6 +82,7 @@ class NamedOptimizer:
         self.updates, self._has_warned = 0, False
         self._resumed_after: int | None = None
         self.optimizer = _user_optimizer(file, model_parameters, self.parameters)
+        self.settings = _settings_of(self.optimizer) if self.optimizer else ""
         self._wrapped = wrapped_optimizers(self.optimizer) if self.optimizer else {}
         stepped = list(self.parameters.values()) if self.optimizer else []
         self.steps = CompensatedSteps(compensation, stepped, delay)
@@ -282,6 +285,20 @@ class NamedOptimizer:
         they are fused or capturable."""
         own = (group for group in self._param_groups if any(p is parameter for p in group["params"]))
         return any(group.get("fused") or group.get("capturable") for group in own)
+
+
+def _settings_of(optimizer: Optimizer) -> str:
+    """The settings of an optimizer, as `Adam(lr=0.1, ...)`; a digest stands for what is too long."""
+    groups = [
+        ", ".join(f"{key}={value!r}" for key, value in sorted(group.items()) if _is_plain(value))
+        for group in optimizer.param_groups
+    ]
+    text = f"{type(optimizer).__name__}({'; '.join(dict.fromkeys(groups))})"
+    return text if len(text) < _MAX_SETTINGS else f"{text[:_MAX_SETTINGS]}... {derive_seed(text):x}"
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (isinstance(value, (tuple, list)) and all(map(_is_plain, value)))
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import dtype_of
 from pdtool.frontend.random_numbers import OperatorSeeds
 from pdtool.runtime.config import RunConfig
-from pdtool.runtime.groups import all_gather, broadcast, make_process_groups
+from pdtool.runtime.groups import all_gather, broadcast, check_agreement, make_process_groups, user_code_settings
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatch_source import MinibatchSource, usable_workers
 from pdtool.runtime.loading.minibatches import DatasetSplit, TrainingData
@@ -225,6 +225,8 @@ class StageBuilder:
         memory.received_bytes, memory.sent_bytes = channels.device_bytes, channels.sent_bytes
         memory.limit_bytes = self.config.plan.cluster.memory_bytes
         stages = {s: self._replica(s, module, channels) for s, module in self.modules.items()}
+        optimizer = next(filter(None, (replica.optimizer.settings for replica in stages.values())), "")
+        check_agreement(user_code_settings(optimizer), self.place.groups.world, missing=None)
         warning = next(replica.optimizer.schedule.length_warning for replica in stages.values())
         if warning and self.place.assignment.rank == 0:
             sys.stderr.write(f"warning: {warning}\n")
