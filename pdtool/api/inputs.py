@@ -261,6 +261,8 @@ def candidate(kind: str, given: str | None) -> str:
     Raises:
         UsageError: there is none, or there are several; it lists them.
     """
+    if given is not None and not given.strip():
+        raise UsageError(f"the path of the {kind} is empty", f"name it, or leave it out to take the only {kind}")
     if given:
         return given
     folder, pattern, maker = _KINDS[kind]

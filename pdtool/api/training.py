@@ -125,7 +125,8 @@ def generated(inputs: Inputs, folder: Path) -> Bundle:
         "shapes": "the model is too large to run here: only shapes and wiring are checked, not values",
     }
     for path, content in edited.items():
-        kept = path.with_name(f"{path.name}~")
+        names = chain([f"{path.name}~"], (f"{path.name}~{number}" for number in count(2)))
+        kept = next(other for other in map(path.with_name, names) if not os.path.lexists(other))
         kept.write_bytes(content)
         note(f"{folder / path.name} was edited since codegen wrote it. Your edited file is now {folder / kept.name}")
     files = ", ".join([*(stage.file for stage in bundle.stages), Bundle.FILE])

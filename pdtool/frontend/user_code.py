@@ -34,6 +34,7 @@ _ZOO = Path(__file__).parent.parent / "zoo"
 # Code that defines names invisibly to a reader of the file.
 _BINDS_UNSEEN = re.compile(r"import\s*\*|\b(global|globals|exec|eval|setattr|vars|__dict__)\b")
 _TRAINED_WITH = ("dataset", "loss", "optimizer")
+_importing: set[Path] = set()  # model files
 
 
 def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
@@ -106,6 +107,10 @@ def import_source(source: str, path: Path) -> ModuleType:
     Args:
         path: absolute, because the file may change the current folder.
     """
+    if path in _importing:
+        what = f"{path.name} calls pdtool when it is imported, and pdtool imports it to find its functions"
+        raise ModelError(what, 'put these calls under `if __name__ == "__main__":`')
+    _importing.add(path)
     is_module = not source.endswith(".py") and "/" not in source
     sys.path.insert(0, str(Path.cwd() if is_module else path.resolve().parent))
     sys.argv = [str(path)]
@@ -121,8 +126,12 @@ def import_source(source: str, path: Path) -> ModuleType:
             name = source if file.resolve() == path.resolve() else file.name
             line = f":{error.lineno}" if error.lineno else ""
             raise ModelError(f"{name}{line}: {error.msg}") from error
+        except ModelError:  # of such a call
+            raise
         except Exception as error:
             raise error_at(path, error, "importing it") from error
+        finally:
+            _importing.discard(path)
 
 
 @contextmanager

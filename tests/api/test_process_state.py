@@ -145,3 +145,13 @@ def test_run_in_a_program_from_stdin(road: Folder) -> None:
     command = [sys.executable, "-"]
     ran = subprocess.run(command, input=FROM_STDIN, cwd=road.path, capture_output=True, text=True, timeout=120)
     assert (ran.returncode, ran.stdout) == (0, "1-1\n"), ran.stderr
+
+
+def test_a_model_file_that_calls_pdtool_unguarded_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(f"{NET}\nimport pdtool\npdtool.profile(__file__, batch_size=4)\n")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ran = subprocess.run(
+        [sys.executable, "main.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ran.stderr.splitlines()[-1].endswith('under `if __name__ == "__main__":`')
+    assert "main.py calls pdtool when it is imported" in ran.stderr.splitlines()[-1]

@@ -187,6 +187,9 @@ def test_an_edited_stage_file_is_run_with_trust_only_and_never_overwritten_unask
     told = road.pdtool("codegen").stderr
     assert "plans/model-2/stage_1.py was edited since codegen wrote it. Your edited file is now plans/model" in told
     assert (folder / "stage_1.py~").read_text() == text
+    stage.write_text(text + "# again\n")
+    assert "Your edited file is now plans/model-2/stage_1.py~2" in road.pdtool("codegen").stderr
+    assert [(folder / f"stage_1.py~{n}").read_text() for n in ("", 2)] == [text, text + "# again\n"]
     stage.write_text(text)
     Bundle.load(folder / "bundle.yaml").trusting(folder).save(folder / "bundle.yaml")
     errors = road.pdtool("run", "--steps", "2", code=3).stderr

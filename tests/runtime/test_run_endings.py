@@ -22,12 +22,12 @@ import harness
 import pytest
 from harness import faulty
 
-from pdtool.artifacts.run_dir import RunDir
+from pdtool.artifacts.run_dir import RunDir, RunState
 from pdtool.errors import PdtoolError
 from pdtool.runtime import worker_end as shared_memory_files
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.launch import launcher
-from pdtool.runtime.launch.process_group import Reaper
+from pdtool.runtime.launch.process_group import Reaper, stop_message
 from pdtool.runtime.status import read_status
 
 SCRIPT = """
@@ -115,6 +115,16 @@ class Launcher:
         self.left = [path.name for path in self.temporary_folder.glob("pymp-*")]
         shutil.rmtree(self.temporary_folder)
         return self.process.returncode
+
+
+def test_after_the_last_epoch_a_signal_leaves_a_result(tmp_path: Path) -> None:
+    out = RunDir(tmp_path / "my run")
+    for epoch in (1, 2):
+        out.checkpoint(epoch).path.mkdir(parents=True)
+        out.checkpoint(epoch).manifest_file.touch()
+    RunState(plan="p", config="1-1", schedule="1f1b", epochs=2).save(out.state_file)
+    message = stop_message(signal.SIGINT, out.path)
+    assert message == f"stopped by Ctrl-C after all epochs; their result is `pdtool export '{out.path}'`"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
