@@ -237,6 +237,10 @@ def minibatch_errors(model_file: ModelFile, batch_size: int) -> Iterator[None]:
             what = f"torch has no kernel for a minibatch in this precision on this CPU ({error})"
             remedy = "leave out --precision bf16, or set torch.backends.mkldnn.enabled = False in the file"
             raise model_file.error(what, remedy) from error
+        if "modified by an inplace operation" in str(error):
+            what = f"the backward of a minibatch needs a value that was changed in place ({error})"
+            remedy = "if forward reads a buffer and assigns it later, read a copy of it, as in self.scale.clone()"
+            raise model_file.error(what, remedy) from error
         raise model_file.error_at(error, "a minibatch") from error
     except Exception as error:
         if "more than 1 value per channel" not in str(error):

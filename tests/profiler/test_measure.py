@@ -340,6 +340,33 @@ def test_a_minibatch_too_small_to_normalise_over_says_so(model_file):
         estimate(model_file, batch_size=1, device=find_device("v100"))
 
 
+BUFFER_THAT_BACKWARD_NEEDS = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+        self.register_buffer("scale", torch.ones(8))
+    def forward(self, x):
+        h = self.first(x) / self.scale
+        if self.training:
+            self.scale = 0.9 * self.scale + 0.1 * h.detach().abs().mean(0)
+        return self.last(h)
+def model(): return Net()
+def example_inputs(batch_size): return torch.randn(batch_size, 8)
+"""
+
+
+def test_a_buffer_that_is_assigned_before_its_backward_is_told(tmp_path):
+    (tmp_path / "model.py").write_text(BUFFER_THAT_BACKWARD_NEEDS)
+    file = ModelFile.load(ModelRef(source=str(tmp_path / "model.py")), trusted=True)
+    with pytest.raises(ModelError, match=r"needs a value that was changed in place .*; .* as in self.scale.clone\(\)"):
+        measure(file, batch_size=4)
+    (tmp_path / "model.py").write_text(BUFFER_THAT_BACKWARD_NEEDS.replace("/ self.scale", "/ self.scale.clone()"))
+    measure(ModelFile.load(file.ref, trusted=True), batch_size=4)
+
+
 def test_a_batch_larger_than_the_data_says_so(model_file):
     with pytest.raises(ModelError, match="64 samples, fewer than one minibatch of 100"):
         measure(model_file, batch_size=100)
