@@ -173,22 +173,22 @@ class _Measurement:
         """Time the whole step, each node's forward and each node's backward.
 
         Whole steps and passes through the nodes take turns, so that both run under the same conditions. A pass runs
-        every node once, in order, so that caches are as in training. The first round is for warming up. But it counts
-        if the first two take longer than the budget and agree, because then there is no third.
+        every node once, in order, so that caches are as in training. Each node has run before, but the first whole
+        step is for warming up. If two rounds take longer than the budget and agree, there is no third.
         """
         start = time.perf_counter()
+        self._whole_step()
+        round_s = 2 * (time.perf_counter() - start)
+        if self.device.type == "cuda":
+            self._pass(self._timer)  # the timer learns how long launches take
+        count = max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(_BUDGET_S / round_s)))
         steps: list[float] = []
         passes: list[tuple[Readings, Readings]] = []
-        count = _MIN_ROUNDS
-        while len(steps) <= count and not (time.perf_counter() - start > _BUDGET_S and _agree(steps[-2:], passes[-2:])):
-            self.progress(len(steps), 1 + count)
+        while len(steps) < count and not (time.perf_counter() - start > _BUDGET_S and _agree(steps, passes)):
+            self.progress(len(steps), count)
             steps.append(self._whole_step())
-            passes.append(self._pass(self._timer))  # on a GPU, the first teaches the timer how long launches take
-            if len(steps) == 1:
-                count = max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(_BUDGET_S / (time.perf_counter() - start))))
-        self.progress(1 + count, 1 + count)
-        if len(steps) > 2:
-            del steps[0], passes[0]
+            passes.append(self._pass(self._timer))
+        self.progress(count, count)
         forwards, backwards = (
             {name: statistics.median(times[kind][name] for times in passes) for name in passes[0][kind]}
             for kind in (0, 1)
