@@ -6,7 +6,7 @@ A worker may use the memory given by `--memory`, or else by the cluster file, or
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
@@ -48,7 +48,7 @@ NO_LIMIT = "none"  # value of --memory besides a size
 
 @unchanged_caller()
 def partition(
-    profile: Profile | Path | str | Sequence[Path | str],
+    profile: Profile | Path | str | Sequence[Profile | Path | str],
     *,
     topology: str | None = None,
     cluster: Path | str | None = None,
@@ -65,8 +65,8 @@ def partition(
     """Find the fastest plan to train a profiled model on a cluster: a pipeline, data parallelism or one worker alone.
 
     Args:
-        profile: the profile, or the path of its file; with `samples_per_update`, paths of several profiles with
-            different batch sizes: the plan is for the fastest of these.
+        profile: the profile, or the path of its file; with `samples_per_update`, several with different batch sizes:
+            the plan is for the fastest of these.
         topology: shape of the cluster: "4x4" is 4 servers with 4 devices each.
         cluster: a file from `pdtool probe`, instead of `topology`, `bandwidth` and `latency`.
         bandwidth: of one link of each level, in bits or bytes per second, such as "10Gbit/s,12GB/s".
@@ -90,10 +90,8 @@ def partition(
     given = {"topology": topology, "cluster": optional_text(cluster), "bandwidth": bandwidth, "latency": latency}
     given |= {"memory": memory, "strategy": strategy, "replicas": replicas, "schedule": schedule}
     asked = read_options("partition", PartitionOptions, given | {"microbatches": microbatches} | options)
-    if isinstance(profile, Profile):
-        profile = path_of_profile(profile, "-")
-    several = profile if isinstance(profile, Iterable) and not isinstance(profile, str) else [profile]
-    paths = [path_text(each) for each in several]
+    several = profile if isinstance(profile, Sequence) and not isinstance(profile, (str, bytes)) else [profile]
+    paths = [path_of_profile(each, "-") if isinstance(each, Profile) else path_text(each) for each in several]
     if not paths:
         raise UsageError("no profile is given", "pass the path of one, or of several of the same model")
     plan = planned_for(paths, asked)

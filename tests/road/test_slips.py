@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import pdtool
+from pdtool import Plan
 from pdtool.api.model_settings import assignments
 from pdtool.errors import UsageError
 from pdtool.frontend.user_code import parse_settings
@@ -119,6 +120,7 @@ def test_a_wrong_value_in_python_is_named(call, says, road):
         (lambda: pdtool.check(None), "a plan or its path is needed, not a NoneType"),
         (lambda: pdtool.profile(5), "a path is needed, not an int"),
         (lambda: pdtool.partition(None, topology="2"), "a path is needed, not a NoneType"),
+        (lambda: pdtool.partition(Plan.load(PLAN), topology="2"), "a path is needed, not a Plan"),
         (lambda: pdtool.run(PLAN, dry_run=True), "has no option 'dry_run'"),
         (lambda: pdtool.run(PLAN, output=["runs/a"]), "a path is needed, not a list"),
         (lambda: pdtool.export(None), "a path is needed, not a NoneType"),

@@ -60,8 +60,7 @@ def test_a_profile_knows_its_threads() -> None:
 def test_run_takes_the_threads_of_the_profile(tmp_path: Path) -> None:
     profile = measured("AMD EPYC, 2 threads")
     inputs = Inputs("plan.yaml", samples.plan(), profile, ModelRef(source="model.py"), trusted=False)
-    asked = RunOptions(output=str(tmp_path / "run"))
-    assert training._config(inputs, samples.bundle(), asked).threads == 2
+    assert training._config(inputs, samples.bundle(), RunOptions(), tmp_path / "run").threads == 2
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from pdtool.runtime.corrections import CompensatedSteps, DelayCompensation
 from pdtool.runtime.stage.component import CannotPackError, pack, unpack
 
 _PLAIN = (bool, int, float, str)
-_MAX_SETTINGS = 200
+_MAX_SETTINGS = 500
 
 
 class NamedOptimizer:
@@ -290,7 +290,9 @@ class NamedOptimizer:
 def _settings_of(optimizer: Optimizer) -> str:
     """The settings of an optimizer, as `Adam(lr=0.1, ...)`; a digest stands for what is too long."""
     groups = [
-        ", ".join(f"{key}={value!r}" for key, value in sorted(group.items()) if _is_plain(value))
+        ", ".join(
+            f"{key}={value!r}" for key, value in sorted(group.items()) if key not in NAMES_OF_GROUP and _is_plain(value)
+        )
         for group in optimizer.param_groups
     ]
     text = f"{type(optimizer).__name__}({'; '.join(dict.fromkeys(groups))})"
