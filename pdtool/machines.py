@@ -60,6 +60,13 @@ class Machines:
         return range(self.node_rank * share, (self.node_rank + 1) * share)
 
     @property
+    def flags(self) -> str:
+        """The options of this machine's command, with a space before them; "" with one machine."""
+        if self.count == 1:
+            return ""
+        return f" --nnodes {self.count} --node-rank {self.node_rank} --rdzv-endpoint {self.endpoint}"
+
+    @property
     def rendezvous_address(self) -> tuple[str, int]:
         """(host, port) of the store on machine 0; port 0 stands for any free port."""
         return parse_endpoint(self.endpoint) if self.count > 1 else (LOOPBACK, 0)

@@ -28,6 +28,8 @@ sys.path.append(str(Path(__file__).parent))
 
 from collection import FAILS, FAMILIES, LIBRARIES, Outcome, take_the_road, tasks
 
+from pdtool.units import counted
+
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
 _PROCESSES = 2
 _MODELS_PER_POOL = 40
@@ -108,7 +110,7 @@ def _sentence(name: str, outcome: Outcome) -> str:
     if outcome.code:
         return f"refused: {outcome.message.removeprefix('error: ')}"
     whole = f"; opaque: {', '.join(outcome.opaque)}" if outcome.opaque else ""
-    return f"trained on {outcome.stages} stage(s){whole}"
+    return f"trained on {counted(outcome.stages, 'stage')}{whole}"
 
 
 def _document(outcomes: Mapping[str, Outcome]) -> str:

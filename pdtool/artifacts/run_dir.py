@@ -37,6 +37,7 @@ from pdtool.artifacts.metrics import MetricsLine, read_metrics
 from pdtool.artifacts.report import Report
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.files import check_no_link, open_in_place, quoted
+from pdtool.machines import Machines
 
 UNWRITABLE = (OSError, PdtoolError)  # of a full disk, say: a failed record must not end a run
 _FLOCK = struct.Struct("@hhqqi")  # struct flock of Linux: type, whence, start, length, process
@@ -327,9 +328,13 @@ class RunDir:
             if state := self.state():
                 state.model_copy(update=changes).save(self.state_file)
 
-    def resume_command(self) -> str:
-        """Return the command that continues the run, or starts it again if it has no checkpoint yet."""
-        return f"pdtool run -o {quoted(self.path)} --resume"
+    def resume_command(self, machines: Machines | None = None) -> str:
+        """Return the command that continues the run, or starts it again if it has no checkpoint yet.
+
+        Args:
+            machines: those of the launch, if known.
+        """
+        return f"pdtool run -o {quoted(self.path)} --resume{machines.flags if machines else ''}"
 
     def put_report_aside(self, epochs_done: int) -> None:
         """Rename the report of the resumed run in this folder, because it does not belong to this run."""

@@ -24,6 +24,7 @@ from harness import faulty
 
 from pdtool.artifacts.run_dir import RunDir, RunState
 from pdtool.errors import PdtoolError
+from pdtool.machines import Machines
 from pdtool.runtime import worker_end as shared_memory_files
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.launch import launcher
@@ -117,12 +118,17 @@ class Launcher:
         return self.process.returncode
 
 
-def test_after_the_last_epoch_a_signal_leaves_a_result(tmp_path: Path) -> None:
+def test_a_signal_says_how_to_go_on_and_after_the_last_epoch_what_there_is(tmp_path: Path) -> None:
     out = RunDir(tmp_path / "my run")
     for epoch in (1, 2):
         out.checkpoint(epoch).path.mkdir(parents=True)
         out.checkpoint(epoch).manifest_file.touch()
     RunState(plan="p", config="1-1", schedule="1f1b", epochs=2).save(out.state_file)
+    (out.checkpoint(2).manifest_file).rename(out.path / "other")
+    machines = Machines(2, 1, "node0:29500")
+    command = f"pdtool run -o '{out.path}' --resume --nnodes 2 --node-rank 1 --rdzv-endpoint node0:29500"
+    assert stop_message(signal.SIGINT, out.path, machines).endswith(f"(epoch 1) with `{command}`")
+    (out.path / "other").rename(out.checkpoint(2).manifest_file)
     message = stop_message(signal.SIGINT, out.path)
     assert message == f"stopped by Ctrl-C after all epochs; their result is `pdtool export '{out.path}'`"
 

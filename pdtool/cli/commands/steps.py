@@ -133,5 +133,5 @@ def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> No
         note(f"see the run: pdtool report {folder}; export its weights: pdtool export {folder}")
     if report.target_reached is False:
         what = f"target {report.target} was not reached in {counted(report.epochs, 'epoch')}"
-        command = f"{RunDir(config.out).resume_command()} --epochs {2 * config.epochs}"
+        command = f"{RunDir(config.out).resume_command(config.machines)} --epochs {2 * config.epochs}"
         raise TargetMissedError(what, f"train longer: `{command}`")

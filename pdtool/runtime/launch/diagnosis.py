@@ -214,7 +214,7 @@ def _how_to_go_on(config: RunConfig, *, is_needed: bool) -> list[str]:
     if done and max(done) >= config.epochs:
         return [f"all epochs were trained: `pdtool export {quoted(config.out)}` writes the weights"]
     if done:
-        return [f"continue from the last checkpoint with `{RunDir(config.out).resume_command()}`"]
+        return [f"continue from the last checkpoint with `{RunDir(config.out).resume_command(config.machines)}`"]
     return ["start it again"] if is_needed else []
 
 

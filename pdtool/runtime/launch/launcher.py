@@ -167,7 +167,7 @@ def _launch_workers(
         if config.machines.node_rank == 0:
             run_dir.update_state(end="stopped", reason=process_group.stop_name(stop_signal))
         with suppress(OSError):  # of a terminal that has hung up
-            notify(process_group.stop_message(stop_signal, config.out))
+            notify(process_group.stop_message(stop_signal, config.out, config.machines))
         process_group.end_by_signal(stop_signal)
         raise KeyboardInterrupt
     if len(reports) < len(local):

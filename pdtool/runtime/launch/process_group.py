@@ -23,6 +23,7 @@ from types import FrameType
 from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import WorkerDiedError
 from pdtool.files import quoted
+from pdtool.machines import Machines
 from pdtool.processes import end_processes, readable_main, start_server_of_workers
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
@@ -152,10 +153,10 @@ def stop_name(number: signal.Signals) -> str:
     return "Ctrl-C" if number == signal.SIGINT else number.name
 
 
-def stop_message(number: signal.Signals, out: Path) -> str:
+def stop_message(number: signal.Signals, out: Path, machines: Machines | None = None) -> str:
     """Return a line that says which signal stopped the run, and how to go on."""
     run_dir = RunDir(out)
-    done, command, state = run_dir.checkpoints(), f"`{run_dir.resume_command()}`", run_dir.state()
+    done, command, state = run_dir.checkpoints(), f"`{run_dir.resume_command(machines)}`", run_dir.state()
     if state and max(done, default=0) >= state.epochs:
         return f"stopped by {stop_name(number)} after all epochs; their result is `pdtool export {quoted(out)}`"
     if not done:
