@@ -259,12 +259,10 @@ def candidate(kind: str, given: str | None) -> str:
     """Return the path given, or else the only profile in `profiles/` or plan in `plans/`.
 
     Raises:
-        UsageError: there is none, or there are several; it lists them.
+        UsageError: the path is empty, or there is none, or there are several; it lists them.
     """
-    if given is not None and not given.strip():
-        raise UsageError(f"the path of the {kind} is empty", f"name it, or leave it out to take the only {kind}")
-    if given:
-        return given
+    if given is not None:
+        return path_text(given)
     folder, pattern, maker = _KINDS[kind]
     paths = sorted(str(path) for path in Path(folder).glob(pattern))
     if not paths:

@@ -189,7 +189,7 @@ def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:
         return Bundle.load(folder / Bundle.FILE).trusting(folder)
     bundle = bundle_of(inputs.plan, folder)
     if bundle:
-        _check_update_again(inputs, bundle)
+        _check_functions_again(inputs, bundle)
         return bundle
     if edited := _edited_files(folder):  # never overwrite a user's edits unasked
         remedy = "use --trust to train it as it is, or `pdtool codegen` to write it again"
@@ -200,22 +200,19 @@ def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:
     return generated(inputs, folder)
 
 
-def _check_update_again(inputs: Inputs, bundle: Bundle) -> None:
-    """Check the update again if model.py or its settings have changed since codegen's check.
-
-    Raises:
-        ModelError: the stages' updates differ from the model's.
-    """
+def _check_functions_again(inputs: Inputs, bundle: Bundle) -> None:
+    """Check the user's functions again if model.py or its settings have changed since codegen's check; raises
+    ModelError."""
     from pdtool.frontend.user_code import find_source, undoing_user_changes
 
     recorded = inputs.plan.model or inputs.profile.model
     is_same = file_sha256(find_source(inputs.model.source)) in bundle.digests.values()
     if is_first_worker(os.environ) and not (is_same and recorded and recorded.settings == inputs.model.settings):
-        from pdtool.generator.generate import prove_update
+        from pdtool.generator.generate import check_user_functions
 
-        with undoing_user_changes(), status("checking the update of the stages"):
+        with undoing_user_changes(), status("checking the functions of the model file"):
             model_file = inputs.model_file()
-            prove_update(model_file, bundle, model_file.build)
+            check_user_functions(model_file, inputs.plan, bundle, model_file.build)
 
 
 def _edited_files(folder: Path) -> list[Path]:

@@ -76,16 +76,12 @@ def generate(
     traced = trace_file(model_file, model_file.build(), plan.batch_size)
     check_profile(traced, profile, model_file.ref.source)
     _check_variables(traced.model, model_file)
-    _check_metrics(model_file, plan.stages[-1].replicas)
     progress("writing the stages")
     fits = fits_in_memory(traced.model)
     texts, bundle = _written(plan, stages, traced, "values" if fits else "shapes")
     progress("comparing the stages with the model" if fits else "checking shapes (the model is too large to run here)")
     bundle = bundle.model_copy(update={"differs_for_one_sample": _verify(traced, model_file, texts, bundle)})
-    _check_after_update(model_file, bundle)
-    if bundle.tied or plan.chunks > 1:
-        _check_repeated_calls(model_file, bundle)
-    prove_update(model_file, bundle, lambda: traced.model)
+    check_user_functions(model_file, plan, bundle, lambda: traced.model)
     _write(folder, texts | {Bundle.FILE: bundle.dump()})
     return bundle
 
@@ -113,15 +109,27 @@ def _check_metrics(model_file: ModelFile, replicas: int) -> None:
         )
 
 
-def prove_update(model_file: ModelFile, bundle: Bundle, build: Callable[[], nn.Module]) -> None:
-    """Check that updates of the stages equal those of the model, if it fits into this machine's memory.
+def check_user_functions(model_file: ModelFile, plan: Plan, bundle: Bundle, build: Callable[[], nn.Module]) -> None:
+    """Check what metrics(), after_update(), scheduler() and the optimizer do in the stages of a plan.
+
+    codegen does this, and a run whose model.py has changed since.
 
     Args:
         build: returns the model; its parameters are not changed.
 
     Raises:
-        ModelError: they differ.
+        ModelError: it differs from what they do in a plain loop.
     """
+    _check_metrics(model_file, plan.stages[-1].replicas)
+    _check_after_update(model_file, bundle)
+    if bundle.tied or plan.chunks > 1:
+        _check_repeated_calls(model_file, bundle)
+    _prove_update(model_file, bundle, build)
+
+
+def _prove_update(model_file: ModelFile, bundle: Bundle, build: Callable[[], nn.Module]) -> None:
+    """Check that updates of the stages equal those of the model, if it fits into this machine's memory; raises
+    ModelError."""
     if len(bundle.stages) < 2 or not model_file.has("optimizer"):
         return
     with random_state_kept():

@@ -86,7 +86,7 @@ def measure(
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
 
-    def measured() -> Profile:
+    def measured() -> Profile:  # a function, so that its tensors are gone at the end
         traced = trace_file(model_file, model_file.build(), batch_size)
         check_autocast(precision, traced.autocast_off)
         digest = graph_sha256(traced)

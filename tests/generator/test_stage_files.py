@@ -11,10 +11,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from skeletons import plan_of, skeleton, texts_in
 
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.frontend.model_file import ModelFile
+from pdtool.generator.expressions import literal
 from pdtool.generator.generate import generate
 
 FOLDER = Path(__file__).parent / "stage_files"
@@ -75,3 +77,24 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as folder:
             (FOLDER / f"{name}.txt").write_text(stage_file(name, Path(folder) / "b"))
             sys.stdout.write(f"wrote {FOLDER / name}.txt\n")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor(0.1),
+        torch.tensor(2**62 + 1),
+        torch.tensor(True),
+        torch.tensor(1 + 2j),
+        torch.tensor(float("nan"), dtype=torch.bfloat16),
+        torch.tensor([1, 0]),
+    ],
+    ids=str,
+)
+def test_a_constant_tensor_is_written_as_it_is(value):
+    """On a GPU, torch.tensor makes the host wait for the device; a scalar can be filled in there."""
+    text = literal(value)
+    written = eval(text, {"torch": torch, "device": "cpu", "float": float, "complex": complex})
+    assert written.dtype == value.dtype
+    assert torch.equal(written, value) or (written.isnan() and value.isnan())
+    assert ("torch.tensor(" in text) == bool(value.dim())

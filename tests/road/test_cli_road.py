@@ -175,6 +175,37 @@ def test_run_generates_a_missing_or_stale_bundle(road):
     assert (road.path / "runs/model-2.2/report.json").is_file(), "a second run has a folder of its own"
 
 
+COLLECTING = """
+SCORES = []
+def metrics(output, target):
+    SCORES.extend(target.tolist())
+    return {"mean": (output.mean(), 1)}
+def summarize_metrics(totals):
+    return {"median": sorted(SCORES)[len(SCORES) // 2]}
+"""
+NORMALIZING = """
+def after_update(named_parameters, update):
+    total = sum(p.norm() for _, p in named_parameters)
+    for _, p in named_parameters:
+        p.div_(total)
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "code", "says"),
+    [
+        ("data-parallel", COLLECTING, "metrics() collects in SCORES what summarize_metrics() reads"),
+        ("straight", NORMALIZING, "after_update() depends on parameters of several stages"),
+    ],
+)
+def test_functions_that_are_edited_after_codegen_are_checked_again(strategy, code, says, road):
+    road.pdtool("partition", "--topology", "2", "--strategy", strategy, "-o", "plan.yaml")
+    road.pdtool("codegen", "plan.yaml")
+    model = road.path / "model.py"
+    model.write_text(model.read_text() + code)
+    assert says in road.pdtool("run", "plan.yaml", "--steps", "2", "-o", "runs/edited", code=1).stderr
+
+
 def test_an_edited_stage_file_is_run_with_trust_only_and_never_overwritten_unasked(road):
     """Neither as it is, nor with a digest and a seal to match, as a stranger would write them."""
     road.pdtool("codegen")
