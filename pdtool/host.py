@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +28,12 @@ _UNLIMITED_BYTES = 2**60  # v1 writes a number beyond this for no limit
 _TUNABLES = "GLIBC_TUNABLES"
 _MALLOC_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"}
 _M_MXFAST, _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = 1, -1, -2, -3, -4  # of mallopt(3)
-_AT_ONCE_BYTES, _LARGEST_THRESHOLD_BYTES = 2**16, 2**25  # 32 MB: DEFAULT_MMAP_THRESHOLD_MAX of glibc
-_MOST_MMAPS = 2**16  # glibc's default
 # Never trim, grow in steps of 16 MB, allocate nothing by mmap, and join freed memory with its free neighbours at once.
-_KEEP_OPTIONS = {_M_TRIM_THRESHOLD: 2**31 - 1, _M_TOP_PAD: 2**24, _M_MMAP_MAX: 0, _M_MXFAST: 0}
+_KEEPING = {_M_TRIM_THRESHOLD: -1, _M_TOP_PAD: 2**24, _M_MMAP_MAX: 0, _M_MXFAST: 0}
+# Allocate each block of 64 kB or more by mmap, which returns it when it is freed.
+_RETURNING = {_M_TRIM_THRESHOLD: 2**17, _M_MMAP_THRESHOLD: 2**16, _M_MMAP_MAX: 2**16}
+# The thresholds that glibc itself reaches in a process that frees large blocks, and its other defaults.
+_DEFAULTS = {_M_TRIM_THRESHOLD: 2**26, _M_TOP_PAD: 2**17, _M_MMAP_THRESHOLD: 2**25, _M_MMAP_MAX: 2**16, _M_MXFAST: 2**7}
 
 
 def usable_cores() -> frozenset[int]:
@@ -140,53 +142,51 @@ def trim_heap() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-@contextmanager
-def returning_freed_memory() -> Iterator[None]:
-    """Make glibc return each freed large tensor to the system, so that resident memory is memory in use.
-
-    At the end, set the thresholds of mallopt(3) to those that glibc itself reaches in a process that frees large
-    blocks. Change nothing if the environment sets them.
-    """
-    if _has_malloc_options():
-        yield
-        return
-    _set_thresholds(_AT_ONCE_BYTES)
-    try:
-        yield
-    finally:
-        _set_thresholds(_LARGEST_THRESHOLD_BYTES)
-
-
 def keep_freed_memory() -> None:
     """Make glibc keep all freed memory for the next minibatch, which needs as much again.
 
-    By default glibc returns large tensors to the kernel and gets them back as zeroed pages, with one page fault each:
-    five to ten per cent of a training step. Change nothing if the environment sets GLIBC_TUNABLES or options of
-    mallopt(3), which glibc read when this process or its fork server began.
+    By default glibc returns large tensors to the kernel and gets them back as zeroed pages, with a page fault for each:
+    five to forty per cent of a training step.
     """
+    _set_malloc_options(_KEEPING)
+
+
+def return_freed_memory() -> None:
+    """Return all freed memory to the system, and from now on each freed large tensor."""
+    _set_malloc_options(_RETURNING)
+    trim_heap()
+
+
+@contextmanager
+def returning_freed_memory() -> Iterator[None]:
+    """In this context, return each freed large tensor to the system, so that resident memory is memory in use."""
+    return_freed_memory()
+    try:
+        yield
+    finally:
+        _set_malloc_options(_DEFAULTS)
+
+
+@contextmanager
+def keeping_freed_memory() -> Iterator[None]:
+    """In this context, keep all freed memory, as workers do; return it at the end."""
+    keep_freed_memory()
+    try:
+        yield
+    finally:
+        _set_malloc_options(_DEFAULTS)
+        trim_heap()
+
+
+def _set_malloc_options(options: Mapping[int, int]) -> None:
+    """Set options of mallopt(3), unless the environment has some, which glibc read when this process began."""
     if not _has_malloc_options():
-        for option, value in _KEEP_OPTIONS.items():
+        for option, value in options.items():
             ctypes.CDLL(None).mallopt(option, value)
 
 
 def _has_malloc_options() -> bool:
     return bool(os.environ.keys() & {*_MALLOC_VARIABLES, _TUNABLES})
-
-
-def _set_thresholds(mmap_bytes: int) -> None:
-    for option, value in ((_M_MMAP_THRESHOLD, mmap_bytes), (_M_TRIM_THRESHOLD, 2 * mmap_bytes)):
-        ctypes.CDLL(None).mallopt(option, value)
-
-
-def return_freed_memory() -> None:
-    """Return all freed memory to the system, and from now on each freed large tensor.
-
-    The second part undoes `keep_freed_memory`. It is skipped if the environment sets options.
-    """
-    if not _has_malloc_options():
-        ctypes.CDLL(None).mallopt(_M_MMAP_MAX, _MOST_MMAPS)
-        _set_thresholds(_AT_ONCE_BYTES)
-    trim_heap()
 
 
 @dataclass(frozen=True)

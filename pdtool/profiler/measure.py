@@ -38,7 +38,7 @@ Reading = Callable[[], float]  # to be called once the device has finished
 Timer = Callable[[str, Work], tuple[Any, Reading]]  # (name of the work, work) -> (its result, its seconds)
 Readings = dict[str, float]  # by node: seconds, or bytes
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 15
-_BUDGET_S = 6.0  # for all rounds, if _MIN_ROUNDS allows
+_BUDGET_S = 4.0  # for all rounds, if _MIN_ROUNDS allows
 _AGREE = 0.05  # by which two rounds may differ if there is no third
 _LOADED, _LOADING_BUDGET_S = 6, 3.0  # minibatches; the first is for warming up
 # Memory of a process that has imported torch: 200 to 265 MB, and up to 365 MB if torch is built for CUDA, even without
@@ -127,10 +127,12 @@ class _Measurement:
         stash_bytes, saved_by, flops = count_stash_and_flops(self.model)
         with host.returning_freed_memory():
             forward, backward = self._pass(lambda _, work: measure_scratch_bytes(self.device, work))
-        times = self._times()
-        times, segments = self._compiled_times(times, note) if compiled else (times, ())
-        update_s, state_bytes = self._optimizer()
-        if self.model.with_loss and self.model.loss_is_a_sum():
+        with host.keeping_freed_memory():
+            times = self._times()
+            times, segments = self._compiled_times(times, note) if compiled else (times, ())
+            update_s, state_bytes = self._optimizer()
+            loss_is_a_sum = self.model.with_loss and self.model.loss_is_a_sum()
+        if loss_is_a_sum:
             note(
                 "loss() sums over the samples of a minibatch, but updates average over them: let loss() return the mean"
             )
@@ -173,14 +175,14 @@ class _Measurement:
         """Time the whole step, each node's forward and each node's backward.
 
         Whole steps and passes through the nodes take turns, so that both run under the same conditions. A pass runs
-        every node once, in order, so that caches are as in training. Each node has run before, but the first whole
-        step is for warming up. If two rounds take longer than the budget and agree, there is no third.
+        every node once, in order, so that caches are as in training. The first pass is for warming up: it takes the
+        memory that the others find. If two rounds take longer than the budget and agree, there is no third.
         """
         start = time.perf_counter()
-        self._whole_step()
+        self._pass(self._timer)
         round_s = 2 * (time.perf_counter() - start)
         if self.device.type == "cuda":
-            self._pass(self._timer)  # the timer learns how long launches take
+            self._whole_step()  # the timer learns how long its launches take
         count = max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(_BUDGET_S / round_s)))
         steps: list[float] = []
         passes: list[tuple[Readings, Readings]] = []
