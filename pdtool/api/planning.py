@@ -25,7 +25,7 @@ from pdtool.api.inputs import (
     read_profile,
 )
 from pdtool.artifacts.cluster import Cluster, ClusterFile, make_cluster, parse_topology
-from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.plan import LITTLE_ROOM, Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.text_formats import has_comments
 from pdtool.errors import ArtifactError, NoPlanError, UsageError
@@ -36,7 +36,7 @@ from pdtool.options.simulate_options import SimulateOptions
 from pdtool.planner.choice.make_plan import make_plan, with_fastest_size
 from pdtool.planner.choice.strategies import planner_asked_for
 from pdtool.planner.search.search import SearchOptions
-from pdtool.units import format_bytes, parse_bandwidth, parse_bytes, parse_seconds
+from pdtool.units import bytes_option, format_bytes, parse_bandwidth, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from pdtool.planner.choice.comparison import SimulatedPlan
@@ -230,7 +230,16 @@ class PlanRequest:
 
     def plan(self) -> Plan:
         """Return the best plan; raises NoPlanError if none fits the memory, the pins or the number of operators."""
-        return make_plan(self.profile, self.path, self.cluster, self.options)
+        plan = make_plan(self.profile, self.path, self.cluster, self.options)
+        if self.profile.is_measured_on_cpu and (stages := plan.stages_with_little_room):
+            needed = math.ceil(max(plan.memory_needed[s] for s in stages) / LITTLE_ROOM)
+            enough = bytes_option(self.profile.memory_for(needed, self.cluster.levels[-1].size))
+            note(
+                f"a worker of stage {' or '.join(map(str, stages))} needs over {100 * LITTLE_ROOM:.0f} % of the memory "
+                "for its tensors. So it returns freed memory to the system at once, which can double its time; if it "
+                f"has more memory, pass --memory {enough}"
+            )
+        return plan
 
 
 def planned_for(paths: Sequence[str], asked: PartitionOptions) -> Plan:

@@ -42,6 +42,8 @@ WeightPolicyName = Annotated[str, _one_of(*WEIGHT_POLICIES)]
 
 MAX_IN_FLIGHT = 10_000  # a schedule is a list, and a typing error must not fill the memory
 ONE_WORKER = "one worker"  # a rival of every plan
+# Of the limit. On a CPU, memory that is kept for the next minibatch comes to about a third more than is needed.
+LITTLE_ROOM = 0.75
 # Fields that do not affect predictions: names, and the predictions themselves.
 _NOT_PREDICTED_FROM = {"format", "tool_version", "sha256", "name", "model", "profile", "asked", "predicted", "why"}
 _EARLIER_CERTIFICATE = {"lower_bound_s": "bound_s", "gap": "gap", "proof": "proof"}  # fields of Why, once
@@ -453,6 +455,18 @@ class Plan(YamlArtifact):
     def config(self) -> str:
         """The replicas of its stages, as `15-1`."""
         return self.execution.describe([stage.replicas for stage in self.stages[: self.pipeline_depth]])
+
+    @property
+    def memory_needed(self) -> list[int]:
+        """Bytes that the tensors of a worker need, for each stage of a pipeline's depth; empty without a prediction."""
+        needed = self.predicted.memory_bytes if self.predicted else ()
+        return [sum(needed[stage :: self.pipeline_depth]) for stage in range(self.pipeline_depth) if needed]
+
+    @property
+    def stages_with_little_room(self) -> list[int]:
+        """The stages whose workers on a CPU return freed memory at once, because they need most of the limit."""
+        limit = self.cluster.memory_bytes
+        return [s for s, needed in enumerate(self.memory_needed) if limit and needed > LITTLE_ROOM * limit]
 
     @property
     def kind(self) -> ScheduleKind:

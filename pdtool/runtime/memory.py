@@ -34,8 +34,6 @@ _REMEDY = (
 
 _NEAR_LIMIT = 0.8  # the rest is for the next action
 _LOOK_S = 0.01  # looking takes as long as a short action
-# Of the limit. Memory kept at first cannot all be returned: the process holds about a third more than it uses.
-_LITTLE_ROOM = 0.75
 _ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
 
 
@@ -150,15 +148,14 @@ def choose_heap(config: RunConfig, rank: int) -> None:
 
     Returning it is slower, so a note says so.
     """
-    limit, predicted, assignments = config.plan.cluster.memory_bytes, config.plan.predicted, assign_ranks(config.plan)
-    if limit and predicted and rank < len(assignments):
-        stages = config.shape.stages_on_same_workers(assignments[rank].stage)
-        if (needed := sum(predicted.memory_bytes[s] for s in stages)) > _LITTLE_ROOM * limit:
-            host.return_freed_memory()
-            what = f"the plan's limit is {format_bytes(limit)}, and it predicts {format_bytes(needed)}"
-            sys.stderr.write(f"note: {assignments[rank]} returns freed memory at once, which is slower: {what}\n")
-            return
-    host.keep_freed_memory()
+    plan, assignments = config.plan, assign_ranks(config.plan)
+    if rank >= len(assignments) or assignments[rank].stage not in plan.stages_with_little_room:
+        host.keep_freed_memory()
+        return
+    host.return_freed_memory()
+    limit, needed = plan.cluster.memory_bytes or 0, plan.memory_needed[assignments[rank].stage]
+    what = f"the plan's limit is {format_bytes(limit)}, and it predicts {format_bytes(needed)}"
+    sys.stderr.write(f"note: {assignments[rank]} returns freed memory at once, which is slower: {what}\n")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

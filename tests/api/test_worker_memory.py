@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import samples
 
 from pdtool.artifacts.device import Device
 from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.profile import Profile
 
 GB = 10**9
 RESERVED = 2**30
@@ -70,6 +72,30 @@ def test_less_than_processes_need_is_answered_with_what_would_do(folder):
     assert "and a worker has nothing left for them" in stderr
     enough = re.search(r"at least --memory ([\d.]+\w*B)", stderr)[1]
     folder.pdtool("partition", "--topology", "2", "--bandwidth", "1GB/s", "--memory", enough)
+
+
+def test_a_plan_that_leaves_its_workers_little_room_says_so(folder):
+    saved(MEASURED_CPU)
+    partition = ["partition", "--topology", "2", "--bandwidth", "1GB/s", "--straight", "-o", "plan.yaml", "--memory"]
+    folder.pdtool(*partition, "none")
+    needed = max(Plan.load("plan.yaml").memory_needed)
+    little = Profile.load("profiles/net.json").memory_for(needed, 2)
+    stderr = folder.pdtool(*partition, f"{little}B").stderr
+    assert "needs over 75 % of the memory for its tensors. So it returns freed memory to the system at once" in stderr
+    enough = re.search(r"if it has more memory, pass --memory ([\d.]+\w*B)", stderr)[1]
+    assert "returns freed memory" not in folder.pdtool(*partition, enough).stderr
+
+
+def test_stages_on_the_same_worker_need_its_memory_together():
+    """A worker returns freed memory where less than a third more than its stages need is left."""
+    plan = samples.plan()
+    assert plan.predicted
+    predicted = plan.predicted.model_copy(update={"memory_bytes": (100, 50, 200, 60)})
+    plan = plan.model_copy(update={"predicted": predicted, "chunks": 2, "stages": plan.stages * 2})
+    assert plan.memory_needed == [300, 110]
+    for limit, stages in ((None, []), (400, []), (399, [0]), (100, [0, 1])):
+        cluster = replace(plan.cluster, memory_bytes=limit)
+        assert plan.model_copy(update={"cluster": cluster}).stages_with_little_room == stages
 
 
 @pytest.mark.parametrize("extra", [[], ["--no-recompute"]])

@@ -311,19 +311,17 @@ def test_freed_memory_is_kept_unless_the_environment_says_otherwise(monkeypatch:
         assert asked == []
 
 
-@pytest.mark.parametrize(("limit_bytes", "chosen"), [(None, "keep"), (400, "keep"), (399, "return"), (100, "return")])
+@pytest.mark.parametrize(("stages", "chosen"), [([], "keep"), ([1], "keep"), ([0], "return"), ([0, 1], "return")])
 def test_freed_memory_is_kept_only_where_the_plan_leaves_room(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], limit_bytes: int | None, chosen: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stages: list[int], chosen: str
 ) -> None:
-    """A third more than what is predicted for the worker's stages, of which it has two here: 100 and 200 bytes."""
     done: list[str] = []
     monkeypatch.setattr(host, "keep_freed_memory", lambda: done.append("keep"))
     monkeypatch.setattr(host, "return_freed_memory", lambda: done.append("return"))
     monkeypatch.setattr(memory, "assign_ranks", lambda _: [SimpleNamespace(stage=0), SimpleNamespace(stage=1)])
-    predicted = SimpleNamespace(memory_bytes=(100, 50, 200, 60))
-    plan = SimpleNamespace(cluster=SimpleNamespace(memory_bytes=limit_bytes), predicted=predicted)
-    shape = SimpleNamespace(stages_on_same_workers=lambda stage: range(stage, 4, 2))
-    memory.choose_heap(SimpleNamespace(plan=plan, shape=shape), 0)  # type: ignore[arg-type]
+    cluster = SimpleNamespace(memory_bytes=100)
+    plan = SimpleNamespace(cluster=cluster, memory_needed=[90, 80], stages_with_little_room=stages)
+    memory.choose_heap(SimpleNamespace(plan=plan), 0)  # type: ignore[arg-type]
     assert done == [chosen]
     assert ("returns freed memory at once, which is slower" in capsys.readouterr().err) == (chosen == "return")
 
