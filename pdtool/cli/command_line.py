@@ -18,6 +18,7 @@ import click
 from pdtool.api.console import Listener, OnEvent, install
 from pdtool.cli.click_options import CommandOption, prefer_typed
 from pdtool.cli.terminal import Verbosity, console, note, progress, show, status
+from pdtool.errors import UsageError
 from pdtool.options.declaration import SECTIONS
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ class SectionedCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)
+        for param in (each for each in self.params if isinstance(each, click.Argument)):
+            given = ctx.params.get(param.name or "")
+            if "" in (given if isinstance(given, tuple) else (given,)):
+                raise UsageError("an argument is empty", "name a file or folder, or set the shell variable that does")
         prefer_typed(ctx)
         return rest
 

@@ -291,8 +291,7 @@ def test_more_stages_than_operators_exit_with_4(planned):
 )
 def test_without_a_path_the_only_candidate_is_taken_or_all_are_listed(folder, command, kind, place):
     assert f"no {kind} is named and {place} contains none" in folder.pdtool(*command, code=2).stderr
-    if kind == "plan":
-        assert "a path is empty; name a file or folder" in folder.pdtool(*command, "", code=2).stderr
+    assert "an argument is empty; name a file or folder" in folder.pdtool(*command, "", code=2).stderr
     names = [f"{place}{name}.{'json' if kind == 'profile' else 'yaml'}" for name in ("a", "b")]
     folder.write(names[0], "damaged")
     assert f"error: {names[0]}: is not" in folder.pdtool(*command, code=3).stderr

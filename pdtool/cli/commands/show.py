@@ -24,9 +24,9 @@ _GRAPH_WIDTH = 1200  # pixels
 
 
 @command(epilog="\b\nExamples:\n  pdtool export runs/mnist-2\n  pdtool export runs/mnist-2 -o mnist.pt")
-@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("run_dir")
 @options.output("File to write for torch.load, model.pt if not given; - is stdout.")
-def export(run_dir: Path, output: str | None) -> None:
+def export(run_dir: str, output: str | None) -> None:
     """Write RUN_DIR's last checkpoint as one ordinary state_dict."""
     from pdtool.api.reporting import export as write
 
