@@ -20,6 +20,13 @@ _ENDPOINT = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.%]+)\]|(?P<host>[\w.-]+)):(?P
 _MAX_PORT = 2**16 - 1
 
 
+def check_even_shares(workers: int, machines: int) -> None:
+    """Raise UsageError if so many machines cannot have equal shares of the workers."""
+    if workers % machines:
+        what = f"the cluster's {workers} workers cannot be divided evenly among {machines} machines"
+        raise UsageError(what, f"pass an --nnodes that divides {workers}")
+
+
 @dataclass(frozen=True)
 class Machines:
     """The machines of a launch.
@@ -48,9 +55,7 @@ class Machines:
             raise UsageError(
                 f"--node-rank {self.node_rank} is not one of 0 to {self.count - 1}", "number the machines from 0"
             )
-        if workers % self.count:
-            what = f"machine {self.node_rank} of {self.count} cannot get an equal share of the {workers} workers"
-            raise UsageError(what, "pass --nnodes that divides them")
+        check_even_shares(workers, self.count)
         if self.count > 1:
             if not self.endpoint:
                 what = f"{self.count} machines need an endpoint to meet at"

@@ -405,7 +405,7 @@ def loopback_hint() -> str:
     address = gloo_address()
     if not is_loopback(address):
         return ""
-    return f"gloo listens at {address}: set {GLOO_VARIABLE} to this machine's interface towards the others"
+    return f"gloo listens at {address}: set {GLOO_VARIABLE} to this machine's network interface that reaches the others"
 
 
 def interface_with(address: str) -> str:

@@ -149,7 +149,7 @@ def _warn_of_busy_cores() -> None:
     cores, busy = len(usable_cores()), os.getloadavg()[0]
     if busy > _BUSY_PART_OF_CORES * cores:
         what = f"other programs keep {busy:.1f} of {counted(cores, 'core')} busy"
-        note(f"warning: {what}, so the emulation takes longer than it should")
+        note(f"warning: {what}, so emulated times will be too long")
 
 
 def _warn_of_another_device(profile: Profile, compute: Literal["sleep", "real"]) -> None:

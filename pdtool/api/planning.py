@@ -236,8 +236,8 @@ class PlanRequest:
             enough = bytes_option(self.profile.memory_for(needed, self.cluster.levels[-1].size))
             note(
                 f"a worker of stage {' or '.join(map(str, stages))} needs over {100 * LITTLE_ROOM:.0f} % of the memory "
-                "for its tensors. So it returns freed memory to the system at once, which can double its time; if it "
-                f"has more memory, pass --memory {enough}"
+                "left for tensors. So it will return freed memory to the system at once, which can double its time. If "
+                f"each worker has more memory, pass --memory {enough}"
             )
         return plan
 
@@ -324,7 +324,8 @@ def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) ->
         if memory_bytes <= 0:
             what = f"{whole} of memory leaves nothing for tensors: {reserved} are for {purpose}"
             raise UsageError(what, "pass the memory of the whole device")
-        note(f"{reserved if tensor_bytes > 0 else 'all'} of {whole} of memory is set aside for {purpose}")
+        is_enough = f"of each worker's {whole}, {reserved} is set aside for {purpose}"
+        note(is_enough if tensor_bytes > 0 else f"{whole} of memory is not enough for {purpose}")
     return replace(cluster, memory_bytes=memory_bytes)
 
 
@@ -337,12 +338,12 @@ def _profiled_bytes(cluster: Cluster, profile: Profile) -> int | None:
     if device.memory_bytes is None:
         note("no --memory given, and the profile does not record its device's memory: planning without a limit")
         return None
-    remedy = f"(--memory {NO_LIMIT}: no limit)"
+    remedy = f"(for no limit, pass --memory {NO_LIMIT})"
     if not profile.is_measured_on_cpu:
         note(f"no --memory given: planning for the {format_bytes(device.memory_bytes)} of {device.name} {remedy}")
         return device.memory_bytes
     sharing = cluster.levels[-1].size
     share_bytes = max(1, device.memory_bytes // sharing)
-    of_all = f", the machine's {format_bytes(device.memory_bytes)} shared by {sharing}" if sharing > 1 else ""
-    note(f"no --memory given: planning for {format_bytes(share_bytes)} a worker{of_all} {remedy}")
+    of_all = f": the machine's {format_bytes(device.memory_bytes)}, shared by {sharing} workers" if sharing > 1 else ""
+    note(f"no --memory given: planning for {format_bytes(share_bytes)} per worker{of_all} {remedy}")
     return share_bytes

@@ -30,7 +30,9 @@ def rescheduled(inputs: Inputs, asked: RunOptions) -> Plan:
     if not kind.flushes and microbatches not in (None, 1):
         raise UsageError(f"schedule {name} has no microbatches", "use --update-every, or --schedule 1f1b-flush")
     if kind.flushes and update_every:
-        raise UsageError(f"schedule {name} updates after its microbatches", "pass --microbatches, not --update-every")
+        raise UsageError(
+            f"schedule {name} updates after all microbatches, so it has no --update-every", "pass --microbatches"
+        )
     kept = plan.weights if name == plan.schedule else kind.policy_names[0]
     if weights and weights not in kind.policy_names:
         remedy = f"pass {' or '.join(kind.policy_names)}" if len(kind.policies) > 1 else "leave --weights out"

@@ -277,7 +277,9 @@ def check_run(asked: RunOptions, workers: int) -> None:
             )
     is_one_by_one = asked.nnodes > 1 or is_worker(os.environ)
     if output is None and is_one_by_one and (resume is None or not RunDir(resume).checkpoints_folder.is_dir()):
-        raise UsageError("several machines, torchrun and srun need one folder for the run", "name it with -o")
+        raise UsageError(
+            "with several machines, torchrun or srun, all workers must share the folder of the run", "name it with -o"
+        )
     if output:
         RunDir(Path(output)).check_no_other_run(resume)
 
@@ -361,7 +363,7 @@ def _note_crowding(config: RunConfig) -> None:
     if config.threads > fair_share:
         note(
             f"{counted(workers, 'worker')} with {config.threads} threads each, as in the profile, share the {cores} "
-            f"cores of this machine: profile with --threads {fair_share}, or set OMP_NUM_THREADS"
+            f"cores of this machine: profile with --threads {fair_share} and plan again, or run with it"
         )
 
 

@@ -14,7 +14,7 @@ from pdtool.artifacts.device import Devices
 from pdtool.artifacts.plan import Certificate, FasterPlan, Plan, Predicted, Why
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.cli.table import Lines, Table, abbreviated
-from pdtool.errors import UsageError
+from pdtool.machines import check_even_shares
 from pdtool.schedule import SCHEDULES
 from pdtool.units import counted, format_bits_rate, format_bytes, format_rate, format_seconds
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pdtool.planner.simulator.result import SimulationResult
 
 _RIVALS = (
-    "times of rejected plans come from the formulas. GPipe and model parallelism have one worker for each stage. "
+    "times of rejected plans come from the formulas. GPipe and model parallelism have one stage on each worker. "
     "`pdtool simulate` simulates the best plan of each strategy"
 )
 _MIN_GAP = 0.0005  # less rounds to 0.0%
@@ -69,7 +69,7 @@ def cluster_view(cluster: ClusterFile) -> Lines:
             share = measured.allreduce_bytes_per_s / level.bandwidth_bytes_per_s
             row += [*map(format_rate, (measured.pair_bytes_per_s, measured.allreduce_bytes_per_s)), f"{share:.0%}"]
     yield Table(columns, rows, title=title, drop=("of the ring formula", "one pair alone"))
-    yield "bandwidth: one member's link to the others of its level, in both directions at once, shared by its workers"
+    yield "bandwidth: of the link from one member of a level to the others, in both directions, for all its workers"
 
 
 def plan_view(plan: Plan) -> Lines:
@@ -155,7 +155,7 @@ def _speed(plan: Plan, predicted: Predicted) -> Lines:
     if one_worker_s and own_s:
         gain += f", {one_worker_s / own_s:.3g} times as fast as one worker"
     if is_data_parallel:
-        gain = ", this is data parallelism"
+        gain = " (this is data parallelism)"
     elif not schedule.STRATEGIES[plan.strategy].is_for_speed:
         gain = ""
     simulated_s, both = predicted.simulated_s, predicted.data_parallel_s is not None
@@ -209,9 +209,7 @@ def worker_table(plan: Plan, nnodes: int) -> Table:
         UsageError: the machines cannot have equal shares of the workers.
     """
     cluster = plan.cluster
-    if cluster.workers % nnodes:
-        what = f"{nnodes} machines cannot share the {cluster.workers} workers of {cluster.topology} evenly"
-        raise UsageError(what, "pass --nnodes that divides them")
+    check_even_shares(cluster.workers, nnodes)
     per_machine = cluster.workers // nnodes
     used = sorted((w, s, k) for s, stage in enumerate(plan.stages) for k, w in enumerate(stage.workers))
     ranks = {worker: rank for rank, worker in enumerate(dict.fromkeys(worker for worker, _, _ in used))}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -19,6 +19,10 @@ from pdtool.options.run_options import RunOptions, excluded_by
 from pdtool.options.values import Choice, Count, Factor, Flag, OptionValue, Text, Texts
 from pdtool.schedule import SCHEDULES
 
+if TYPE_CHECKING:
+    from click.types import OptionHelpExtra
+
+_LARGE = 10**6  # a limit that nobody reaches
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -41,6 +45,16 @@ class CommandOption(click.Option):
     ) -> None:
         super().__init__(*names, **settings)
         self.section, self.in_file, self.declared = section, in_file, declared
+
+    def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
+        """Write ranges and defaults in words."""
+        extra = super().get_help_extra(ctx)
+        if isinstance(self.show_default, str):
+            extra["default"] = self.show_default
+        if "range" in extra and isinstance(self.type, click.IntRange | click.FloatRange):
+            least, most = self.type.min, self.type.max
+            extra["range"] = f"at least {least:g}" if most is None or most >= _LARGE else f"{least:g} to {most:g}"
+        return extra
 
 
 option = partial(click.option, cls=CommandOption)

@@ -87,7 +87,7 @@ def scaling_warnings(plan: Plan, profile: Profile, scaling: Scaling) -> Iterator
     """Yield why emulated times would be too long with this scaling, which the user may have chosen."""
     time_s = scaling.slowdown * _time_per_minibatch_s(plan)
     if time_s < _SHORTEST_MINIBATCH_S:
-        yield f"a minibatch takes only {format_seconds(time_s)}, so the workers' own 2 to 4 ms matter"
+        yield f"a minibatch takes only {format_seconds(time_s)}, which the workers' own overhead of 2 to 4 ms distorts"
     if _core_s(plan, profile) / scaling.scale / time_s > (os.cpu_count() or 1):
         yield "sending and updating keep the cores busy"
 

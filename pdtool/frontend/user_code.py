@@ -168,7 +168,7 @@ def defaults_kept(where: str, *, may_set_dtype: bool = False) -> Iterator[None]:
     if torch.is_grad_enabled() != gradients:
         torch.set_grad_enabled(gradients)
         what = f"{where} switches gradients {'off' if gradients else 'on'} for all later code"
-        raise ModelError(what, "use `with torch.no_grad():` around the code that needs none")
+        raise ModelError(what, "use `with torch.no_grad():` around the code that needs no gradients")
     if torch.get_default_device() != device:
         changed = torch.get_default_device()
         torch.set_default_device(None if device.type == "cpu" else device)

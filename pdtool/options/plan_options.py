@@ -85,7 +85,7 @@ class PartitionOptions:
     cluster: str | None = _cluster(
         "--cluster FILE",
         Text(),
-        "Read the topology and all bandwidths from a file of `pdtool probe`.",
+        "Read the topology and the bandwidths from a file that `pdtool probe` wrote.",
         excludes=("topology", "bandwidth", "latency"),
     )
     bandwidth: str | None = _cluster(
@@ -111,8 +111,8 @@ class PartitionOptions:
     strategy: str = _plan(
         "--strategy",
         Choice(tuple(STRATEGIES), default="auto"),
-        "Find the fastest plan of any kind (auto), or the best plan of one kind. A straight pipeline has one worker "
-        "for each stage.",
+        "Find the fastest plan of any kind (auto), or the best plan of one kind. A straight pipeline has one stage "
+        "on each worker.",
     )
     straight: bool = _plan(
         "--straight/--no-straight", Flag(default=False), "The same as --strategy straight.", excludes=("strategy",)
@@ -120,8 +120,8 @@ class PartitionOptions:
     schedule: str | None = _plan(
         "--schedule",
         Choice((*SCHEDULES, "auto"), unset="1f1b, or that of --strategy"),
-        f"{ORDER_OF_WORK}. auto is 1f1b. With --microbatches or --samples-per-update, it is the fastest of "
-        f"{schedule_names(lambda kind: kind.has_formulas, 'and')}.",
+        f"{ORDER_OF_WORK}. With --microbatches or --samples-per-update, auto is the fastest of "
+        f"{schedule_names(lambda kind: kind.has_formulas, 'and')}, and otherwise 1f1b.",
     )
     microbatches: int | None = _plan(
         "--microbatches N",
@@ -145,7 +145,8 @@ class PartitionOptions:
         Count(
             1,
             MAX_MINIBATCHES,
-            unset="the fastest number; without a flush, between what the schedule needs and twice that",
+            unset="with a flush, the fewest that are fastest; without one, what the schedule needs, or up to twice "
+            "that if it makes the plan 10 % faster",
         ),
         "Minibatches in flight at each replica of the first stage. Later stages have fewer. With a flush, at most "
         "the microbatches of one update.",

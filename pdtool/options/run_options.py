@@ -43,7 +43,7 @@ class WorkerOptions:
     steps: int | None = _training(
         "--steps N",
         Count(unset="the whole training set"),
-        "Minibatches in an epoch, at most. You need it for an IterableDataset without a length.",
+        "End each epoch after at most N minibatches. You need this for an IterableDataset without a length.",
         same=True,
     )
     target: Target | None = _training(  # noqa: RUF009
@@ -77,7 +77,7 @@ class WorkerOptions:
     timeout_s: float = _computing(
         "--timeout TIME",
         Text(values.timeout, default="300s"),
-        "How long a worker or machine waits for another.",
+        "How long a worker or machine waits for another before the run fails.",
         keyword="timeout",
     )
     precision: Literal["fp32", "bf16"] = _computing(
@@ -90,7 +90,7 @@ class WorkerOptions:
         "--transport",
         Choice(("auto", "gloo", "shared"), default="auto"),
         "How workers exchange tensors. auto shares memory within a machine, including between GPUs. shared fails if "
-        "workers cannot share memory. gloo never shares it.",
+        "workers cannot share memory. gloo never shares it, and does not use NCCL between stages.",
         same=True,
     )
     loader_workers: int | None = _computing(
@@ -157,7 +157,7 @@ class RunOptions(WorkerOptions, LaunchOptions):
     output: str | None = option(
         "-o, --output PATH",
         Text(values.path),
-        "Folder of the run.  [default: a new one, runs/PLAN, runs/PLAN.2, ...]",
+        "Folder of the run.  [default: that of --resume, or a new one: runs/PLAN, runs/PLAN.2, ...]",
         section="Output",
         in_file=False,
     )
@@ -201,7 +201,7 @@ class RunOptions(WorkerOptions, LaunchOptions):
     log_every: int | None = _training(
         "--log-every N",
         Count(unset="one every 10 seconds"),
-        "Print a line after every N updates. On a terminal a bar is shown instead.",
+        "Print a line after every N updates. This has no effect on a terminal, which shows a bar.",
     )
 
     @property

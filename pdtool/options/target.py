@@ -60,7 +60,7 @@ class Target:
         text = f"target {self} is read as {self.metric} {effective} {self.value:g}"
         if self.metric in (*_LOWER_IS_BETTER, *_HIGHER_IS_BETTER):
             return text
-        return f"{text}; write {self.metric}<={self.value:g} if less is better"
+        return f"{text}; write {self.metric}<={self.value:g} if lower is better"
 
     def doubt(self, metrics: Mapping[str, float]) -> str:
         """Ask whether a share was meant if the target is above 1 for a metric between 0 and 1; "" otherwise.
@@ -73,8 +73,8 @@ class Target:
             return ""
         share = replace(self, value=self.value / 100)
         return (
-            f"target {self}: {self.metric} is {now:.4f} before training; if it is a share (at most 1), the "
-            f"target is never reached: pass --target '{share}'"
+            f"target {self}: {self.metric} is {now:.4f} before training; if it is a fraction (at most 1), it "
+            f"never reaches the target: pass --target '{share}'"
         )
 
     def is_reached(self, metrics: Mapping[str, float], undefined: Collection[str] = ()) -> bool:

@@ -141,7 +141,9 @@ def timeout(name: str, text: str) -> float:
     """Read `60s` or `60` as seconds, and check that these leave time to answer."""
     seconds = parse_seconds(f"{text}s" if re.fullmatch(r"[0-9.]+", text) else text)
     if seconds < _MIN_TIMEOUT_S:
-        raise UsageError(f"{name} {text} leaves no time to answer", f"pass {_MIN_TIMEOUT_S:g}s or more, such as 60s")
+        raise UsageError(
+            f"{name} {text} is too short for a worker to answer", f"pass {_MIN_TIMEOUT_S:g}s or more, such as 60s"
+        )
     return seconds
 
 
@@ -176,5 +178,5 @@ def share(name: str, text: str) -> float:
     except ValueError:
         part = -1.0
     if not 0 <= part < 1:
-        raise UsageError(f"{name} {text!r} is not a share below 100%", "write 3% or 0.03")
+        raise UsageError(f"{name} {text!r} is not a percentage below 100%", "write 3% or 0.03")
     return part

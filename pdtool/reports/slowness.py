@@ -47,7 +47,9 @@ def differences(report: Report) -> list[ExtraTime]:
             "waiting for other stages", stage.wait_s - (predicted_s - profiled_s), _waiting_cause(report, predicted)
         ),
         ExtraTime(
-            "averaging gradients", stage.allreduce_s, "waits for replicas, which the prediction counts as waiting"
+            "averaging gradients",
+            stage.allreduce_s,
+            "this includes waiting for other replicas, which the prediction counts as waiting for stages",
         ),
         ExtraTime("loading", stage.data_s, f"the prediction leaves it out, and {_loading_remedy(report)}"),
         ExtraTime("between actions", stage.rest_s, "Python's overhead, and times when the core ran other processes"),
@@ -70,7 +72,7 @@ def slowness_lines(report: Report) -> Iterator[str]:
         yield from _loading_limit(report)
         return
     more_s = measured_s - predicted_s
-    with_fill = ", filling and emptying the pipeline included"
+    with_fill = " (including the time to fill and drain the pipeline)"
     yield f"stage {number} took {format_seconds(more_s)} more per minibatch than predicted{with_fill}:"
     for part in parts:
         if part.more_s >= _LARGE_SHARE * more_s:
@@ -141,15 +143,15 @@ def _computing_cause(report: Report, number: int, profiled_s: float) -> str:
         return f"operators ran slower than in the profile, perhaps because of {causes}{sending}"
     if report.cores is None:
         why = (
-            "does the host need longer to launch the kernels than the GPU to run them (if so, profile with a larger "
-            "--batch-size), was the GPU busy with something else, or is it not the GPU that was profiled?"
+            "the host may need longer to launch the kernels than the GPU to run them (if so, profile with a larger "
+            "--batch-size), the GPU may have been busy with something else, or it is not the GPU that was profiled."
         )
     else:
         why = (
-            "were the cores busy with something else, had workers fewer threads than the profile (--threads, "
-            "OMP_NUM_THREADS), or is the profile of another device?"
+            "the cores may have been busy with something else, the workers may have had fewer threads than the profile "
+            "(--threads, OMP_NUM_THREADS), or the profile is of another device."
         )
     what = (
         f"stage {number} computes for {format_seconds(stage.busy_s)}, but the profile says {format_seconds(profiled_s)}"
     )
-    return f"{what}: {why}" + (" One epoch alone includes warming up" if report.epochs == 1 else "")
+    return f"{what}: {why}" + (" A single epoch includes the warm-up" if report.epochs == 1 else "")

@@ -30,16 +30,22 @@ def saved(device, path="profiles/net.json"):
 @pytest.mark.parametrize(
     ("device", "topology", "memory", "expected", "words"),
     [
-        (GPU, "2", [], 13_993_367_040, "no --memory given: planning for the 16 GB of V100 (--memory none: no"),
-        (GPU, "2x2", [], 13_993_367_040, "2.01 GB of 16 GB of memory is set aside for CUDA's context"),
-        (CPU, "3", [], 4 * GB, "planning for 4 GB a worker, the machine's 12 GB shared by 3 (--memory none: no limit)"),
-        (CPU, "2x3", [], 4 * GB, "planning for 4 GB a worker, the machine's 12 GB shared by 3 (--"),
-        (CPU, "3x1", [], 12 * GB, "planning for 12 GB a worker (--memory none: no limit)"),
+        (GPU, "2", [], 13_993_367_040, "no --memory given: planning for the 16 GB of V100 (for no limit, pass --"),
+        (GPU, "2x2", [], 13_993_367_040, "of each worker's 16 GB, 2.01 GB is set aside for CUDA's context"),
+        (
+            CPU,
+            "3",
+            [],
+            4 * GB,
+            "planning for 4 GB per worker: the machine's 12 GB, shared by 3 workers (for no limit, pass",
+        ),
+        (CPU, "2x3", [], 4 * GB, "planning for 4 GB per worker: the machine's 12 GB, shared by 3 workers (for"),
+        (CPU, "3x1", [], 12 * GB, "planning for 12 GB per worker (for no limit, pass --memory none)"),
         (UNKNOWN, "3", [], None, "the profile does not record its device's memory: planning without a limit"),
         (GPU, "2", ["--memory", "none"], None, ""),
-        (GPU, "2", ["--memory", "8GB"], 6_493_367_040, "1.51 GB of 8 GB"),
+        (GPU, "2", ["--memory", "8GB"], 6_493_367_040, "of each worker's 8 GB, 1.51 GB is set"),
         (CPU, "3", ["--memory", "8GB"], 8 * GB, ""),
-        (MEASURED_CPU, "4", ["--memory", "8GB"], 6_825_000_001, "1.17 GB of 8 GB of memory is set aside for the"),
+        (MEASURED_CPU, "4", ["--memory", "8GB"], 6_825_000_001, "of each worker's 8 GB, 1.17 GB is set aside for the"),
         (MEASURED_CPU, "2", ["--memory", "8GB"], 6_708_333_335, "the processes themselves and for fragmentation"),
     ],
 )
@@ -68,7 +74,7 @@ def test_what_a_cluster_file_says_goes_before_the_device_and_after_the_option(fo
 def test_less_than_processes_need_is_answered_with_what_would_do(folder):
     saved(MEASURED_CPU)
     stderr = folder.pdtool("partition", "--topology", "2", "--bandwidth", "1GB/s", "--memory", "10MB", code=4).stderr
-    assert "all of 10 MB of memory is set aside for the processes" in stderr
+    assert "10 MB of memory is not enough for the processes" in stderr
     assert "and a worker has nothing left for them" in stderr
     enough = re.search(r"at least --memory ([\d.]+\w*B)", stderr)[1]
     folder.pdtool("partition", "--topology", "2", "--bandwidth", "1GB/s", "--memory", enough)
@@ -81,9 +87,11 @@ def test_a_plan_that_leaves_its_workers_little_room_says_so(folder):
     needed = max(Plan.load("plan.yaml").memory_needed)
     little = Profile.load("profiles/net.json").memory_for(needed, 2)
     stderr = folder.pdtool(*partition, f"{little}B").stderr
-    assert "needs over 75 % of the memory for its tensors. So it returns freed memory to the system at once" in stderr
-    enough = re.search(r"if it has more memory, pass --memory ([\d.]+\w*B)", stderr)[1]
-    assert "returns freed memory" not in folder.pdtool(*partition, enough).stderr
+    assert (
+        "needs over 75 % of the memory left for tensors. So it will return freed memory to the system at once" in stderr
+    )
+    enough = re.search(r"If each worker has more memory, pass --memory ([\d.]+\w*B)", stderr)[1]
+    assert "return freed memory" not in folder.pdtool(*partition, enough).stderr
 
 
 def test_stages_on_the_same_worker_need_its_memory_together():

@@ -303,13 +303,14 @@ def test_where_a_strategy_does_not_fit_another_one_may():
     net = chain([1.0] * 4, parameters=1000)
     with pytest.raises(NoPlanError, match=r"is short of 4 kB in stage 0: .* --memory 8kB, or use --strategy auto"):
         planned(net, make_cluster((4,), (FAST,), memory_bytes=4000), "data-parallel")
-    with pytest.raises(NoPlanError, match=r"--memory 2kB, .*or smaller minibatches"):
+    with pytest.raises(NoPlanError, match=r"--memory 2kB, .*or use smaller minibatches"):
         planned(net, make_cluster((4,), (FAST,), memory_bytes=1000), "gpipe")
 
 
 def test_asynchronous_data_parallelism_that_does_not_fit_says_what_it_needs():
     with pytest.raises(
-        NoPlanError, match=r"imitates the 4 of asynchronous data .* needs 5 kB, but has 4 kB; pass a smaller --workers"
+        NoPlanError,
+        match=r"stands in for the 4 workers of asynchronous data .* needs 5 kB, but has 4 kB; pass a smaller --workers",
     ):
         planned(chain([1.0], parameters=1000), make_cluster((4,), (FAST,), memory_bytes=4000), "async-data-parallel")
 

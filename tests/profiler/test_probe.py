@@ -109,7 +109,7 @@ def test_the_first_of_a_launch_has_the_figures(kind):
     assert [process.returncode for process in processes] == [0, 0]
     checked(ClusterFile.parse(text), 2)
     assert nothing == ""
-    assert "the first machine writes the results" in told
+    assert "machine 0 writes the results" in told
 
 
 # --- waits that are not answered --------------------------------------------------------------------------------------
@@ -167,15 +167,15 @@ def test_a_machine_that_does_not_come_is_named(rank):
         (["--topology", "1"], "topology 1 has a level of 1 member, which has nothing to measure"),
         (["--topology", "4x1"], "topology 4x1 has a level of 1 member, which has nothing to measure"),
         (["--topology", "two"], "topology 'two' is not sizes joined by x"),
-        (["--topology", "2", "--timeout", "0s"], "--timeout 0s leaves no time to answer"),
+        (["--topology", "2", "--timeout", "0s"], "--timeout 0s is too short for a worker to answer"),
         (
             ["--topology", "2", "--timeout", "1e-324s"],
-            "--timeout 1e-324s leaves no time to answer; pass 0.001s or more",
+            "--timeout 1e-324s is too short for a worker to answer; pass 0.001s or more",
         ),
         (["--topology", "2", "--timeout", "1e18s"], "time '1e18s' is too large; pass a value from 0.001ns to 30 days"),
         (["--topology", "2", "--timeout", "5x"], "time '5x' is not a number with a unit"),
         (["--topology", "2", "--name", "my/lab"], "name 'my/lab' holds a quote, a slash"),
-        (["--topology", "3", "--nnodes", "2"], "machine 0 of 2 cannot get an equal share of the 3 workers"),
+        (["--topology", "3", "--nnodes", "2"], "3 workers cannot be divided evenly among 2 machines"),
         (["--topology", "2", "--nnodes", "2", "--node-rank", "2"], "--node-rank 2 is not one of 0 to 1"),
         (["--topology", "2", "--nnodes", "2"], "2 machines need an endpoint to meet at"),
         (["--topology", "2", "--nnodes", "2", "--rdzv-endpoint", "node0"], "endpoint 'node0' is not HOST:PORT"),

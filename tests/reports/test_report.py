@@ -355,7 +355,7 @@ def test_a_run_that_goes_on_is_loaded_again(ran):
         ran.pdtool("report", "runs/net")
         assert sentence() == "1-1 on 2 workers is starting"
     result = ran.pdtool("report", "runs/net", "--watch")
-    assert "no run is going on" in result.stderr
+    assert "all runs have ended; no longer watching" in result.stderr
 
 
 def test_a_run_without_its_plan_shows_what_was_measured(ran):
@@ -465,10 +465,10 @@ def test_crowded_workers_are_the_reason():
 def test_a_stage_that_computes_longer_than_was_profiled_is_named():
     """On the page as in the terminal, with both figures."""
     report = reported(cores=4, local_workers=3)
-    cause = "stage 0 computes for 3 ms, but the profile says 1.2 ms: were the cores busy with something else, "
+    cause = "stage 0 computes for 3 ms, but the profile says 1.2 ms: the cores may have been busy with something else, "
     assert differences(report)[0].cause.startswith(cause)
     said = list(slowness_lines(report))
-    more = "stage 0 took 3 ms more per minibatch than predicted, filling and emptying the pipeline included:"
+    more = "stage 0 took 3 ms more per minibatch than predicted (including the time to fill and drain the pipeline):"
     assert said[0] == more
     assert said[1].startswith(f"  1.8 ms (60%) computing: {cause}")
     quick = differences(reported(2.9e-3, cores=4, local_workers=3))

@@ -141,7 +141,7 @@ def test_a_plan_for_gpus_leaves_room_for_what_no_tensor_gets(road):
     road.pdtool("profile", "model.py", "--device", "v100")
     result = road.pdtool(*partition, "2GB")
     assert Plan.load(PLAN).cluster.memory_bytes == Profile.load("profiles/model.json").tensor_bytes(2 * 10**9, 2)
-    assert "1.13 GB of 2 GB of memory is set aside for CUDA's context" in result.stderr
+    assert "of each worker's 2 GB, 1.13 GB is set aside for CUDA's context" in result.stderr
     result = road.pdtool(*partition, "1GB", code=2)
     assert "1 GB of memory leaves nothing for tensors: 1.07 GB are for CUDA's context" in result.stderr
 
@@ -366,7 +366,7 @@ def test_workers_started_one_by_one_need_a_bundle_and_a_folder(road, monkeypatch
     monkeypatch.setenv("RANK", "0")
     assert "run `pdtool codegen` before torchrun" in road.pdtool("run", "-o", "runs/x", code=3).stderr
     road.pdtool("codegen")
-    assert "need one folder for the run; name it with -o" in road.pdtool("run", code=2).stderr
+    assert "all workers must share the folder of the run; name it with -o" in road.pdtool("run", code=2).stderr
 
 
 @pytest.mark.parametrize("options", [["--timeout", "5x"], ["--target", "accuracy"], ["--nnodes", "2", "-o", "x"]])

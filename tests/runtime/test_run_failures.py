@@ -314,7 +314,7 @@ def test_workers_are_shared_among_machines_in_order(tmp_path: Path) -> None:
     spec = harness.job(tmp_path, harness.CONV2, (2, 2))
     halves = [local_assignments(replace(spec, machines=Machines(2, k, "h:1"))) for k in (0, 1)]
     assert [[(p.rank, p.stage) for p in half] for half in halves] == [[(0, 0), (1, 0)], [(2, 1), (3, 1)]]
-    with pytest.raises(UsageError, match="machine 0 of 3 cannot get an equal share of the 4 workers"):
+    with pytest.raises(UsageError, match="4 workers cannot be divided evenly among 3 machines"):
         local_assignments(replace(spec, machines=Machines(3)))
     with pytest.raises(UsageError, match="need an endpoint to meet at"):
         local_assignments(replace(spec, machines=Machines(2)))

@@ -209,7 +209,7 @@ def test_targets(text: str, reached: list[float], missed: list[float]) -> None:
 
 
 def test_a_target_that_can_be_read_in_two_ways_says_how_it_was_read() -> None:
-    said = "target nll=4 is read as nll >= 4; write nll<=4 if less is better"
+    said = "target nll=4 is read as nll >= 4; write nll<=4 if lower is better"
     assert Target.parse("nll=4").interpretation == said
     assert Target.parse("loss=0.5").interpretation == "target loss=0.5 is read as loss <= 0.5"
     assert Target.parse("accuracy=0.9").interpretation == "target accuracy=0.9 is read as accuracy >= 0.9"
@@ -250,14 +250,14 @@ def test_a_report_says_which_stage_computes_longer_than_was_profiled() -> None:
 
     [line] = said((4.6e-3, 3.1e-3))
     assert line.startswith(
-        "stage 0 computes for 4.6 ms, but the profile says 1.5 ms: were the cores busy with something else, "
+        "stage 0 computes for 4.6 ms, but the profile says 1.5 ms: the cores may have been busy with "
     )
-    assert line.endswith("?")
-    assert said((4.6e-3, 3.1e-3), epochs=1) == [f"{line} One epoch alone includes warming up"]
+    assert line.endswith(".")
+    assert said((4.6e-3, 3.1e-3), epochs=1) == [f"{line} A single epoch includes the warm-up"]
     assert said((4.6e-3, 9e-3))[0].startswith("stage 1 computes for 9 ms, but the profile says 3 ms: ")
     [on_gpu] = said((4.6e-3, 9e-3), cores=None, epochs=1)
-    assert "was the GPU busy" in on_gpu
-    assert on_gpu.endswith("? One epoch alone includes warming up")
+    assert "the GPU may have been busy" in on_gpu
+    assert on_gpu.endswith(". A single epoch includes the warm-up")
     assert said((1.6e-3, 3.1e-3)) == said((9e-3, 9e-3), cores=2) == said((9e-3, 9e-3), includes_compilation=True) == []
 
 

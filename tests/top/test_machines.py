@@ -20,7 +20,7 @@ def test_each_worker_is_started_by_one_machine() -> None:
 @pytest.mark.parametrize(
     ("machines", "workers", "message"),
     [
-        (Machines(3, 0, "h:1"), 4, "machine 0 of 3 cannot get an equal share of the 4 workers; pass --nnodes"),
+        (Machines(3, 0, "h:1"), 4, "workers cannot be divided evenly among 3 machines; pass an --nnodes"),
         (Machines(2, 2, "h:1"), 4, "--node-rank 2 is not one of 0 to 1"),
         (Machines(2, 0, ""), 4, "2 machines need an endpoint to meet at; pass --rdzv-endpoint HOST:PORT"),
         (Machines(2, 0, "node0"), 4, "endpoint 'node0' is not HOST:PORT"),

@@ -41,7 +41,7 @@ def test_a_command_takes_its_options_as_one_instance(capsys):
     assert Baking() == Baking(loaf_count=2, salt=0.02, is_round=True), "a default is read as a user writes it"
     command.main(["--help"], standalone_mode=False)
     assert "-n, --loaves N" in (text := capsys.readouterr().out)
-    assert "[default: 2; 1<=x<=9]" in text
+    assert "[default: 2; 1 to 9]" in text
     assert "[default: 2%]" in text
 
 
@@ -56,7 +56,7 @@ def test_the_api_takes_them_by_keyword_and_its_errors_name_the_keyword():
     assert read_options("bake", Baking, {"loaves": 4, "salt": None}) == Baking(loaf_count=4)
     with pytest.raises(UsageError, match=r"loaves=12: 12 is not in the range 1<=x<=9"):
         read_options("bake", Baking, {"loaves": 12})
-    with pytest.raises(UsageError, match=r"^salt '200%' is not a share below 100%"):
+    with pytest.raises(UsageError, match=r"^salt '200%' is not a percentage below 100%"):
         read_options("bake", Baking, {"salt": "200%"})
     with pytest.raises(TypeError, match=r"bake\(\) has no option 'loaf_count'; choose from loaves, salt, is_round"):
         read_options("bake", Baking, {"loaf_count": 4})

@@ -111,7 +111,7 @@ def _update(path: str, plan: Plan, profile: Profile) -> None:
         what = f"--update writes into YAML with a line for each key, but {path} is written in braces"
         raise UsageError(what, "write its keys on lines of their own, without braces") from None
     write_atomically(Path(path), updated)
-    note(f"wrote the figures of {path}")
+    note(f"updated the figures in {path}")
 
 
 def _check_freshness(path: str, as_json: bool) -> None:

@@ -53,7 +53,7 @@ def _key(name: str) -> str:
     value=Count(unset="from the sizes in GRAPH, or else 128"),
     help="Samples in the measured minibatch.",
 )
-@click.option("--name", metavar="NAME", show_default="that of the file or its folder", help="Name of the profile.")
+@options.option("--name", metavar="NAME", show_default="that of the file or its folder", help="Name of the profile.")
 @options.as_json
 def import_(graph: str, output: str | None, batch_size: int | None, name: str | None, as_json: bool) -> None:
     """Convert PipeDream's published GRAPH into a profile.
@@ -120,6 +120,6 @@ def probe(
     with status("starting the workers") as step:
         cluster = probe(request, asked.machines, step, note)
     if cluster is None:
-        note("measured; the first machine writes the results")
+        note("done; machine 0 writes the results")
         return
     write_artifact(cluster, output or "-", as_json=as_json, view=cluster_view(cluster))

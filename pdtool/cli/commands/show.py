@@ -92,7 +92,7 @@ def _watch(names: tuple[str, ...], path: Path, subjects: list[Subject]) -> None:
             if gone := [name for name in names if not os.path.exists(name)]:
                 raise PdtoolError(f"{gone[0]} was removed and is no longer watched; {path} is unchanged") from error
             raise
-    note("no run is going on")
+    note("all runs have ended; no longer watching")
 
 
 @command(

@@ -407,8 +407,8 @@ class _AsyncDataParallelPlanner(Planner):
         if not evaluator.fits(plan):
             needed = format_bytes(max(plan.cost.searched_memory_bytes))
             raise NoPlanError(
-                f"one worker imitates the {search.workers} of {self.strategy.label}. It needs {needed}, but has "
-                f"{format_bytes(search.cluster.memory_bytes or 0)}",
+                f"one worker stands in for the {search.workers} workers of {self.strategy.label}. It needs {needed}, "
+                f"but has {format_bytes(search.cluster.memory_bytes or 0)}",
                 "pass a smaller --workers, or profile with a smaller --batch-size",
             )
         return [plan]

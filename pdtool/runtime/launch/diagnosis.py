@@ -117,7 +117,7 @@ class WorkersLeft:
         if self._paused_s >= self._config.timeout_s:  # nobody is to blame: all were stopped, and then gave up
             paused = f"the run was stopped for {format_seconds(self._paused_s)} and then continued"
             what = f"{paused} (Ctrl-Z, a paused container, a suspended job), longer than its timeout of {timeout}"
-            return WorkerDiedError(what, "pass a longer --timeout to stop it for so long")
+            return WorkerDiedError(what, "to pause a run for that long, pass a longer --timeout")
         if not is_stopped and all(status.is_waiting for status in self._statuses.values()):
             what = f"no message from {place} arrived within {timeout}, and all workers waited for messages"
             return WorkerDiedError(

@@ -263,7 +263,7 @@ class SampleStream:
             next(self._samples)
             self._has_warned = True
             sys.stderr.write(
-                f"warning: {self._name} has more samples than its length of {self._length}: the others are not used\n"
+                f"warning: {self._name} has more samples than its length of {self._length}: the rest are not used\n"
             )
 
     @property

@@ -203,8 +203,8 @@ def share_device_memory(
     refusals = [each for each in all_gather(here.refusal, str, world, "the refusals to share memory of GPUs") if each]
     if refusals and rank == 0:
         sys.stderr.write(
-            f"warning: CUDA does not let workers share memory of their GPUs ({printable(refusals[0])}): they send each "
-            "other messages by NCCL, or through host memory\n"
+            f"warning: CUDA does not let the workers share GPU memory ({printable(refusals[0])}), so messages go "
+            "through NCCL or host memory\n"
         )
     return agreed, {number: memory for number, memory in here.memory.items() if number in agreed}
 

@@ -428,8 +428,8 @@ def check_single_samples(bundle: Bundle, trained: int, validated: int) -> None:
     ):
         if bundle.differs_for_one_sample and samples and not (samples - 1) % size:
             raise ModelError(
-                f"the last minibatch of {where} has one sample ({samples} samples in minibatches of {size}), and from "
-                "one sample the model computes something different than from several",
+                f"the last minibatch of {where} has one sample ({samples} samples in minibatches of {size}), and for "
+                "one sample the model computes something else than for several",
                 "if forward branches on the number of samples, move that line into a module of its own and name the "
                 f"module in HINTS = {{'opaque': [...]}}, {leave_out}",
             )

@@ -191,8 +191,8 @@ def _check_outputs(bundle: Bundle, path: str, module: nn.Module, args: object, o
     if not bundle.fits_opaque(path, shapes):
         traced = ", ".join(str([*shape]).replace("'", "") for shape in bundle.opaque_outputs[path][0])
         raise ModelError(
-            f"{path} returns {', '.join(str([*shape]) for shape in shapes)}, but in the trace {traced}, and "
-            "the stages have these sizes as constants",
+            f"{path} returns {', '.join(str([*shape]) for shape in shapes)}, but in the trace it returned {traced}, "
+            "and these sizes are constants in the stage files",
             "let it return the same sizes for all samples, or move what uses its output into it",
         )
 
