@@ -134,7 +134,7 @@ def _chunked_plan(profile: Profile, profile_path: str, cluster: Cluster, options
             fault, asked = error.what.partition("\n")[0], f"--in-flight {options.in_flight}"
             what = f"{asked} is not enough for schedule {options.schedule}: {fault}"
             raise UsageError(what, "pass a larger number, or leave it out") from error
-        return predict(plan, evaluator, placement)
+        return refresh(plan, profile)
 
     def fastest(stages: Stages, within: Cluster, *, recomputes: bool) -> Plan:
         plan_within = partial(plan_of, within=within, recomputes=recomputes)
@@ -280,15 +280,6 @@ def _certificate(search: PlanSearch, optimum: Candidate, selected: Selected) -> 
     )
 
 
-def refresh(plan: Plan, profile: Profile) -> Plan:
-    """Return a hand-edited plan with figures for its present stages.
-
-    Raises:
-        ArtifactError: its stages do not fit the profile.
-    """
-    return predict(plan, Evaluator.of(plan, profile), Placement.of(plan, profile))
-
-
 def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan:
     """Return the same stages run in another way, with the minibatches in flight that this needs.
 
@@ -316,7 +307,7 @@ def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan
     )
     changed = changed.model_copy(update={"stages": stages})
     changed.check_schedule()
-    return predict(changed, evaluator, placement)
+    return refresh(changed, profile)
 
 
 def _recomputing(plan: Plan, profile: Profile, placement: Placement) -> tuple[bool, ...]:
@@ -429,12 +420,14 @@ def _in_chunks(
     ).with_usual_in_flight()
 
 
-def predict(plan: Plan, evaluator: Evaluator, placement: Placement) -> Plan:
-    """Return the plan with its figures and its certificate.
+def refresh(plan: Plan, profile: Profile) -> Plan:
+    """Return the plan with figures for its stages as they are, which a person may have edited.
 
     Raises:
+        ArtifactError: its stages do not fit the profile.
         ScheduleError: no formulas cover it, and its numbers in flight make it deadlock.
     """
+    evaluator, placement = Evaluator.of(plan, profile), Placement.of(plan, profile)
     if not placement.execution.has_formulas:
         return _with_simulated_figures(plan, evaluator, placement)
     is_ours = evaluator.cost_model == "ours"
