@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pdtool.planner.formulas import TOLERANCE, CostModel, StageMemory
+from pdtool.planner.formulas import TOLERANCE, StageMemory
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, Evaluator, link_times_s
 from pdtool.planner.simulator.engine import steady_state_s
@@ -194,10 +194,13 @@ def _choices(evaluator: Evaluator, candidate: Candidate, margin: float) -> list[
     that are ever tried. Each comes once, from few to many, as far as memory goes."""
     placement = candidate.placement
     default = placement.in_flight
-    model = evaluator.model_of(placement.workers, placement.execution)
+    model, limit = (
+        evaluator.model_of(placement.workers, placement.execution),
+        evaluator.cluster.memory_bytes or math.inf,
+    )
     loads = stage_loads(evaluator.profile, placement.stages)
     largest = [
-        _within_memory(model, (load, r), _MAX_FACTOR * w, w, recompute)
+        next((n for n in range(_MAX_FACTOR * w, w, -1) if model.memory_bytes(load, r, n, recompute) <= limit), w)
         for load, r, w, recompute in zip(loads, placement.replicas_per_copy, default, placement.recompute, strict=True)
     ]
     wanted = _wanted(evaluator, candidate, loads, largest, margin)
@@ -246,15 +249,6 @@ def _hiding_rounds(replicas: Sequence[int], in_flight: Sequence[int]) -> int:
         return r
     group = max(r, later[0]) if r % later[0] == 0 or later[0] % r == 0 else r + later[0]
     return in_flight[1] * later[0] + group
-
-
-def _within_memory(model: CostModel, stage: tuple[StageLoad, int], wanted: int, minimum: int, recompute: bool) -> int:
-    """Return as many of `wanted` as memory allows, but at least `minimum`, for a stage with so many replicas in a
-    copy."""
-    limit = model.cluster.memory_bytes
-    while wanted > minimum and limit is not None and model.memory_bytes(*stage, wanted, recompute) > limit:
-        wanted -= 1
-    return max(wanted, minimum)
 
 
 def _decreasing(placement: Placement, in_flight: Sequence[int]) -> list[int]:
