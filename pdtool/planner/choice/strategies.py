@@ -349,9 +349,8 @@ class _ModelParallelPlanner(Planner):
 class _GPipePlanner(Planner):
     """An update takes as many microbatches as there are workers: the same samples as with data parallelism."""
 
-    def rival_options(self, profile: Profile, cluster: Cluster, plan: Plan) -> SearchOptions:
-        options = super().rival_options(profile, cluster, plan)
-        return self.averaging(options, plan.execution.minibatches_per_update or cluster.workers)
+    def rival_minibatches(self, minibatches: int | None, workers: int) -> int | None:
+        return minibatches or workers
 
     def candidates(self, search: PlanSearch) -> list[Candidate]:
         """Return the best pipeline of each number of stages, unless it is much slower than the best."""
