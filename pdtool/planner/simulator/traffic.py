@@ -131,14 +131,13 @@ class AllReduceRound:
 
     Attributes:
         ready: buckets that each member has.
-        started, done: buckets.
+        started: buckets that were sent, or wait for their turn.
         complete_s: when the last member had its last bucket.
         has_ended: whether all members have the average.
     """
 
     ready: dict[int, int]
     started: int = 0
-    done: int = 0
     complete_s: float = 0.0
     has_ended: bool = False
 
@@ -178,7 +177,7 @@ class GradientAllReduces:
             current.complete_s = self.network.clock.now
         while current.started < ready_everywhere:
             current.started += 1
-            ended = partial(self._bucket_sent, ring, current)
+            ended = partial(self._bucket_sent, ring, current, is_last=current.started == ring.buckets)
             self.network.send(Flow(channel=averaged, size_bytes=ring.sent_bytes, links=ring.links, ended=ended))
 
     def ready(self, stage: int, number: int, w: int) -> float | None:
@@ -213,11 +212,10 @@ class GradientAllReduces:
             self._rounds[averaged, number] = AllReduceRound(dict.fromkeys(members, 0), has_ended=len(members) == 1)
         return self._rounds[averaged, number]
 
-    def _bucket_sent(self, ring: AllReduceRing, current: AllReduceRound, flow: Flow) -> None:
-        current.done += 1
+    def _bucket_sent(self, ring: AllReduceRing, current: AllReduceRound, flow: Flow, *, is_last: bool) -> None:
         for w in ring.members if flow.size_bytes else ():
             self.recorder.averaged(w, flow)
-        if current.done == ring.buckets:
+        if is_last:
             self.network.clock.at(self.network.clock.now + ring.latency_s, partial(self._end, ring, current))
 
     def _end(self, ring: AllReduceRing, current: AllReduceRound) -> None:
