@@ -402,7 +402,7 @@ class _Borders:
         self._cuts = search.space(placement.used_workers // placement.execution.copies)
         self._work_s = self._cuts.forward_backward_s
         self._replicas = placement.replicas
-        is_found = self._numbers(candidate) is not None and placement.execution.chunks == 1
+        is_found = self._numbers(candidate) and placement.execution.chunks == 1
         self.inner = range(1, len(placement.stages)) if is_found else range(0)
 
     @cached_property
@@ -411,37 +411,31 @@ class _Borders:
 
     def moves(self, selected: Selected, border: int) -> Iterator[Selected]:
         """Yield the plan with one border moved, if it fits and is fast enough by the formulas."""
-        candidate = selected.candidate
-        numbers = self._numbers(candidate)
-        assert numbers
-        evaluator, placement = self._search.evaluator, candidate.placement
-        for cut in self._nearby(numbers, border, len(placement.stages)):
-            changed = self._with_border(placement, numbers, border, cut)
-            if changed.time_per_minibatch_s <= self._limit_s and evaluator.fits(changed):
+        numbers = self._numbers(selected.candidate)
+        for changed in self._moved(selected.candidate, numbers, border, self._nearby(numbers, border)):
+            if changed.time_per_minibatch_s <= self._limit_s:
                 yield replace(selected, candidate=changed)
 
     def neighbours(self, candidate: Candidate, border: int) -> Iterator[Candidate]:
         """Yield the plan with a border moved to each of the nearest cuts on both sides, if it fits."""
         numbers = self._numbers(candidate)
-        assert numbers
         before, cut, after = numbers[border - 1 : border + 2]
-        evaluator, placement = self._search.evaluator, candidate.placement
         is_allowed = self._cuts.contains[before] & self._cuts.contains[:, after]
-        is_allowed &= self._cuts.allowed_before(border, len(placement.stages))
+        is_allowed &= self._cuts.allowed_before(border, len(numbers) - 1)
         further_s = self._work_s - self._work_s[cut]
         for side in (1, -1):
             cuts = np.flatnonzero(is_allowed & (side * further_s >= 0))
             nearest = sorted(set(cuts.tolist()) - {cut}, key=lambda c: (abs(further_s[c]), c))
-            for moved in nearest[:_NEAREST_CUTS]:
-                changed = self._with_border(placement, numbers, border, moved)
-                if evaluator.fits(changed):
-                    yield changed
+            yield from self._moved(candidate, numbers, border, nearest[:_NEAREST_CUTS])
 
-    def _with_border(self, placement: Placement, numbers: Sequence[int], border: int, cut: int) -> Candidate:
-        """Return the plan, which has its borders at the cuts `numbers`, with one of them at another cut."""
-        stages = [self._cuts.nodes(*pair) for pair in pairwise([*numbers[:border], cut, *numbers[border + 1 :]])]
-        evaluator, execution = self._search.evaluator, placement.execution
-        return evaluator.place(stages, placement.workers, execution, in_flight=placement.in_flight)
+    def _moved(self, candidate: Candidate, numbers: list[int], border: int, cuts: list[int]) -> Iterator[Candidate]:
+        """Yield the plan, whose borders are at the cuts `numbers`, with one of them at each of `cuts`, if it fits."""
+        evaluator, placement = self._search.evaluator, candidate.placement
+        for cut in cuts:
+            stages = [self._cuts.nodes(*pair) for pair in pairwise([*numbers[:border], cut, *numbers[border + 1 :]])]
+            changed = evaluator.place(stages, placement.workers, placement.execution, in_flight=placement.in_flight)
+            if evaluator.fits(changed):
+                yield changed
 
     def simulated(self, selected: Selected) -> Selected | None:
         """Return the plan with its simulated time, if it has one; None if that is above the limit."""
@@ -459,18 +453,18 @@ class _Borders:
             return None
         return replace(selected, candidate=candidate, simulated_s=time_s)
 
-    def _nearby(self, numbers: Sequence[int], border: int, stages: int) -> Sequence[int]:
+    def _nearby(self, numbers: list[int], border: int) -> list[int]:
         """The cuts that divide fewer modules than a border and make neither neighbouring stage too slow."""
         before, cut, after = numbers[border - 1 : border + 2]
         fewest_s = self._work_s - self._work_s[before], self._work_s[after] - self._work_s
         shares_s = [work_s / self._replicas[border - 1 + side] for side, work_s in enumerate(fewest_s)]
         is_allowed = self._cuts.contains[before] & self._cuts.contains[:, after] & (self._divided < self._divided[cut])
-        is_allowed &= self._cuts.allowed_before(border, stages) & (np.maximum(*shares_s) <= self._limit_s)
+        is_allowed &= self._cuts.allowed_before(border, len(numbers) - 1) & (np.maximum(*shares_s) <= self._limit_s)
         distance_s = np.abs(self._work_s - self._work_s[cut])
         return sorted(np.flatnonzero(is_allowed).tolist(), key=lambda c: (self._divided[c], distance_s[c]))[:_MAX_MOVES]
 
-    def _numbers(self, candidate: Candidate) -> list[int] | None:
-        """The cuts before, between and after the stages; None if one is not in the space."""
+    def _numbers(self, candidate: Candidate) -> list[int]:
+        """The cuts before, between and after the stages; none if one is not in the space."""
         held: set[str] = set()
         numbers = [0]
         for nodes in candidate.placement.stages:
@@ -479,6 +473,6 @@ class _Borders:
             found = np.flatnonzero((self._cuts.inside == inside).all(axis=1))
             size = sum(len(block) for block, is_inside in zip(self._cuts.blocks, inside, strict=True) if is_inside)
             if not len(found) or size != len(held):
-                return None
+                return []
             numbers.append(int(found[0]))
         return numbers
