@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from pdtool.artifacts.artifact import Artifact
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.device import TABLE, Devices
-from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.plan import Plan, PlanOptions
 from pdtool.artifacts.profile import Profile
 from pdtool.planner.choice.make_plan import make_plan
-from pdtool.planner.search.search import SearchOptions
 
 ROOT = Path(__file__).parent.parent
 PROFILE = chain([1e-3, 2e-3, 3e-3, 1e-3, 2e-3, 1e-3], parameters=1000, crossing=500, stash=700)
@@ -31,7 +30,7 @@ PROFILE_PATH = "net.json"
 
 def _plan(topology: tuple[int, ...], **options: Any) -> Plan:
     cluster = make_cluster(topology, [1e9] * len(topology), memory_bytes=10**6)
-    return make_plan(PROFILE, PROFILE_PATH, cluster, SearchOptions(**options))
+    return make_plan(PROFILE, PROFILE_PATH, cluster, PlanOptions(**options))
 
 
 def _valid() -> dict[str, list[Artifact]]:

@@ -15,18 +15,18 @@ from itertools import pairwise
 from pathlib import Path
 
 from pdtool.artifacts.cluster import Cluster, make_cluster
+from pdtool.artifacts.plan import PlanOptions
 from pdtool.artifacts.profile import Profile
 from pdtool.planner.choice.in_flight import with_fewest_in_flight
 from pdtool.planner.choice.make_plan import make_plan
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, CostModelName, Evaluator
-from pdtool.planner.search.search import SearchOptions
 from pdtool.planner.simulator.engine import steady_state_s
 from pdtool.profiler.pipedream_import import read_pipedream_profile
 from pdtool.schedule import ExecutionConfig
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "shared" / "data" / "pipedream"
-MARGIN = SearchOptions().simplest
+MARGIN = PlanOptions().simplest
 GPU_BYTES = 16 * 10**9 - 2**30  # a V100's, less the reserve
 GB = 1e9
 INSIDE = {4: 12 * GB, 8: 20 * GB}  # PCI Express 3.0 x16; NVLink as PipeDream's authors state it (20 to 25 GB/s)
@@ -93,7 +93,7 @@ class Case:
     def planned(self, *, straight: bool = False, cost_model: CostModelName = "ours") -> Candidate:
         """What is planned, by default by pdtool's formulas; on 12 workers at most where no stage may be replicated."""
         workers = min(self.cluster.workers, 12) if straight else None
-        options = SearchOptions(straight=straight, workers=workers, cost_model=cost_model)
+        options = PlanOptions(straight=straight, workers=workers, cost_model=cost_model)
         placement = Placement.of(make_plan(self.profile, "p", self.cluster, options), self.profile)
         plan = Candidate(placement=placement, cost=self.evaluator().cost(placement))
         return with_fewest_in_flight(self.evaluator(), plan, MARGIN)[0] if cost_model != "ours" else plan

@@ -25,7 +25,7 @@ from pdtool.api.inputs import (
     read_profile,
 )
 from pdtool.artifacts.cluster import Cluster, ClusterFile, make_cluster, parse_topology
-from pdtool.artifacts.plan import LITTLE_ROOM, Plan
+from pdtool.artifacts.plan import LITTLE_ROOM, Plan, PlanOptions
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.text_formats import has_comments
 from pdtool.errors import ArtifactError, NoPlanError, UsageError
@@ -35,7 +35,6 @@ from pdtool.options.plan_options import INNER_BANDWIDTH, OUTER_BANDWIDTH, Partit
 from pdtool.options.simulate_options import SimulateOptions
 from pdtool.planner.choice.make_plan import make_plan, with_fastest_size
 from pdtool.planner.choice.strategies import planner_asked_for
-from pdtool.planner.search.search import SearchOptions
 from pdtool.units import bytes_option, format_bytes, parse_bandwidth, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
@@ -178,7 +177,7 @@ class PlanRequest:
     path: str
     profile: Profile
     cluster: Cluster
-    options: SearchOptions
+    options: PlanOptions
 
     @classmethod
     def read(cls, path: str, asked: PartitionOptions) -> PlanRequest:

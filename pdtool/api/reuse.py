@@ -127,7 +127,7 @@ def other_plan(plan: Plan, request: PlanRequest) -> str:
         return f"it was made from {plan.profile}, not {request.path}"
     if plan.asked is None:
         return "it does not record its options"
-    asked, clusters = request.options.asked, (plan.cluster, request.cluster)
+    asked, clusters = request.options, (plan.cluster, request.cluster)
     figures = {
         "topology": (plan.cluster.topology, request.cluster.topology),
         "bandwidth": tuple(_each(c, "bandwidth_bytes_per_s", format_bits_rate) for c in clusters),

@@ -221,7 +221,8 @@ class Why(FrozenModel):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """The options of a plan besides its cluster, by their names in `pdtool.partition`.
+    """The options of a plan besides its cluster, by their names in `pdtool.partition`: those that the user asked for,
+    with what goes with the strategy.
 
     Attributes:
         strategy: see pdtool.schedule.strategies; planner.choice.strategies sets options that follow from it.
@@ -254,6 +255,30 @@ class PlanOptions:
     cost_model: CostModelName = "ours"
     simplest: Annotated[float, Field(ge=0, lt=1)] = 0.03
     max_cuts: Count = 1200
+
+    @property
+    def executions(self) -> list[ExecutionConfig]:
+        """How a plan may be executed, under each schedule that the cost formulas cover."""
+        kinds = [kind for kind in SCHEDULES.values() if kind.has_formulas and self.schedule in (kind.name, "auto")]
+        if self.schedule == "auto" and self.microbatches == 1:
+            kinds = [kind for kind in kinds if not kind.flushes]
+        executions = [ExecutionConfig.of_schedule(kind.name, strategy=self.strategy) for kind in kinds]
+        return [each.averaging(self.microbatches if each.kind.flushes else self.update_every) for each in executions]
+
+    @property
+    def min_stages(self) -> int:
+        """Stages that a plan must have."""
+        return len(self.replicas) if self.replicas else STRATEGIES[self.strategy].min_stages
+
+    @property
+    def with_replicas(self) -> str:
+        """` with replicas 15-1`, for sentences about the plans that were asked for; empty where any are allowed."""
+        return f" with replicas {self.replicas_text}" if self.replicas else ""
+
+    @property
+    def replicas_text(self) -> str:
+        """`15-1`: the replicas as the option has them; empty where any are allowed."""
+        return "-".join(map(str, self.replicas or ()))
 
 
 class Plan(YamlArtifact):

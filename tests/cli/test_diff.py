@@ -10,9 +10,8 @@ import samples
 from graphs import chain
 
 from pdtool.artifacts.cluster import make_cluster
-from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.plan import Plan, PlanOptions
 from pdtool.planner.choice.make_plan import make_plan
-from pdtool.planner.search.search import SearchOptions
 
 
 @pytest.fixture
@@ -21,7 +20,7 @@ def plans(folder):
     net = chain([0.4, 0.3, 0.3, 0.2, 0.1], parameters=1000, crossing=50)
     net.save("profiles/net.json")
     for name, workers in (("a", 2), ("b", 3)):
-        made = make_plan(net, "profiles/net.json", make_cluster((workers,), (3000.0,)), SearchOptions(straight=True))
+        made = make_plan(net, "profiles/net.json", make_cluster((workers,), (3000.0,)), PlanOptions(straight=True))
         made.save(f"{name}.yaml")
     return folder
 

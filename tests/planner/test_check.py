@@ -25,7 +25,6 @@ from pdtool.planner.choice.comparison import simulated
 from pdtool.planner.choice.make_plan import make_plan, refresh
 from pdtool.planner.choice.plan_check import check_plan
 from pdtool.planner.choice.strategies import PLANNERS
-from pdtool.planner.search.search import SearchOptions
 from pdtool.schedule import SCHEDULES, STRATEGIES
 from pdtool.units import format_seconds
 
@@ -63,7 +62,7 @@ def random_question(seed):
     return (
         profile,
         cluster,
-        SearchOptions(
+        PlanOptions(
             schedule=schedule,
             microbatches=1 if schedule == "1f1b" else rng.choice([2, 4, 7]),
             simplest=rng.choice([0.0, 0.03, 0.3]),
@@ -156,7 +155,7 @@ def test_a_plan_whose_schedule_has_no_formulas_fits_or_there_is_none(schedule):
     rng, found = random.Random(schedule), []
     for _ in range(6):
         profile = random_profile(rng, rng.randint(6, 9)).model_copy(update={"pin": {}, "shared": (), "together": ()})
-        options = SearchOptions(schedule=schedule, microbatches=4 if SCHEDULES[schedule].flushes else 1)
+        options = PlanOptions(schedule=schedule, microbatches=4 if SCHEDULES[schedule].flushes else 1)
         best = make_plan(profile, "p", make_cluster((2,), (1e4,)), options)
         for share in (1.0, 0.9, 0.7):
             cluster = make_cluster((2,), (1e4,), memory_bytes=int(share * max(best.predicted.memory_bytes)))
@@ -216,7 +215,7 @@ def net():
 def plan(net):
     """The fastest pipeline for four workers."""
     found = make_plan(
-        net, "profiles/net.json", make_cluster((4,), (3000.0,), memory_bytes=40_000), SearchOptions(simplest=0)
+        net, "profiles/net.json", make_cluster((4,), (3000.0,), memory_bytes=40_000), PlanOptions(simplest=0)
     )
     assert len(found.stages) > 1
     assert faults(found, net) == {}
@@ -305,7 +304,7 @@ def test_a_bound_that_claims_too_little_is_only_weak(net, plan):
 
 def test_what_was_asked_for_is_what_is_searched_again(net):
     """`--straight` was asked for; data parallelism is faster, and the bound is for straight pipelines."""
-    made = make_plan(net, "net.json", make_cluster((4,), (1e9,)), SearchOptions(straight=True))
+    made = make_plan(net, "net.json", make_cluster((4,), (1e9,)), PlanOptions(straight=True))
     assert made.predicted.gain_over_data_parallel < 1
     assert faults(made, net) == {}
     assert "lower bound" in faults(made.model_copy(update={"asked": PlanOptions()}), net)
@@ -376,7 +375,7 @@ def test_an_edited_plan_of_an_earlier_pdtool_is_updated(earlier, net):
 @pytest.mark.parametrize("kind", [kind for kind in SCHEDULES.values() if not kind.has_formulas])
 def test_plans_without_formulas_are_simulated_again(kind):
     deep = chain([0.4, 0.3, 0.3, 0.2, 0.1, 0.2, 0.3, 0.4])
-    options = SearchOptions(schedule=kind.name, microbatches=4 if kind.flushes else 1)
+    options = PlanOptions(schedule=kind.name, microbatches=4 if kind.flushes else 1)
     made = make_plan(deep, "net.json", make_cluster((2,), (1e9,)), options)
     assert faults(made, deep) == {}
     assert set(faults(altered(made, "simulated_s"), deep)) == {"simulated_s"}

@@ -10,6 +10,7 @@ import pytest
 from graphs import chain, random_profile, with_nodes
 
 from pdtool.artifacts.cluster import make_cluster
+from pdtool.artifacts.plan import PlanOptions
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.options.plan_options import PartitionOptions
 from pdtool.planner.choice.in_flight import with_fastest_in_flight
@@ -18,13 +19,12 @@ from pdtool.planner.choice.plan_check import check_plan
 from pdtool.planner.choice.strategies import PLANNERS
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Evaluator
-from pdtool.planner.search.search import SearchOptions
 from pdtool.planner.simulator.engine import simulate, steady_state_s
 from pdtool.planner.simulator.job import SimulationJob
 from pdtool.schedule import SCHEDULES, ExecutionConfig
 
 ROUNDING = 1.001  # less is not worth a minibatch in flight
-MARGIN = 1 + SearchOptions().simplest
+MARGIN = 1 + PlanOptions().simplest
 
 
 def network(rng: random.Random, workers: int, memory_bytes: int | None = None):
@@ -101,7 +101,7 @@ def test_cuts_are_searched_together_with_the_numbers_in_flight():
         net = with_nodes(net, [n.model_copy(update=c) for n, c in zip(net.nodes, changes, strict=True)])
         cluster = make_cluster((workers,), (rng.choice([500.0, 2000.0, 8000.0]),), latencies=[rng.choice([0.0, 0.3])])
         microbatches = rng.choice([4, 6])
-        plan = make_plan(net, "p", cluster, SearchOptions(schedule="1f1b-flush", microbatches=microbatches))
+        plan = make_plan(net, "p", cluster, PlanOptions(schedule="1f1b-flush", microbatches=microbatches))
         evaluator, execution = Evaluator(net, cluster), ExecutionConfig.of_schedule("1f1b-flush", microbatches)
         best_s, names = plan.predicted.simulated_s, net.graph.names
         for stages in range(2, workers + 1):
@@ -123,11 +123,11 @@ def test_a_flush_is_never_slower_than_gpipe():
         options = {"microbatches": rng.choice([4, 6, 8])}
         try:
             gpipe = make_plan(
-                profile, "p", cluster, SearchOptions(strategy="gpipe", schedule="gpipe", straight=True, **options)
+                profile, "p", cluster, PlanOptions(strategy="gpipe", schedule="gpipe", straight=True, **options)
             )
         except NoPlanError:
             continue
-        flush = make_plan(profile, "p", cluster, SearchOptions(schedule="1f1b-flush", **options))
+        flush = make_plan(profile, "p", cluster, PlanOptions(schedule="1f1b-flush", **options))
         seen += 1
         assert flush.predicted.simulated_s <= gpipe.predicted.simulated_s * MARGIN * ROUNDING, (
             flush.config,
@@ -140,7 +140,7 @@ def test_a_flush_is_never_slower_than_gpipe():
 def test_a_number_that_is_asked_for_is_taken(schedule):
     """At the first stage; the plan records it, claims no bound, and all that it says is true."""
     net, cluster = chain([1.0] * 6, stash=100), make_cluster((3,), (1e12,))
-    options = SearchOptions(schedule=schedule, straight=True, in_flight=7)
+    options = PlanOptions(schedule=schedule, straight=True, in_flight=7)
     if options.schedule in SCHEDULES and SCHEDULES[schedule].flushes:
         options = replace(options, microbatches=8)
     if schedule == "interleaved":
@@ -186,7 +186,7 @@ def test_the_borders_of_a_schedule_without_formulas_are_its_own(schedule):
     for seed in range(12):
         profile, cluster = network(random.Random(seed), 2)
         microbatches = 4 if SCHEDULES[schedule].flushes else 1
-        options = SearchOptions(schedule=schedule, microbatches=microbatches, replicas=(1, 1))
+        options = PlanOptions(schedule=schedule, microbatches=microbatches, replicas=(1, 1))
         plan = make_plan(profile, "p", cluster, options)
         origin = make_plan(profile, "p", cluster, replace(options, schedule=SCHEDULES[schedule].planned_as.name))
         moved += origin.stages[0].nodes != plan.stages[0].nodes
@@ -210,7 +210,7 @@ def test_no_operator_moved_over_a_border_of_chunks_makes_them_faster(schedule):
     moved = 0
     for seed in range(8):
         profile, cluster = network(random.Random(seed), 2)
-        plan = make_plan(profile, "p", cluster, SearchOptions(schedule=schedule, microbatches=4, chunks=2))
+        plan = make_plan(profile, "p", cluster, PlanOptions(schedule=schedule, microbatches=4, chunks=2))
         chosen, even = Placement.of(plan, profile), even_pieces(profile, 4)
         moved += steady_state_s(replace(chosen, stages=even), profile, cluster) > plan.predicted.simulated_s * ROUNDING
         for border in range(1, 4):

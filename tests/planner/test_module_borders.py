@@ -9,11 +9,12 @@ from conftest import DAY
 from graphs import chain, random_profile, with_nodes
 
 from pdtool.artifacts.cluster import make_cluster
+from pdtool.artifacts.plan import PlanOptions
 from pdtool.planner.choice import selection as module_borders
 from pdtool.planner.choice.make_plan import make_plan
 from pdtool.planner.choice.selection import modules_divided, move_to_module_borders, select
 from pdtool.planner.search.cuts import find_cuts
-from pdtool.planner.search.search import PlanSearch, SearchOptions
+from pdtool.planner.search.search import PlanSearch
 from pdtool.planner.simulator.engine import steady_state_s
 
 SECONDS = [1.0, 0.98, 0.02, 1.0, 1.0]
@@ -36,13 +37,13 @@ def in_modules(profile, modules):
     [(0.03, ["x", "layers.0"], 2.02), (0.005, ["x", "layers.0", "layers.1.norm"], 2.0)],
 )
 def test_a_border_inside_of_a_layer_moves_between_two_layers_within_the_margin(simplest, first_stage, time_s):
-    plan = make_plan(two_layers(), "p", make_cluster((2,), [1e3]), SearchOptions(simplest=simplest))
+    plan = make_plan(two_layers(), "p", make_cluster((2,), [1e3]), PlanOptions(simplest=simplest))
     assert plan.config == "1-1"
     assert list(plan.stages[0].nodes) == first_stage
     assert plan.predicted.simulated_s == pytest.approx(time_s, rel=0.01)
 
 
-@pytest.mark.parametrize("options", [SearchOptions(simplest=0.0), SearchOptions(straight=True)])
+@pytest.mark.parametrize("options", [PlanOptions(simplest=0.0), PlanOptions(straight=True)])
 def test_it_stays_where_the_fastest_plan_is_asked_for(options):
     plan = make_plan(two_layers(), "p", make_cluster((2,), [1e3]), options)
     assert list(plan.stages[0].nodes) == ["x", "layers.0", "layers.1.norm"]
@@ -63,7 +64,7 @@ def test_any_plan_keeps_its_margin_and_divides_no_more_modules():
         cluster = make_cluster(
             (rng.choice([3, 4]),), [rng.choice([300.0, 3e3, 1e5])], memory_bytes=rng.choice([None, 90_000])
         )
-        search = PlanSearch(profile, cluster, SearchOptions(simplest=0.2))
+        search = PlanSearch(profile, cluster, PlanOptions(simplest=0.2))
         optima = search.fastest_plans()
         if not optima:
             continue
@@ -85,7 +86,7 @@ def test_borders_that_cannot_all_move_at_once_move_one_after_the_other(monkeypat
     seconds = [1.0, 0.98, 0.02, 1.0, 0.98, 0.02, 1.0, 1.0]
     modules = ["0.attention", "0.mlp", "1.norm", "1.attention", "1.mlp", "2.norm", "2.attention", "2.mlp"]
     profile = in_modules(chain(seconds, parameters=100_000), [f"layers.{module}" for module in modules])
-    search = PlanSearch(profile, make_cluster((3,), [1e3]), SearchOptions(simplest=0.03))
+    search = PlanSearch(profile, make_cluster((3,), [1e3]), PlanOptions(simplest=0.03))
     chosen = select(search, search.fastest_plans(), [])
     stages = chosen.candidate.placement.stages
     assert borders_moved(stages, move_to_module_borders(search, chosen)) == 2

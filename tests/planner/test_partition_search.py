@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from reference.brute_force import divisions, fastest
 
 from pdtool.artifacts.cluster import make_cluster
-from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.plan import Plan, PlanOptions
 from pdtool.artifacts.profile import Node
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.planner.choice.make_plan import make_plan, refresh
@@ -19,7 +19,7 @@ from pdtool.planner.formulas import COST_MODELS
 from pdtool.planner.plan_cost import Evaluator
 from pdtool.planner.search.cuts import find_cuts
 from pdtool.planner.search.dynamic_programming import DynamicProgram
-from pdtool.planner.search.search import PlanSearch, SearchOptions
+from pdtool.planner.search.search import PlanSearch
 from pdtool.planner.stage_costs import stage_loads
 from pdtool.schedule import ExecutionConfig
 from pdtool.units import parse_bytes
@@ -43,7 +43,7 @@ def test_search_equals_brute_force(block):
         if schedule == "1f1b" and cost_model == "ours":
             execution = execution.averaging(rng.choice([None, 2, 5]))
         optimum = fastest(evaluator, execution, straight=straight)
-        options = SearchOptions(
+        options = PlanOptions(
             schedule=schedule,
             microbatches=execution.microbatches,
             update_every=execution.update_every,
@@ -76,7 +76,7 @@ def test_no_plan_by_hand_is_better(seed, data):
     stages, replicas = data.draw(st.sampled_from(list(divisions(profile, data.draw(st.integers(1, 4))))))
     idle = data.draw(st.integers(0, 4 - sum(replicas)))
     placed = [range(idle + sum(replicas[:s]), idle + sum(replicas[: s + 1])) for s in range(len(replicas))]
-    found = make_plan(profile, "p.json", cluster, SearchOptions(simplest=0)).why.certificate.bound_s
+    found = make_plan(profile, "p.json", cluster, PlanOptions(simplest=0)).why.certificate.bound_s
     by_hand = Evaluator(profile, cluster).place(stages, placed, ExecutionConfig())
     assert found <= by_hand.time_per_minibatch_s * (1 + 1e-9)
 
@@ -93,10 +93,10 @@ def test_no_plan_on_fewer_workers_is_below_the_bound():
         profile = with_nodes(layers, nodes)
         cluster = make_cluster(rng.choice([(2, 2), (2, 3), (3, 2)]), (rng.choice([5e2, 1e3, 3e3]), 1e5))
         cluster = replace(cluster, memory_bytes=rng.choice([None, 10**6]))
-        bound_s = PlanSearch(profile, cluster, SearchOptions(simplest=0)).fastest_plans()[0].time_per_minibatch_s
+        bound_s = PlanSearch(profile, cluster, PlanOptions(simplest=0)).fastest_plans()[0].time_per_minibatch_s
         replicas = tuple(rng.randint(1, 2) for _ in range(rng.randint(1, 3)))
-        narrower = [SearchOptions(workers=n, simplest=0) for n in range(1, cluster.workers)]
-        for options in [*narrower, SearchOptions(replicas=replicas, simplest=0)]:
+        narrower = [PlanOptions(workers=n, simplest=0) for n in range(1, cluster.workers)]
+        for options in [*narrower, PlanOptions(replicas=replicas, simplest=0)]:
             with suppress(UsageError):
                 for plan in PlanSearch(profile, cluster, options).fastest_plans()[:1]:
                     assert bound_s <= plan.time_per_minibatch_s * (1 + 1e-9), f"seed {seed}: {options}"
@@ -109,7 +109,7 @@ def test_the_simplest_plan_within_the_margin_is_taken(simplest, stages):
     nodes = [node.model_copy(update={"forward_s": 1.0, "backward_s": 0.0}) for node in chain([1.0] * 4).nodes[1:]]
     nodes[-1] = nodes[-1].model_copy(update={"parameter_bytes": int(0.08 / 1.5 * FAST)})
     profile = profile_of([*chain([]).nodes, *nodes])
-    plan = make_plan(profile, "p", make_cluster((4,), (FAST,)), SearchOptions(simplest=simplest))
+    plan = make_plan(profile, "p", make_cluster((4,), (FAST,)), PlanOptions(simplest=simplest))
     assert len(plan.stages) == stages
     margin = "20 ms faster, but less simple, and within --simplest 2.1%"
     assert (margin in {rival.why for rival in plan.why.rivals}) == (stages == 1)
@@ -138,7 +138,7 @@ def test_copies_of_a_pipeline_are_found_where_they_are_best():
     layers = chain([2.0] * 20, parameters=2 * 10**7, crossing=24 * 10**7)
     profile = profile_of(layers.nodes, optimizer_state_bytes=4.0)
     cluster = make_cluster((4, 2), (2e7, 1e10), memory_bytes=26 * 10**8)
-    plan = make_plan(profile, "p", cluster, SearchOptions(simplest=0, recompute=False))
+    plan = make_plan(profile, "p", cluster, PlanOptions(simplest=0, recompute=False))
     assert (plan.copies, plan.config) == (4, "4 x 1-1")
     assert [stage.workers for stage in plan.stages] == [(0, 2, 4, 6), (1, 3, 5, 7)]
     ring_s = 2 * 3 / 4 * 2e8 / 2e7  # of one stage, over the link between the servers
@@ -158,7 +158,7 @@ def test_a_larger_cluster_is_searched_in_blocks_and_it_is_said():
 def test_messages_get_minibatches_in_flight_to_hide_behind():
     """Two stages of 1 s with a message of 1 s each way between: a round trip of four seconds, four in flight."""
     profile = chain([1.0, 1.0], crossing=100)
-    options = SearchOptions(straight=True, recompute=False)
+    options = PlanOptions(straight=True, recompute=False)
     plan = make_plan(profile, "p", make_cluster((2,), (100.0,)), options)
     assert [stage.in_flight for stage in plan.stages] == [4, 1]
     assert (plan.predicted.bottleneck_s, plan.predicted.simulated_s) == (pytest.approx(1.0), pytest.approx(1.0))
@@ -179,18 +179,18 @@ def test_auto_takes_the_schedule_that_fits_and_is_fastest():
     """Stashing wants three versions of 1000 bytes and the gradients; with a flush one version does."""
     profile = chain([1.0] * 3, parameters=1000)
     room, tight = (make_cluster((3,), (FAST,), memory_bytes=memory) for memory in (4000, 2500))
-    wanted = SearchOptions(schedule="auto", microbatches=30, straight=True)
+    wanted = PlanOptions(schedule="auto", microbatches=30, straight=True)
     assert make_plan(profile, "p", room, wanted).schedule == "1f1b"
     assert make_plan(profile, "p", tight, wanted).schedule == "1f1b-flush"
     with pytest.raises(NoPlanError, match="or use --schedule 1f1b-flush"):
-        make_plan(profile, "p", tight, SearchOptions(schedule="auto", straight=True))
+        make_plan(profile, "p", tight, PlanOptions(schedule="auto", straight=True))
 
 
 @pytest.mark.parametrize(("memory", "proposed"), [(3000, 4), (900, None)])
 def test_what_does_not_fit_on_two_workers_may_fit_on_more(memory, proposed):
     """An operator's weights and gradients take 2000 bytes."""
     profile = chain([1.0] * 4, parameters=1000)
-    flush = SearchOptions(schedule="1f1b-flush", microbatches=4)
+    flush = PlanOptions(schedule="1f1b-flush", microbatches=4)
     with pytest.raises(NoPlanError, match="no plan fits") as error:
         make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=memory), flush)
     assert (f"--topology {proposed}" in error.value.remedy) == bool(proposed)
@@ -208,17 +208,17 @@ def test_another_schedule_that_would_fit_is_named():
             profile,
             "p",
             make_cluster((2,), (FAST,), memory_bytes=2500),
-            SearchOptions(schedule="gpipe", microbatches=8, recompute=False),
+            PlanOptions(schedule="gpipe", microbatches=8, recompute=False),
         )
 
 
 def test_a_straight_pipeline_on_more_workers_than_are_searched_is_refused():
     with pytest.raises(UsageError, match="257 workers are too many for a straight pipeline; pass at most 256"):
-        make_plan(chain([1.0] * 4), "p", make_cluster((257,), (FAST,)), SearchOptions(straight=True))
+        make_plan(chain([1.0] * 4), "p", make_cluster((257,), (FAST,)), PlanOptions(straight=True))
 
 
 def test_straight_gives_every_worker_one_stage():
-    plan = make_plan(chain([1.0] * 6), "p", make_cluster((3,), (FAST,)), SearchOptions(straight=True))
+    plan = make_plan(chain([1.0] * 6), "p", make_cluster((3,), (FAST,)), PlanOptions(straight=True))
     assert plan.config == "1-1-1"
     assert plan.predicted.bottleneck_s == pytest.approx(2.0)
 
@@ -240,7 +240,7 @@ def test_the_same_input_gives_the_same_bytes_and_a_plan_that_reads_back():
 
 def test_an_edited_plan_is_predicted_anew():
     profile = chain([1.0] * 4)
-    plan = make_plan(profile, "p.json", make_cluster((2,), (FAST,)), SearchOptions(straight=True))
+    plan = make_plan(profile, "p.json", make_cluster((2,), (FAST,)), PlanOptions(straight=True))
     nodes = plan.stages[0].nodes, plan.stages[1].nodes
     moved = [
         stage.model_copy(update={"nodes": names})
@@ -268,22 +268,22 @@ def test_too_little_memory_says_what_lacks_and_what_would_do():
 
 def test_more_stages_than_operators_are_refused():
     with pytest.raises(NoPlanError, match=r"on 4 workers needs 4 stages, but the model can be cut into 3.*--workers 3"):
-        make_plan(chain([1.0] * 3), "p", make_cluster((4,), (FAST,)), SearchOptions(straight=True))
+        make_plan(chain([1.0] * 3), "p", make_cluster((4,), (FAST,)), PlanOptions(straight=True))
 
 
 def test_pins_that_no_plan_keeps_are_refused():
     profile = profile_of(chain([1.0] * 4).nodes, pin={"a2": 0, "a1": 1})
     with pytest.raises(NoPlanError, match="pinned"):
-        make_plan(profile, "p", make_cluster((2,), (FAST,)), SearchOptions(straight=True))
+        make_plan(profile, "p", make_cluster((2,), (FAST,)), PlanOptions(straight=True))
 
 
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (SearchOptions(schedule="zigzag"), "the search has no formulas for schedule 'zigzag'"),
-        (SearchOptions(microbatches=2), "schedule 1f1b cannot be combined with --microbatches 2"),
-        (SearchOptions(workers=5), "--workers is 5, but the cluster has 4 workers"),
-        (SearchOptions(workers=0), "--workers is 0"),
+        (PlanOptions(schedule="zigzag"), "the search has no formulas for schedule 'zigzag'"),
+        (PlanOptions(microbatches=2), "schedule 1f1b cannot be combined with --microbatches 2"),
+        (PlanOptions(workers=5), "--workers is 5, but the cluster has 4 workers"),
+        (PlanOptions(workers=0), "--workers is 0"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, what):
@@ -325,7 +325,7 @@ def test_a_limit_of_memory_leaves_a_certificate_where_free_operators_were_merged
             nodes.append(node)
             before = node.name
     nodes.append(Node(name="loss", op="loss", module="", inputs=("a13", "b13")))
-    profile, options = profile_of(nodes), SearchOptions(max_cuts=100, straight=True, recompute=False)
+    profile, options = profile_of(nodes), PlanOptions(max_cuts=100, straight=True, recompute=False)
     search = PlanSearch(profile, make_cluster((3,), (FAST,), memory_bytes=20_000), options)
     assert search.whole_space.merged_operators is None
     assert search.whole_space.merged_free_blocks

@@ -7,10 +7,11 @@ import pytest
 from graphs import chain, profile_of, random_profile
 
 from pdtool.artifacts.cluster import make_cluster
+from pdtool.artifacts.plan import PlanOptions
 from pdtool.artifacts.profile import Node
 from pdtool.planner.formulas import COST_MODELS
 from pdtool.planner.search.cuts import find_cuts
-from pdtool.planner.search.search import PlanSearch, SearchOptions
+from pdtool.planner.search.search import PlanSearch
 from pdtool.planner.stage_costs import stage_loads
 
 
@@ -148,7 +149,7 @@ def test_merging_operators_that_cost_nothing_loses_no_plan():
         merged += 1
         cluster = make_cluster((2, 2), (rng.choice([500.0, 3e3]), 1e4))
         for cost_model in COST_MODELS:
-            options = SearchOptions(simplest=0, cost_model=cost_model)
+            options = PlanOptions(simplest=0, cost_model=cost_model)
             fewer = PlanSearch(profile, cluster, options, {options.max_cuts: space})
             wanted = PlanSearch(profile, cluster, options).fastest_plans()[0].time_per_minibatch_s
             time_s = fewer.fastest_plans()[0].time_per_minibatch_s

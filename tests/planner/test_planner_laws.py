@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdtool.artifacts.cluster import make_cluster
+from pdtool.artifacts.plan import PlanOptions
 from pdtool.errors import NoPlanError
 from pdtool.planner.choice.make_plan import make_plan
-from pdtool.planner.search.search import SearchOptions
 
 SIZES = [(1,), (2,), (3,), (4,), (2, 2), (3, 2), (2, 3), (1, 4), (4, 1), (2, 1, 2), (2, 2, 2)]
 LATE, PROMPT = (0.02, 0.05, 0.4), (0.0,)  # seconds; an operator of random_profile takes up to six
@@ -41,9 +41,7 @@ def drawn(seed, latencies):
 def pace(profile, cluster, workers=None):
     """Of the best plan; infinite where there is none."""
     try:
-        return make_plan(
-            profile, "p.json", cluster, SearchOptions(simplest=0.0, workers=workers)
-        ).predicted.bottleneck_s
+        return make_plan(profile, "p.json", cluster, PlanOptions(simplest=0.0, workers=workers)).predicted.bottleneck_s
     except NoPlanError:
         return float("inf")
 

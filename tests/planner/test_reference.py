@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from pdtool.artifacts.cluster import make_cluster
+from pdtool.artifacts.plan import PlanOptions
 from pdtool.planner.search.layouts import Layout
-from pdtool.planner.search.search import PlanSearch, SearchOptions
+from pdtool.planner.search.search import PlanSearch
 from pdtool.profiler.pipedream_import import read_pipedream_profile
 from pdtool.schedule import ExecutionConfig
 
@@ -47,7 +48,7 @@ def best(row, cost="ours"):
 @cache
 def searched(model, shape, cost):
     """The search, and what it finds; several rows ask for the same."""
-    ours = PlanSearch(profile(model), make_cluster(*SHAPES[shape]), SearchOptions(simplest=0.0, cost_model=cost))
+    ours = PlanSearch(profile(model), make_cluster(*SHAPES[shape]), PlanOptions(simplest=0.0, cost_model=cost))
     return ours, ours.fastest_plans()[0]
 
 

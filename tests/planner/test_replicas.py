@@ -8,6 +8,7 @@ from graphs import chain, profile_of, random_cluster, random_profile
 from reference.brute_force import divisions, placed
 
 from pdtool.artifacts.cluster import make_cluster
+from pdtool.artifacts.plan import PlanOptions
 from pdtool.artifacts.profile import Node
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.options.plan_options import PartitionOptions
@@ -17,7 +18,6 @@ from pdtool.planner.choice.strategies import PLANNERS
 from pdtool.planner.formulas import COST_MODELS
 from pdtool.planner.plan_cost import Evaluator
 from pdtool.planner.search.layouts import Layout
-from pdtool.planner.search.search import SearchOptions
 from pdtool.schedule import ExecutionConfig
 
 FAST = 1e9
@@ -91,7 +91,7 @@ def test_all_that_the_plan_says_is_true():
         seen += 1
         assert tuple(stage.replicas for stage in plan.stages) == replicas
         assert [one.words for one in check_plan(plan, profile) if one.holds is False] == [], f"seed {seed}"
-        free = make_plan(profile, "p.json", cluster, SearchOptions())
+        free = make_plan(profile, "p.json", cluster, PlanOptions())
         faster += free.why.certificate.bound_s < plan.why.certificate.bound_s * (1 - 1e-9)
         assert f"with replicas {plan.config} on" in plan.why.certificate.sentence()
     assert seen > 5
@@ -178,7 +178,7 @@ def test_replicas_that_make_no_sense(folder, arguments, error):
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 2)])
 def test_zb_h1_takes_as_many_replicas_of_each_stage(replicas):
     cluster = make_cluster((4,), (1e9,))
-    options = SearchOptions(schedule="zb-h1", microbatches=4, replicas=replicas)
+    options = PlanOptions(schedule="zb-h1", microbatches=4, replicas=replicas)
     plan = make_plan(chain([1.0] * 4), "net.json", cluster, options)
     assert (plan.schedule, tuple(stage.replicas for stage in plan.stages)) == ("zb-h1", replicas)
 

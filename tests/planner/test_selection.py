@@ -15,6 +15,7 @@ from conftest import DAY
 from graphs import chain, random_profile, with_nodes
 
 from pdtool.artifacts.cluster import make_cluster
+from pdtool.artifacts.plan import PlanOptions
 from pdtool.errors import NoPlanError
 from pdtool.options.plan_options import PartitionOptions
 from pdtool.planner.choice import selection
@@ -23,13 +24,13 @@ from pdtool.planner.choice.make_plan import make_plan
 from pdtool.planner.choice.strategies import baselines
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import lower_bound_s
-from pdtool.planner.search.search import PlanSearch, SearchOptions
+from pdtool.planner.search.search import PlanSearch
 from pdtool.planner.simulator import engine as steady_state
 from pdtool.planner.simulator.engine import simulate, steady_state_s
 from pdtool.planner.simulator.job import SimulationJob
 from pdtool.schedule import ExecutionConfig
 
-MARGIN = SearchOptions().simplest
+MARGIN = PlanOptions().simplest
 SEEDS = range(40) if "PDTOOL_ALL_ROWS" in os.environ else range(DAY % 4 * 10, DAY % 4 * 10 + 10)
 WINDOW = 1.01  # a simulation sees some 32 minibatches of its steady state; the first and the last may be early or late
 
@@ -54,7 +55,7 @@ def question(seed):
         latencies=[rng.choice([0.0, 0.05, 0.4]) for _ in sizes],
         memory_bytes=rng.choice([None, None, 40_000, 90_000]),
     )
-    return PlanSearch(profile, cluster, SearchOptions())
+    return PlanSearch(profile, cluster, PlanOptions())
 
 
 def simulated_s(search, candidate):
@@ -87,7 +88,7 @@ def test_nothing_that_everyone_asks_about_is_simulated_faster():
     """Not at all where it has no more stages, not by more than the margin where it has; each is simulated anew here."""
     seen, beaten = 0, []
     for seed in SEEDS:
-        search, plan = planned(seed, SearchOptions())
+        search, plan = planned(seed, PlanOptions())
         for label, rival in asked(search) if plan else ():
             pace = simulated_s(search, rival)
             allowed = 1.0 if len(rival.placement.stages) <= len(plan.stages) else 1 + MARGIN
@@ -102,7 +103,7 @@ def test_where_the_formulas_are_far_off_the_best_of_each_number_of_copies_is_loo
     """Where the plan comes out more than a tenth slower than the formulas' optimum, no layout's optimum is faster."""
     seen = 0
     for seed in SEEDS:
-        search, plan = planned(seed, SearchOptions())
+        search, plan = planned(seed, PlanOptions())
         if plan is None or plan.predicted.simulated_s <= search.fastest_plans()[0].time_per_minibatch_s * (1 + MARGIN):
             continue
         for layout in search.layouts:
@@ -120,7 +121,7 @@ def test_where_the_formulas_are_far_off_the_best_of_each_number_of_copies_is_loo
 def test_schedules_are_compared_by_simulation():
     """By the formulas the flush is faster, which averages gradients less often; filling and draining it is not."""
     profile, cluster = chain([2, 1, 1, 1], parameters=1000, crossing=100), make_cluster((3,), (500.0,))
-    asked = SearchOptions(schedule="auto", microbatches=4, replicas=(2, 1))
+    asked = PlanOptions(schedule="auto", microbatches=4, replicas=(2, 1))
     auto = make_plan(profile, "profile", cluster, asked)
     flush = make_plan(profile, "profile", cluster, replace(asked, schedule="1f1b-flush"))
     assert auto.schedule == "1f1b"
@@ -137,7 +138,7 @@ def test_idle_workers_are_used_where_only_the_simulation_shows_a_gain():
     profile = chain([0.076, 0.009], crossing=94 * 10**5)
     nodes = zip(profile.nodes, ({}, convolutions, classifiers), strict=True)
     profile = with_nodes(profile, [node.model_copy(update=changes) for node, changes in nodes])
-    search = PlanSearch(profile, make_cluster((4, 4), (1.25e9, 1.2e10)), SearchOptions())
+    search = PlanSearch(profile, make_cluster((4, 4), (1.25e9, 1.2e10)), PlanOptions())
     names = [[node.name for node in profile.nodes[:2]], [profile.nodes[2].name]]
     few, all_workers = (
         search.evaluator.place(names, [range(15 - replicas, 15), [15]], ExecutionConfig()) for replicas in (9, 15)
@@ -151,7 +152,7 @@ def test_more_in_flight_than_the_schedule_wants_makes_a_plan_a_tenth_faster_and_
     """Else they are the schedule's own: ceil(workers from here / replicas), p - s of a straight pipeline."""
     seen = 0
     for seed in SEEDS:
-        for options in (SearchOptions(), SearchOptions(straight=True), SearchOptions(simplest=0)):
+        for options in (PlanOptions(), PlanOptions(straight=True), PlanOptions(simplest=0)):
             search, plan = planned(seed, options)
             if plan is None:
                 continue

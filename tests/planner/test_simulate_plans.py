@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdtool.artifacts.cluster import make_cluster
+from pdtool.artifacts.plan import PlanOptions
 from pdtool.artifacts.profile import Node, SharedParameter
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.planner.choice.make_plan import even_pieces, make_plan, under_schedule
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Evaluator, lower_bound_s
-from pdtool.planner.search.search import SearchOptions
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob
 from pdtool.schedule import SCHEDULES, ExecutionConfig, steady_run
@@ -213,9 +213,7 @@ def test_what_cannot_be_interleaved_is_refused():
         UsageError, match="interleaved needs the same number of replicas for each stage, but the plan is 2-1; use"
     ):
         SimulationJob.of(interleaved, net, uneven.cluster)
-    twice = make_plan(
-        net, "net.json", make_cluster((2,), (1e9,)), SearchOptions(schedule="interleaved", microbatches=4)
-    )
+    twice = make_plan(net, "net.json", make_cluster((2,), (1e9,)), PlanOptions(schedule="interleaved", microbatches=4))
     with pytest.raises(UsageError, match="schedule 1f1b cannot have 2 stages on each worker"):
         under_schedule(Placement.of(twice, net), net, "1f1b", chunks=2)
 
@@ -223,7 +221,7 @@ def test_what_cannot_be_interleaved_is_refused():
 def test_interleaved_stages_of_one_worker_share_no_parameter():
     """A run refuses them, so they are not planned."""
     net, cluster = chain([1.0] * 8), make_cluster((2,), (1e9,))
-    options = SearchOptions(schedule="interleaved", microbatches=4)
+    options = PlanOptions(schedule="interleaved", microbatches=4)
     for nodes, is_planned in ((("a0", "a7"), True), (("a0", "a4"), False)):  # of stages 0 and 3, 0 and 2
         tied = profile_of(net.nodes, shared=(SharedParameter(name="w", bytes=8, nodes=nodes),))
         if is_planned:

@@ -17,7 +17,7 @@ from reference.brute_force import divisions, every_plan
 
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.cluster import make_cluster
-from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.plan import Plan, PlanOptions
 from pdtool.errors import ArtifactError, FieldError, NoPlanError, UsageError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.options.plan_options import PartitionOptions
@@ -27,7 +27,6 @@ from pdtool.planner.choice.plan_check import check_plan
 from pdtool.planner.choice.strategies import PLANNERS, planner_asked_for
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Evaluator, samples_per_update
-from pdtool.planner.search.search import SearchOptions
 from pdtool.runtime.loading.minibatches import sample_order
 from pdtool.schedule import RIVALS, STRATEGIES, ExecutionConfig, gradient_delays
 
@@ -450,11 +449,11 @@ def test_updates_that_are_rarer_cost_less_between_replicas_and_keep_fewer_versio
     """By the formulas and as simulated: an average for four minibatches of each of two replicas, in place of one."""
     net, cluster = chain([1.0] * 4, parameters=1000), make_cluster((2,), (4e3,))
     often, seldom = (
-        make_plan(net, "p", cluster, SearchOptions(strategy="data-parallel", update_every=every)) for every in (None, 8)
+        make_plan(net, "p", cluster, PlanOptions(strategy="data-parallel", update_every=every)) for every in (None, 8)
     )
     assert often.predicted.allreduce_s[0] == pytest.approx(4 * seldom.predicted.allreduce_s[0])
     assert often.predicted.simulated_s > 1.1 * seldom.predicted.simulated_s
-    pipeline = make_plan(net, "p", cluster, SearchOptions(straight=True, update_every=8))
+    pipeline = make_plan(net, "p", cluster, PlanOptions(straight=True, update_every=8))
     assert max(pipeline.shape().versions(s) for s in range(2)) == 2
 
 
@@ -465,7 +464,7 @@ def test_the_search_counts_the_weight_versions_that_a_plan_keeps(every):
     for _ in range(8):
         profile = random_profile(rng, rng.randint(4, 8)).model_copy(update={"shared": (), "pin": {}, "together": ()})
         cluster = make_cluster((rng.choice([2, 3, 4]),), (1e5,))
-        options = SearchOptions(update_every=every, recompute=False, simplest=0)
+        options = PlanOptions(update_every=every, recompute=False, simplest=0)
         plan = make_plan(profile, "p", cluster, options)
         placement = Placement.of(plan, profile)
         cost = Evaluator(profile, cluster).cost(placement)
@@ -503,11 +502,11 @@ def test_samples_per_update_that_make_no_sense_are_refused(samples, strategy, op
 @pytest.mark.parametrize(
     ("options", "samples", "others"),
     [
-        (SearchOptions(straight=True), 8, 24),
-        (SearchOptions(straight=True, schedule="1f1b-flush", microbatches=4), 32, 48),
-        (SearchOptions(schedule="gpipe", microbatches=4, strategy="gpipe", straight=True), 32, 48),
-        (SearchOptions(replicas=(2, 1)), 16, 24),
-        (SearchOptions(schedule="zb-h1", microbatches=6), 48, 48),
+        (PlanOptions(straight=True), 8, 24),
+        (PlanOptions(straight=True, schedule="1f1b-flush", microbatches=4), 32, 48),
+        (PlanOptions(schedule="gpipe", microbatches=4, strategy="gpipe", straight=True), 32, 48),
+        (PlanOptions(replicas=(2, 1)), 16, 24),
+        (PlanOptions(schedule="zb-h1", microbatches=6), 48, 48),
     ],
 )
 def test_a_plan_says_the_samples_of_its_updates(options, samples, others):

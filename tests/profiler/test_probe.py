@@ -16,10 +16,10 @@ import pytest
 import samples
 
 from pdtool.artifacts.cluster import ClusterFile
+from pdtool.artifacts.plan import PlanOptions
 from pdtool.errors import PdtoolError, UsageError, WorkerDiedError
 from pdtool.machines import Machines
 from pdtool.planner.choice.make_plan import make_plan
-from pdtool.planner.search.search import SearchOptions
 from pdtool.profiler.probe import ProbeRequest, agreed_memory_bytes, probe
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +70,7 @@ def test_two_workers_here_give_a_file_that_partition_takes(folder):
     found = ClusterFile.load("cluster.yaml")
     checked(found, 2)
     assert found.name == "2"
-    plan = make_plan(samples.profile(), "p.json", found.cluster(), SearchOptions())
+    plan = make_plan(samples.profile(), "p.json", found.cluster(), PlanOptions())
     assert plan.cluster.levels == found.levels
     assert "of the ring formula" in folder.pdtool("show", "cluster.yaml").stdout
 

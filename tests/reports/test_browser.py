@@ -16,8 +16,8 @@ from graphs import chain
 from pictures import BROWSERS
 
 from pdtool.artifacts.cluster import make_cluster
+from pdtool.artifacts.plan import PlanOptions
 from pdtool.planner.choice.make_plan import make_plan
-from pdtool.planner.search.search import SearchOptions
 
 WIDTHS, SCHEMES = (400, 900, 1600), ("light", "dark")
 
@@ -78,7 +78,7 @@ def page(request: pytest.FixtureRequest, folder: Folder) -> Path:
     stages = int(request.param)
     profile = chain([0.01] * max(stages, 8), parameters=10**6, crossing=10**5)
     profile.save("profiles/chain.json")
-    plan = make_plan(profile, "profiles/chain.json", make_cluster((stages,), (1e8,)), SearchOptions(straight=True))
+    plan = make_plan(profile, "profiles/chain.json", make_cluster((stages,), (1e8,)), PlanOptions(straight=True))
     plan.save("plans/chain.yaml")
     folder.pdtool("report", "plans/chain.yaml")
     return Path("report.html").absolute()

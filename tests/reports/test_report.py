@@ -26,12 +26,11 @@ import pdtool
 from pdtool.artifacts.chrome_trace import TraceEvent, WorkerTrace, chrome_trace
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.metrics import UpdateLine, ValidationLine
-from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.plan import Plan, PlanOptions
 from pdtool.artifacts.profile import Profile
 from pdtool.planner.choice.comparison import SweepPoint, crossings, simulated_for_report
 from pdtool.planner.choice.make_plan import make_plan, under_schedule
 from pdtool.planner.placement import Placement
-from pdtool.planner.search.search import SearchOptions
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob
 from pdtool.reports.chart import Curve, curve_chart, gain_chart
@@ -91,7 +90,7 @@ def digits() -> tuple[Plan, Profile]:
     """The residual network of the zoo in three stages, with edges that skip modules."""
     profile = pdtool.profile("pdtool.zoo.digits", device="v100")
     cluster = make_cluster((3,), (1.25e9,))
-    return make_plan(profile, "profiles/digits.json", cluster, SearchOptions(straight=True)), profile
+    return make_plan(profile, "profiles/digits.json", cluster, PlanOptions(straight=True)), profile
 
 
 @pytest.fixture(scope="module")

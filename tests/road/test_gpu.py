@@ -6,10 +6,10 @@ import torch.distributed as dist
 
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.cluster import make_cluster
+from pdtool.artifacts.plan import PlanOptions
 from pdtool.frontend.model_file import ModelFile
 from pdtool.generator.generate import generate
 from pdtool.planner.choice.make_plan import make_plan
-from pdtool.planner.search.search import SearchOptions
 from pdtool.profiler.measure import measure
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.launch.launcher import launch
@@ -23,7 +23,7 @@ def trained(name, workers, tmp_path):
     """The report of a few steps, on `workers` workers of this machine."""
     file = ModelFile.load(ModelRef(source=f"pdtool.zoo.{name}"))
     profile = measure(file, batch_size=16)
-    plan = make_plan(profile, "p.json", make_cluster([workers], [1e9]), SearchOptions(straight=True))
+    plan = make_plan(profile, "p.json", make_cluster([workers], [1e9]), PlanOptions(straight=True))
     bundle = generate(plan, profile, file, tmp_path / "bundle")
     return launch(
         RunConfig(

@@ -9,12 +9,12 @@ from pydantic import JsonValue
 
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.cluster import make_cluster
+from pdtool.artifacts.plan import PlanOptions
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
 from pdtool.frontend.model_file import ModelFile
 from pdtool.generator.generate import generate
 from pdtool.planner.choice.make_plan import make_plan
-from pdtool.planner.search.search import SearchOptions
 from pdtool.profiler.measure import measure
 from pdtool.runtime.config import RunConfig
 
@@ -59,7 +59,7 @@ def profiled():
 def test_the_whole_road(name, topology, profiled, tmp_path):
     file, profile = profiled(name)
     cluster = make_cluster([int(n) for n in topology.split("x")], CLUSTERS[topology])
-    options = SearchOptions(straight=topology != "2x2", simplest=0.0)
+    options = PlanOptions(straight=topology != "2x2", simplest=0.0)
     plan = make_plan(profile, "profile.json", cluster, options)
     bundle = generate(plan, profile, file, tmp_path / "bundle")
     assert bundle.proof == "values"

@@ -9,10 +9,10 @@ import torch
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.device import find_device
+from pdtool.artifacts.plan import PlanOptions
 from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.planner.choice.make_plan import make_plan
-from pdtool.planner.search.search import SearchOptions
 from pdtool.profiler.estimate import estimate
 
 PAPER = {
@@ -306,6 +306,6 @@ def test_paper_sizes_are_estimated_and_planned_for_the_papers_clusters(name, dev
     """The two that take the least time; those of LSTMs take half a minute each."""
     profile = estimate(load(name), batch_size=minibatch, device=find_device(device))
     assert profile.parameter_bytes(set(profile.by_name)) == 4 * PAPER[name]
-    plan = make_plan(profile, "profile.json", cluster, SearchOptions())
+    plan = make_plan(profile, "profile.json", cluster, PlanOptions())
     assert sum(stage.replicas for stage in plan.stages) == plan.workers <= cluster.workers
     assert max(plan.predicted.memory_bytes) < cluster.memory_bytes

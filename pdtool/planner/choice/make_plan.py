@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from pdtool.artifacts.cluster import Cluster
-from pdtool.artifacts.plan import ONE_WORKER, Certificate, FasterPlan, Plan, Predicted, Rival, Why
+from pdtool.artifacts.plan import ONE_WORKER, Certificate, FasterPlan, Plan, PlanOptions, Predicted, Rival, Why
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, ScheduleError, UsageError
 from pdtool.planner.choice.in_flight import with_wanted_in_flight
@@ -31,7 +31,7 @@ from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, Evaluator, PlanCost, samples_per_update
 from pdtool.planner.search.cuts import unbroken_groups
 from pdtool.planner.search.layouts import MAX_WORKERS_PER_COPY
-from pdtool.planner.search.search import PlanSearch, SearchOptions
+from pdtool.planner.search.search import PlanSearch
 from pdtool.planner.simulator.engine import simulate, steady_state_s
 from pdtool.planner.simulator.job import SimulationJob, action_count
 from pdtool.planner.stage_costs import tied_bytes
@@ -48,14 +48,14 @@ _LOG = logging.getLogger(__name__)
 Stages = tuple[tuple[str, ...], ...]  # names of operators
 
 
-def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: SearchOptions | None = None) -> Plan:
+def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: PlanOptions | None = None) -> Plan:
     """Return the best plan for `profile` on `cluster`, with its figures, its certificate and its rivals.
 
     Raises:
         UsageError: the options make no sense together or on this cluster.
         NoPlanError: no plan fits the memory, the pins or the number of operators.
     """
-    options = options or SearchOptions()
+    options = options or PlanOptions()
     kind = SCHEDULES.get(options.schedule)
     if kind and kind.chunked:
         return _chunked_plan(profile, profile_path, cluster, options)
@@ -80,7 +80,7 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Se
         faster=_passed_over(selected),
     )
     figures = _predicted(plan, search.evaluator, chosen.cost, chosen.time_per_minibatch_s, selected.simulated_s)
-    return plan.model_copy(update={"asked": options.asked, "why": why, "predicted": figures})
+    return plan.model_copy(update={"asked": options, "why": why, "predicted": figures})
 
 
 def with_fastest_size(plans: Sequence[Plan]) -> Plan:
@@ -108,7 +108,7 @@ def with_fastest_size(plans: Sequence[Plan]) -> Plan:
     return best.model_copy(update={"why": best_why.model_copy(update={"rivals": (*best_why.rivals, *rivals)})})
 
 
-def _chunked_plan(profile: Profile, profile_path: str, cluster: Cluster, options: SearchOptions) -> Plan:
+def _chunked_plan(profile: Profile, profile_path: str, cluster: Cluster, options: PlanOptions) -> Plan:
     """Return a plan with several stages on each worker, in the order of the model's operators.
 
     They begin as even pieces. All recompute if it does not fit otherwise.
@@ -124,7 +124,7 @@ def _chunked_plan(profile: Profile, profile_path: str, cluster: Cluster, options
         evaluator = Evaluator(profile, within, first_in_flight=options.in_flight)
         chunks = replace(_in_chunks(profile, stages, each, execution), recompute=(recomputes,) * len(stages))
         placement = with_wanted_in_flight(evaluator, chunks)
-        plan = placement.to_plan(profile, profile_path, within).model_copy(update={"asked": options.asked})
+        plan = placement.to_plan(profile, profile_path, within).model_copy(update={"asked": options})
         plan.check()
         try:
             plan.check_schedule()
@@ -154,7 +154,7 @@ def _chunked_plan(profile: Profile, profile_path: str, cluster: Cluster, options
     raise _does_not_fit(plan, profile)
 
 
-def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, options: SearchOptions) -> Plan:
+def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, options: PlanOptions) -> Plan:
     """Return the plan of a schedule without formulas. It takes over the stages of a plan that was searched for under
     another schedule, with less and less memory until the plan itself fits."""
     kind = SCHEDULES[options.schedule]
@@ -162,7 +162,7 @@ def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, opt
     straight = options.straight or (kind.equal_replicas and options.replicas is None)
     searched = replace(options, schedule=kind.planned_as.name, straight=straight)
     changes: dict[str, Any] = {"schedule": kind.name, "weights": kind.policy_names[0], "strategy": options.strategy}
-    changes["asked"] = options.asked
+    changes["asked"] = options
 
     def plan_within(memory_bytes: int | None) -> Plan:
         found = make_plan(profile, profile_path, replace(cluster, memory_bytes=memory_bytes), searched)

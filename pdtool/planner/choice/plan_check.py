@@ -20,7 +20,7 @@ from pdtool.planner.choice.make_plan import gap_to_bound, refresh
 from pdtool.planner.choice.strategies import PLANNERS
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate
-from pdtool.planner.search.search import PlanSearch, SearchOptions
+from pdtool.planner.search.search import PlanSearch
 from pdtool.schedule import STRATEGIES
 from pdtool.units import counted, format_bytes, format_seconds
 
@@ -183,5 +183,5 @@ def _found_again(plan: Plan, profile: Profile) -> list[Candidate]:
     if plan.edited or plan.asked is None:
         asked = replace(asked, schedule=plan.schedule, microbatches=plan.microbatches, strategy=plan.strategy)
         asked = replace(asked, update_every=plan.update_every)
-    options = SearchOptions(**{**vars(asked), "simplest": 0.0})
-    return PLANNERS[options.strategy].candidates(PlanSearch(profile.sent_as(plan.wire_dtype), plan.cluster, options))
+    search = PlanSearch(profile.sent_as(plan.wire_dtype), plan.cluster, replace(asked, simplest=0.0))
+    return PLANNERS[asked.strategy].candidates(search)

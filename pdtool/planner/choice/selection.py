@@ -264,12 +264,11 @@ class _Selection:
 
     def _with_lower_bounds(self, candidates: Iterable[Candidate]) -> list[tuple[float, Candidate]]:
         """Return the plans that fit, each once, with their lower bounds."""
-        evaluator, options = self.search.evaluator, self.search.options
-        shortlist = []
+        evaluator, shortlist = self.search.evaluator, []
         for candidate in candidates:
             placement = candidate.placement
             alike = _renumbered(placement, self.search.cluster)
-            if alike not in self._seen and evaluator.fits(candidate) and options.allows(placement):
+            if alike not in self._seen and evaluator.fits(candidate) and self.search.allows(placement):
                 shortlist.append((lower_bound_s(evaluator, candidate), candidate))
             self._seen.add(alike)
         return shortlist

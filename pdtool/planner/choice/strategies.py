@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pdtool.artifacts.cluster import Cluster
-from pdtool.artifacts.plan import MAX_IN_FLIGHT, ONE_WORKER, Plan, Rival
+from pdtool.artifacts.plan import MAX_IN_FLIGHT, ONE_WORKER, Plan, PlanOptions, Rival
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.options.plan_options import PartitionOptions
@@ -27,7 +27,7 @@ from pdtool.planner.formulas import TOLERANCE
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, samples_per_update
 from pdtool.planner.search.layouts import MAX_WORKERS_PER_COPY, Layout
-from pdtool.planner.search.search import PlanSearch, SearchOptions
+from pdtool.planner.search.search import PlanSearch
 from pdtool.planner.simulator.engine import steady_state_s
 from pdtool.schedule import BASELINES, ONE_F_ONE_B, SCHEDULES, STRATEGIES, ExecutionConfig, Strategy
 from pdtool.units import counted, format_bytes, format_seconds
@@ -48,7 +48,7 @@ class Planner:
 
     strategy: Strategy
 
-    def options(self, asked: PartitionOptions, cluster_workers: int, batch_size: int = 1) -> SearchOptions:
+    def options(self, asked: PartitionOptions, cluster_workers: int, batch_size: int = 1) -> PlanOptions:
         """Return the search options for the best plan of the strategy.
 
         Args:
@@ -78,11 +78,11 @@ class Planner:
             raise UsageError(f"{name} cannot be combined with --cost {asked.cost_model}", "leave --cost out")
         schedule = schedule or strategy.schedule or ONE_F_ONE_B.name
         given: dict[str, Any] = {
-            field.name: getattr(asked, field.name) for field in fields(SearchOptions) if hasattr(asked, field.name)
+            field.name: getattr(asked, field.name) for field in fields(PlanOptions) if hasattr(asked, field.name)
         }
         given |= {"strategy": strategy.name, "schedule": schedule, "straight": strategy.is_straight}
         given["microbatches"] = microbatches or self._default_microbatches(workers, schedule)
-        options = SearchOptions(**given)
+        options = PlanOptions(**given)
         options = self.averaging(options, minibatches)
         if options.replicas:
             self._check_replicas(options, cluster_workers)
@@ -90,7 +90,7 @@ class Planner:
             self._check_in_flight(options)
         return options
 
-    def averaging(self, options: SearchOptions, minibatches: int | None) -> SearchOptions:
+    def averaging(self, options: PlanOptions, minibatches: int | None) -> PlanOptions:
         """Return search options for so many minibatches in one update of every stage. For None, or if the strategy
         fixes its number, return them unchanged."""
         if minibatches is None or self._has_own_updates:
@@ -107,11 +107,11 @@ class Planner:
         """Whether the strategy itself defines the number of minibatches in an update."""
         return self.strategy.fixes_updates and (_flushes(self.strategy.schedule) or not self.strategy.is_for_speed)
 
-    def rival_options(self, profile: Profile, cluster: Cluster, plan: Plan) -> SearchOptions:
+    def rival_options(self, profile: Profile, cluster: Cluster, plan: Plan) -> PlanOptions:
         """Return the search options for the strategy's best plan on a cluster, as a rival of `plan`."""
         workers = None
         if self.strategy.is_straight:
-            max_stages = PlanSearch(profile, cluster, SearchOptions()).whole_space.max_stages
+            max_stages = PlanSearch(profile, cluster, PlanOptions()).whole_space.max_stages
             workers = min(cluster.workers, max_stages, MAX_WORKERS_PER_COPY)
         options = self.options(PartitionOptions(workers=workers), cluster.workers)
         return self.averaging(options, self.rival_minibatches(plan.execution.minibatches_per_update, cluster.workers))
@@ -217,7 +217,7 @@ class Planner:
     def _default_microbatches(self, workers: int, schedule: str) -> int:
         return _DEFAULT_MICROBATCHES if _flushes(schedule) else 1
 
-    def _check_replicas(self, options: SearchOptions, cluster_workers: int) -> None:
+    def _check_replicas(self, options: PlanOptions, cluster_workers: int) -> None:
         """Raise UsageError if these replicas clash with the other options or do not fit on the cluster."""
         asked, workers, strategy = f"--replicas {options.replicas_text:.80}", sum(options.replicas or ()), self.strategy
         if strategy.is_straight or not strategy.is_own:
@@ -246,7 +246,7 @@ class Planner:
                 f"{asked} needs {workers} workers", f"pass replicas that add up to {MAX_WORKERS_PER_COPY} or less"
             )
 
-    def _check_in_flight(self, options: SearchOptions) -> None:
+    def _check_in_flight(self, options: PlanOptions) -> None:
         """Raise UsageError if the schedule or the strategy fixes how many minibatches are in flight."""
         execution = ExecutionConfig(schedule=options.schedule, strategy=options.strategy)
         asked, strategy = f"--in-flight {options.in_flight}", self.strategy
@@ -275,7 +275,7 @@ class Planner:
             return rival.cost.bottleneck
         is_same_schedule = rival.placement.execution.schedule == chosen.placement.execution.schedule
         reason = ", but excluded by the options"
-        if is_same_schedule and self._is_asked_for(search, rival) and search.options.allows(rival.placement):
+        if is_same_schedule and self._is_asked_for(search, rival) and search.allows(rival.placement):
             reason = self._why_slower(search, rival, selected)
         return f"{format_seconds(gain_s)} faster{reason}"
 

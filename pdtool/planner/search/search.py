@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 
@@ -38,44 +38,6 @@ _SLACKS = (None, 0.0, 0.1, 0.5)
 _STAGE_COUNTS_LISTED = 5  # of each layout: the best plans of at most 1, 2, ... stages
 
 
-@dataclass(frozen=True, kw_only=True)
-class SearchOptions(PlanOptions):
-    """What is searched: what the user asked for, with what goes with the strategy."""
-
-    @property
-    def asked(self) -> PlanOptions:
-        """What the user asked for."""
-        return PlanOptions(**{field.name: getattr(self, field.name) for field in fields(PlanOptions)})
-
-    @property
-    def executions(self) -> list[ExecutionConfig]:
-        """How a plan may be executed."""
-        kinds = [kind for kind in _SEARCHED if self.schedule in (kind.name, "auto")]
-        if self.schedule == "auto" and self.microbatches == 1:
-            kinds = [kind for kind in kinds if not kind.flushes]
-        executions = [ExecutionConfig.of_schedule(kind.name, strategy=self.strategy) for kind in kinds]
-        return [each.averaging(self.microbatches if each.kind.flushes else self.update_every) for each in executions]
-
-    @property
-    def min_stages(self) -> int:
-        """Stages that a plan must have."""
-        return len(self.replicas) if self.replicas else STRATEGIES[self.strategy].min_stages
-
-    @property
-    def replicas_text(self) -> str:
-        """`15-1`: the replicas as the option has them; empty where any are allowed."""
-        return "-".join(map(str, self.replicas or ()))
-
-    @property
-    def with_replicas(self) -> str:
-        """` with replicas 15-1`, for sentences about the plans that were asked for; empty where any are allowed."""
-        return f" with replicas {self.replicas_text}" if self.replicas else ""
-
-    def allows(self, placement: Placement) -> bool:
-        """Whether a plan has the number of stages, and the replicas, that were asked for."""
-        return self.min_stages <= len(placement.stages) and self.replicas in (None, placement.replicas)
-
-
 @dataclass(frozen=True)
 class PlanSearch:
     """The search for one profile on one cluster; raises UsageError for options that make no sense.
@@ -86,7 +48,7 @@ class PlanSearch:
 
     profile: Profile
     cluster: Cluster
-    options: SearchOptions
+    options: PlanOptions
     _spaces: dict[int, CutSpace] = field(default_factory=dict)
     bound_s: float = np.inf
 
@@ -122,6 +84,11 @@ class PlanSearch:
         if self.options.replicas:
             return sum(self.options.replicas)
         return self.cluster.workers if self.options.workers is None else self.options.workers
+
+    def allows(self, placement: Placement) -> bool:
+        """Whether a plan has the number of stages, and the replicas, that were asked for."""
+        options = self.options
+        return options.min_stages <= len(placement.stages) and options.replicas in (None, placement.replicas)
 
     @cached_property
     def layouts(self) -> list[Layout]:
