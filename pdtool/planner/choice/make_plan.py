@@ -121,20 +121,15 @@ def _chunked_plan(profile: Profile, profile_path: str, cluster: Cluster, options
     each = tuple((number,) for number in range(workers))
 
     def plan_of(stages: Stages, within: Cluster, *, recomputes: bool) -> Plan:
-        evaluator = Evaluator(profile, within, first_in_flight=options.in_flight)
         chunks = replace(_in_chunks(profile, stages, each, execution), recompute=(recomputes,) * len(stages))
-        placement = with_wanted_in_flight(evaluator, chunks)
-        plan = placement.to_plan(profile, profile_path, within).model_copy(update={"asked": options})
-        plan.check()
         try:
-            plan.check_schedule()
+            return reschedule(chunks.to_plan(profile, profile_path, within), profile, {"asked": options})
         except ScheduleError as error:
             if options.in_flight is None:
                 raise
             fault, asked = error.what.partition("\n")[0], f"--in-flight {options.in_flight}"
             what = f"{asked} is not enough for schedule {options.schedule}: {fault}"
             raise UsageError(what, "pass a larger number, or leave it out") from error
-        return refresh(plan, profile)
 
     def fastest(stages: Stages, within: Cluster, *, recomputes: bool) -> Plan:
         plan_within = partial(plan_of, within=within, recomputes=recomputes)
@@ -284,7 +279,7 @@ def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan
     """Return the same stages run in another way, with the minibatches in flight that this needs.
 
     Args:
-        changes: of schedule, weights, microbatches, update_every, strategy and wire_dtype.
+        changes: of schedule, weights, microbatches, update_every, strategy, wire_dtype and asked.
 
     Raises:
         UsageError: the schedule cannot have these replicas, or a rule of the plan's strategy forbids it.
