@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -141,18 +141,14 @@ def revived(name: str, what: str, remedy: str, fields: Mapping[str, Any]) -> Pdt
 
     An error of an unknown class becomes a WorkerDiedError.
     """
-    kinds = {kind.__name__: kind for kind in _with_subclasses(PdtoolError)}
-    kind = kinds.get(name, WorkerDiedError)
+    kinds: list[type[PdtoolError]] = [PdtoolError]
+    for each in kinds:
+        kinds += each.__subclasses__()  # the loop comes to them, too
+    kind = next((each for each in kinds if each.__name__ == name), WorkerDiedError)
     error = kind.__new__(kind)  # its constructor would compose `what` again
     PdtoolError.__init__(error, what, remedy)
     vars(error).update(fields)
     return error
-
-
-def _with_subclasses(kind: type[PdtoolError]) -> Iterator[type[PdtoolError]]:
-    yield kind
-    for subclass in kind.__subclasses__():
-        yield from _with_subclasses(subclass)
 
 
 def describe_error(error: BaseException) -> str:
