@@ -156,8 +156,7 @@ def prefer_typed(context: click.Context) -> None:
     pairs |= {("schedule", other) for other in (excluded_by(schedule) if schedule in SCHEDULES else ())}
     for name, other in pairs:
         if name in typed_names and context.get_parameter_source(other or "") is ParameterSource.DEFAULT_MAP:
-            default = declarations[other].value.default
-            context.params[other or ""] = None if default is None else declarations[other].value.read("", default)
+            context.params[other or ""] = declarations[other].default
             context.set_parameter_source(other or "", ParameterSource.DEFAULT)
 
 

@@ -64,12 +64,14 @@ class Option:
         """The placeholder of the value."""
         return " ".join(word for word in self.usage.split() if not word.startswith("-")) or None
 
+    @property
+    def default(self) -> Any:
+        """The default, read like any value."""
+        return None if self.value.default is None else self.value.read(self.flag, self.value.default)
+
     def field(self) -> Any:
-        """Make a field of an options class; its default is read like any value."""
-        default = self.value.default
-        return field(
-            default=None if default is None else self.value.read(self.flag, default), metadata={"option": self}
-        )
+        """Make a field of an options class."""
+        return field(default=self.default, metadata={"option": self})
 
 
 def option(usage: str, value: OptionValue, help: str, **others: Any) -> Any:
