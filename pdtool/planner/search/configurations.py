@@ -70,7 +70,8 @@ class Configurations:
         for s in reversed(range(len(slots))):
             stages = self._stages[slots[s]]
             border_s = self._border_s(slots[s], slots[s - 1][1]) if s else np.zeros(len(stages.end))
-            is_allowed = (stages.value <= limit_s) & (border_s <= limit_s) & self._rows(s, len(slots))[stages.begin]
+            may_begin = program.space.allowed_before(s, len(slots))[stages.begin]
+            is_allowed = (stages.value <= limit_s) & (border_s <= limit_s) & may_begin
             total_s = joined(joined(stages.value, border_s), after[stages.end])
             total_s = np.where(is_allowed, total_s, np.inf)
             order = np.lexsort((-stages.end, total_s, stages.begin))
@@ -109,7 +110,7 @@ class Configurations:
             return
         is_open = (held.begin > 0) & (values <= bound_s)
         if is_exact:
-            is_open &= self._rows(stages - len(slots), stages)[held.begin]
+            is_open &= program.space.allowed_before(stages - len(slots), stages)[held.begin]
         if not is_open.any():
             return
         begins, starts = np.unique(held.begin[is_open], return_index=True)
@@ -122,13 +123,6 @@ class Configurations:
     def _border_s(self, slot: tuple[int, int], replicas_before: int) -> Array:
         """Seconds over the border before each of the stages on the same workers."""
         return self.program.border_before_s(self._stages[slot].border_bytes, *slot, replicas_before)
-
-    def _rows(self, stage: int, stages: int) -> Array:
-        """[cuts] which may stand before a stage."""
-        space = self.program.space
-        if not stage or not space.has_counted_pins:
-            return np.ones(space.cut_count, dtype=bool)
-        return space.allowed_before(stage, stages)
 
     def _by_slot(self) -> dict[tuple[int, int], _Stages]:
         candidates = self.program.candidates
