@@ -392,14 +392,10 @@ class Plan(YamlArtifact):
             if stage.replicas % self.copies:
                 fault = f"{stage.replicas} cannot be divided evenly into {self.copies} copies"
                 raise FieldError(f"{where}.replicas", fault)
-            if stage.workers != self.stages[s % depth].workers:
-                raise FieldError(
-                    f"{where}.workers",
-                    f"must be those of stage {s % depth}, because each worker has {self.chunks} chunks",
-                )
-            if stage.in_flight != self.stages[s % depth].in_flight:
-                fault = f"must equal that of stage {s % depth}, because each worker has {self.chunks} chunks"
-                raise FieldError(f"{where}.in_flight", fault)
+            for name, rule in (("workers", "must be those of"), ("in_flight", "must equal that of")):
+                if getattr(stage, name) != getattr(self.stages[s % depth], name):
+                    fault = f"{rule} stage {s % depth}, because each worker has {self.chunks} chunks"
+                    raise FieldError(f"{where}.{name}", fault)
             repeated = len(set(stage.workers)) < len(stage.workers)
             for worker in stage.workers:
                 if worker >= workers:
