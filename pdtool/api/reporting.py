@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,12 +39,16 @@ def show(what: Artifact | Path | str) -> None:
     shown(what if isinstance(what, Artifact) else path_text(what))
 
 
-def shown(what: Artifact | str) -> None:
-    """Print an artifact, or that of a file or folder (`-` is stdin); raises as `show` does."""
+def shown(what: Artifact | str, show: Callable[[Artifact, Path | None], None] = console.show) -> None:
+    """Print an artifact, or that of a file or folder (`-` is stdin); raises as `show` does.
+
+    Args:
+        show: prints it, in the form that is asked for; called with the artifact and its folder, None if unknown.
+    """
     path = None if isinstance(what, Artifact) or what == "-" else Path(what)
     artifact = what if isinstance(what, Artifact) else load_any(what)
     artifact, fault = as_it_is(artifact, str(path or "-"))
-    console.show(artifact, path if path is None or path.is_dir() else path.parent)
+    show(artifact, path if path is None or path.is_dir() else path.parent)
     if fault:
         raise fault
 

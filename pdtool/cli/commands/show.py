@@ -113,17 +113,12 @@ def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
         from pdtool.artifacts import load_any
 
         _draw_graph(load_any(file), file, output)
-    elif as_json:
-        from pdtool.api.inputs import as_it_is
-        from pdtool.artifacts import load_any
+        return
+    from pdtool.api.reporting import shown
 
-        artifact, fault = as_it_is(load_any(file), file)
-        print_json(artifact)
-        if fault:
-            raise fault
+    if as_json:
+        shown(file, lambda artifact, folder: print_json(artifact))
     else:
-        from pdtool.api.reporting import shown
-
         shown(file)
 
 
