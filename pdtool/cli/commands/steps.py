@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import click
 
@@ -27,13 +26,12 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
 
     Without PLAN, it takes the only plan in plans/.
     """
-    from pdtool.api.inputs import Inputs, candidate
-    from pdtool.api.training import generated
+    from pdtool.api.inputs import candidate
+    from pdtool.api.training import codegen as write
 
     if output == "-":
         raise UsageError("-o - is not possible: codegen writes a folder, not a file", "name a folder")
-    inputs = Inputs.load(candidate("plan", plan), model)
-    bundle = generated(inputs, Path(output) if output else inputs.folder)
+    bundle = write(candidate("plan", plan), model=model, output=output)
     if as_json:
         print_json(bundle)
 
