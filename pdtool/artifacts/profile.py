@@ -125,15 +125,14 @@ class Profile(Artifact):
     _wire_dtype: str = PrivateAttr("fp32")
 
     def check(self) -> None:
-        known: set[str] = set()
+        positions: dict[str, int] = {}
         for index, node in enumerate(self.nodes):
-            if node.name in known:
+            if node.name in positions:
                 raise FieldError(f"nodes[{index}].name", f"{node.name!r} appears twice")
-            known.add(node.name)
+            positions[node.name] = index
             if node.exact_bytes > node.output_bytes or node.exact_gradient_bytes > node.gradient_bytes:
                 fault = "its exact_bytes exceed output_bytes, or its exact_gradient_bytes exceed gradient_bytes"
                 raise FieldError(f"nodes[{index}]", fault)
-        positions = {node.name: index for index, node in enumerate(self.nodes)}
         for index, node in enumerate(self.nodes):
             if node.saved_by and positions.get(node.saved_by, -1) <= index:
                 raise FieldError(f"nodes[{index}].saved_by", f"{node.saved_by!r} is not a later node")
@@ -145,7 +144,7 @@ class Profile(Artifact):
             ("pin", tuple(self.pin)),
         ):
             for name in group:
-                if name not in known:
+                if name not in positions:
                     raise FieldError(field, f"{name!r} is not a node")
 
     @property
