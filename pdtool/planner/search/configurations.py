@@ -16,20 +16,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pdtool.planner.formulas import TOLERANCE
-from pdtool.planner.search.dynamic_programming import DynamicProgram, StageSpan
+from pdtool.planner.search.dynamic_programming import CandidateStages, DynamicProgram, StageSpan
 from pdtool.planner.stage_costs import Array
 
-Slots = tuple[tuple[int, int], ...]  # first worker and replicas of each stage
-
-
-@dataclass(frozen=True)
-class _Stages:
-    """The stages on the same workers: arrays of one element each, ordered by the cut before the stage."""
-
-    begin: Array
-    end: Array
-    value: Array
-    border_bytes: Array
+Slot = tuple[int, int]  # first worker and replicas of a stage
+Slots = tuple[Slot, ...]
 
 
 @dataclass
@@ -89,7 +80,7 @@ class Configurations:
                 cut = end
             yield spans
 
-    def _prepend(self, slot: tuple[int, int], after: Array, following: Slots, stages: int) -> None:
+    def _prepend(self, slot: Slot, after: Array, following: Slots, stages: int) -> None:
         """Put a stage before a configuration, and go on.
 
         Args:
@@ -120,25 +111,17 @@ class Configurations:
             before[begins] = np.minimum.reduceat(with_border, starts)
             self._prepend((first - replicas, replicas), before, slots, stages)
 
-    def _border_s(self, slot: tuple[int, int], replicas_before: int) -> Array:
+    def _border_s(self, slot: Slot, replicas_before: int) -> Array:
         """Seconds over the border before each of the stages on the same workers."""
         return self.program.border_before_s(self._stages[slot].border_bytes, *slot, replicas_before)
 
-    def _by_slot(self) -> dict[tuple[int, int], _Stages]:
+    def _by_slot(self) -> dict[Slot, CandidateStages]:
+        """The stages on the same workers, ordered by the cut before them."""
         candidates = self.program.candidates
-        numbers = sorted(candidates)
-        begin = np.concatenate([np.full(len(candidates[i].end), i) for i in numbers])
-        columns = [np.concatenate([getattr(candidates[i], name) for i in numbers]) for name in _COLUMNS]
-        slots = np.stack(columns[:2])
-        order = np.lexsort((begin, slots[1], slots[0]))
-        starts = np.flatnonzero(np.any(np.diff(slots[:, order], prepend=-1) != 0, axis=0))
-        groups = np.split(order, starts[1:]) if len(order) else []
-        return {
-            (int(slots[0, group[0]]), int(slots[1, group[0]])): _Stages(
-                begin[group], *(column[group] for column in columns[2:])
-            )
-            for group in groups
-        }
-
-
-_COLUMNS = ("first", "replicas", "end", "value", "border_bytes")
+        columns = zip(*(vars(candidates[i]).values() for i in sorted(candidates)), strict=True)
+        stages = CandidateStages(*map(np.concatenate, columns))
+        slots = np.stack([stages.first, stages.replicas])
+        order = np.lexsort((stages.begin, stages.replicas, stages.first))
+        keys, starts = np.unique(slots[:, order], axis=1, return_index=True)
+        groups = map(stages.select, np.split(order, starts[1:]))
+        return dict(zip(map(tuple, keys.T.tolist()), groups, strict=False))  # without stages, one empty group

@@ -50,23 +50,26 @@ class StageSpan:
 
 
 @dataclass(frozen=True)
-class _CandidateStages:
-    """The stages that begin at one cut and may be part of a plan, by first worker: arrays of one element each.
+class CandidateStages:
+    """Stages that may be part of a plan: arrays of one element each.
 
     Attributes:
-        end: the cut after the stage.
+        begin, end: the cuts before and after the stage.
+        first, replicas: its first worker, and how many it has.
         value: (1), what is minimised: seconds per minibatch, or bytes where memory is minimised.
         border_bytes: over the border before the stage; `CostModel.border_s` of them is (3).
     """
 
+    begin: Array
     end: Array
     first: Array
     replicas: Array
     value: Array
     border_bytes: Array
 
-    def select(self, index: Array) -> _CandidateStages:
-        return _CandidateStages(*(column[index] for column in vars(self).values()))
+    def select(self, index: Array) -> CandidateStages:
+        """Return the stages at these positions."""
+        return CandidateStages(*(column[index] for column in vars(self).values()))
 
 
 @dataclass
@@ -84,7 +87,8 @@ class DynamicProgram:
 
     Attributes:
         any_number_of_stages: V for any number of stages.
-        candidates: for each cut but the last, from the last to the first, the stages that may begin there.
+        candidates: for each cut but the last, from the last to the first, the stages that may begin there, by first
+            worker.
         values_by_count: V for at most 0, 1, ... stages, as far as they were asked for.
     """
 
@@ -96,7 +100,7 @@ class DynamicProgram:
     minimize_memory: bool = False
     min_stages: int = 1
     spare: int = 0
-    candidates: dict[int, _CandidateStages] = field(default_factory=dict, init=False)
+    candidates: dict[int, CandidateStages] = field(default_factory=dict, init=False)
     values_by_count: list[Array] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -221,7 +225,7 @@ class DynamicProgram:
             best = np.minimum.reduceat(with_border, starts, axis=0)
             target[i, first[starts], 1:] = np.minimum(target[i, first[starts], 1:], best)
 
-    def _with_following(self, stages: _CandidateStages, source: Array) -> Array:
+    def _with_following(self, stages: CandidateStages, source: Array) -> Array:
         """The larger of (1) and (2); their sum without pipelining."""
         following = source[stages.end, stages.first + stages.replicas, stages.replicas]
         values: Array = self.combine(stages.value, following)
@@ -237,7 +241,7 @@ class DynamicProgram:
         """Joins the parts of a plan: the larger one of two; their sum without pipelining."""
         return np.maximum if self._overlaps else np.add
 
-    def _candidate_stages(self, i: int, values: Array, is_continued: Array) -> _CandidateStages:
+    def _candidate_stages(self, i: int, values: Array, is_continued: Array) -> CandidateStages:
         """The stages that may begin at cut i.
 
         Leaves out stages that no plan within the bound can have: because of their own time or memory, because the
@@ -251,9 +255,10 @@ class DynamicProgram:
         load = load.select(end)
         first, replicas = first[slot], replicas[slot]
         in_flight = model.in_flight(replicas, self.workers - first)
+        spans = np.full(len(end), i), ends[end], first, replicas
         if self.minimize_memory:
             memory = model.memory_bytes(load, replicas, in_flight, model.may_recompute)
-            return _CandidateStages(ends[end], first, replicas, memory, np.zeros(len(end)))
+            return CandidateStages(*spans, memory, np.zeros(len(end)))
         recompute = model.must_recompute(load, replicas, in_flight)
         compute_s = model.compute_s(load, replicas, recompute)
         allreduce_s = model.allreduce_s(load, replicas, members_between(model.cluster, first, first + replicas))
@@ -261,7 +266,7 @@ class DynamicProgram:
         is_possible = stage_s <= self.bound_s
         if model.cluster.memory_bytes is not None:
             is_possible &= model.memory_bytes(load, replicas, in_flight, recompute) <= model.cluster.memory_bytes
-        return _CandidateStages(ends[end], first, replicas, stage_s, model.border_bytes(load)).select(is_possible)
+        return CandidateStages(*spans, stage_s, model.border_bytes(load)).select(is_possible)
 
     def _possible(self, i: int, candidates: Array) -> tuple[Array, Array, Array, Array]:
         """Slots (first worker, replicas), and the pairs of a slot and one of the `candidates` for the end of the stage
