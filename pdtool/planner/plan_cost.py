@@ -286,19 +286,18 @@ def link_times_s(evaluator: Evaluator, placement: Placement, loads: Sequence[Sta
     that makes them to each stage that takes them, gradients back, and for each ring through it 2 (n-1)/n of the bytes,
     once a round.
     """
-    model = evaluator.model_of(placement.workers, placement.execution)
-    workers, profile = placement.workers, evaluator.profile
+    workers, profile, cluster = placement.workers, evaluator.profile, evaluator.cluster
     edges = stage_edges(profile, placement.stages)
     sides = []
     for edge in edges:
         # minibatch i is at replica i mod r of both stages, so replicas meet if their numbers are equal modulo the
         # greatest common divisor, all equally often
         both = workers[edge.source], workers[edge.destination]
-        sides.append([fractions_by_class(model.cluster, numbers, math.gcd(*map(len, both))) for numbers in both])
-    fractions = [fractions_by_class(model.cluster, numbers, 1) for numbers in workers]
+        sides.append([fractions_by_class(cluster, numbers, math.gcd(*map(len, both))) for numbers in both])
+    fractions = [fractions_by_class(cluster, numbers, 1) for numbers in workers]
     rings = _rings(placement, loads, tied_bytes(profile, placement.stages))
     times_s = []
-    for depth, level in enumerate(model.cluster.levels):
+    for depth, level in enumerate(cluster.levels):
         sent_bytes = np.zeros((2, fractions[0][depth].shape[-1]))  # out of each member, into it
         for edge, (source, destination) in zip(edges, sides, strict=True):
             a, b = source[depth], destination[depth]
