@@ -96,7 +96,8 @@ def other_profile(profile: Profile, ref: ModelRef, asked: ProfileOptions) -> str
     """Say with which other options, or for which other model, a profile was made; "" for the same."""
     if profile.model is None or profile.model != ref:
         return f"it is for {profile.model or 'no model'}, not for {ref}"
-    had = profile.made_with
+    if (had := profile.asked) is None:
+        return "it does not record its options"
     known_same = {"model_settings": True, "device": _is_device(profile, had.device, asked.device)}
     known_same["threads"] = asked.threads in (had.threads, profile.threads)
     for name, option in declared(ProfileOptions).items():

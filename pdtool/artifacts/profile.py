@@ -148,19 +148,6 @@ class Profile(Artifact):
                     raise FieldError(field, f"{name!r} is not a node")
 
     @property
-    def made_with(self) -> ProfileOptions:
-        """The options that it was made with; for an earlier pdtool, those that follow from its other fields."""
-        settings = () if self.model is None else tuple(f"{k}={v!r}" for k, v in self.model.settings.items())
-        return self.asked or ProfileOptions(
-            model_settings=settings,
-            batch_size=self.batch_size,
-            device=self.device.name if self.device.kind == "estimated" else "cpu" if self.threads else "cuda",
-            threads=self.threads,
-            precision=self.precision if self.precision in ("bf16", "fp16") else None,
-            compiled=self.compiled,
-        )
-
-    @property
     def threads(self) -> int | None:
         """The CPU threads that the times were measured with; None if they were not measured on a CPU."""
         match = CPU_THREADS.search(self.device.name)
