@@ -76,18 +76,16 @@ class Placement:
         suffix = "" if STRATEGIES[strategy].is_own else f"-{strategy}"
         remedy = "give the profile a path of at most 500 ordinary characters"
         with fields_checked(lambda fault: UsageError(f"the plan cannot be written: {fault}", remedy)):
-            return Plan.model_validate(
-                {
-                    **vars(self.execution),
-                    "name": f"{profile.name[:_MAX_NAME]}-{cluster.topology}{suffix}",
-                    "model": profile.model,
-                    "profile": profile_path,
-                    "digests": {**profile.digests, profile_path: profile.content_sha256},
-                    "batch_size": profile.batch_size,
-                    "cluster": cluster,
-                    "wire_dtype": profile.wire_dtype,
-                    "stages": stages,
-                }
+            return Plan(
+                **vars(self.execution),
+                name=f"{profile.name[:_MAX_NAME]}-{cluster.topology}{suffix}",
+                model=profile.model,
+                profile=profile_path,
+                digests={**profile.digests, profile_path: profile.content_sha256},
+                batch_size=profile.batch_size,
+                cluster=cluster,
+                wire_dtype=profile.wire_dtype,
+                stages=stages,
             )
 
     @property
