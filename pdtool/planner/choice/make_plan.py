@@ -121,7 +121,7 @@ def _chunked_plan(profile: Profile, profile_path: str, cluster: Cluster, options
     each = tuple((number,) for number in range(workers))
 
     def plan_of(stages: Stages, within: Cluster, *, recomputes: bool) -> Plan:
-        chunks = replace(_in_chunks(profile, stages, each, execution), recompute=(recomputes,) * len(stages))
+        chunks = _in_chunks(profile, stages, each, execution, (recomputes,) * len(stages))
         try:
             return reschedule(chunks.to_plan(profile, profile_path, within), profile, {"asked": options})
         except ScheduleError as error:
@@ -337,8 +337,7 @@ def under_schedule(placement: Placement, profile: Profile, schedule: str, chunks
     if SCHEDULES[schedule].chunked:
         execution = ExecutionConfig.of_schedule(schedule, microbatches, chunks)
         stages = even_pieces(profile, len(placement.workers) * chunks)
-        chunked = _in_chunks(profile, stages, placement.workers, execution)
-        return replace(chunked, recompute=placement.recompute * chunks)
+        return _in_chunks(profile, stages, placement.workers, execution, placement.recompute * chunks)
     execution = ExecutionConfig.of_schedule(schedule, microbatches)
     return replace(placement, execution=execution).with_usual_in_flight()
 
@@ -387,7 +386,11 @@ def _pieces(blocks: Sequence[Sequence[str]], cuts: Sequence[int]) -> Stages:
 
 
 def _in_chunks(
-    profile: Profile, stages: Stages, workers: tuple[tuple[int, ...], ...], execution: ExecutionConfig
+    profile: Profile,
+    stages: Stages,
+    workers: tuple[tuple[int, ...], ...],
+    execution: ExecutionConfig,
+    recompute: tuple[bool, ...],
 ) -> Placement:
     """Place stages, `execution.chunks` on each of the `workers`; replicas of a stage are neighbours.
 
@@ -406,13 +409,9 @@ def _in_chunks(
             numbers = ", ".join(map(str, holders))
             what = f"{execution.schedule} stages {numbers} share a parameter, and two of them are on one worker"
             raise UsageError(what, "use another number of --chunks or --workers, or another schedule")
-    return Placement(
-        stages=stages,
-        workers=workers * execution.chunks,
-        in_flight=(),
-        recompute=(False,) * len(stages),
-        execution=execution,
-    ).with_usual_in_flight()
+    placed = workers * execution.chunks
+    placement = Placement(stages=stages, workers=placed, in_flight=(), recompute=recompute, execution=execution)
+    return placement.with_usual_in_flight()
 
 
 def refresh(plan: Plan, profile: Profile) -> Plan:
