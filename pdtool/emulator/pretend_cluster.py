@@ -2,7 +2,7 @@
 
 Every member of a level has one link to the bridge of that level, as in the simulator's network:
 
-    4x4      bridge br ──(level 0)── bridge br1 ──(level 1)── eth0 of worker 5
+    4x4      bridge br0-0 ──(level 0)── bridge br1-1 ──(level 1)── eth0 of worker 5
 
 All bridges are in the namespace of one process, the switch. Both ends of a link shape what they send. Nothing gets a
 name on the machine: the kernel removes a namespace with its processes. Links have no latency, because few kernels can
@@ -16,10 +16,9 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from ipaddress import ip_network
-from itertools import product
 from pathlib import Path
 
 from pdtool.artifacts.cluster import Cluster
@@ -112,22 +111,23 @@ class PretendCluster:
 
     def make_bridges(self) -> None:
         """Make all bridges and the links between them, in the namespace of this process; raises PdtoolError."""
-        names = [self._bridge(member) for member in self._members()]
+        workers, spans = self.cluster.workers, (self.cluster.workers, *self.cluster.below[:-1])
+        bridges = [(depth, first) for depth, span in enumerate(spans) for first in range(0, workers, span)]
+        names, joined = [self._bridge(*bridge) for bridge in bridges], bridges[1:]
         configure("ip", ["link set dev lo up", *(f"link add name {name} mtu {_MTU} type bridge" for name in names)])
-        joined = [member for member in self._members() if member]
-        configure("ip", (command for member in joined for command in self._join_commands(member)))
+        configure("ip", (command for bridge in joined for command in self._join_commands(*bridge)))
         configure("ip", (f"link set dev {name} up" for name in names))
-        ends = [(f"{end}{self._bridge(member)}", len(member) - 1) for member in joined for end in "ud"]
+        ends = [(f"{end}{self._bridge(depth, first)}", depth - 1) for depth, first in joined for end in "ud"]
         configure("tc", (self._shape(device, level) for device, level in ends))
 
     def add_worker(self, worker: int, pid: int) -> None:
         """Link a worker's namespace, that of process `pid`, to its bridge; raises PdtoolError."""
-        device = _device_of(pid)
+        device, bridge = _device_of(pid), self._bridge(len(self.cluster.levels) - 1, worker)
         configure(
             "ip",
             [
                 f"link add name {device} mtu {_MTU} type veth peer name {INTERFACE} mtu {_MTU} netns {pid}",
-                f"link set dev {device} gso_max_size {_MTU} master {self._bridge(self._member_of(worker))}",
+                f"link set dev {device} gso_max_size {_MTU} master {bridge}",
                 f"link set dev {device} up",
             ],
         )
@@ -160,23 +160,13 @@ class PretendCluster:
         )
         configure("tc", [self._shape(INTERFACE, len(self.cluster.levels) - 1)])
 
-    def _members(self) -> Iterator[tuple[int, ...]]:
-        """Yield the position of every bridge in the tree: (), then (server,), then (server, ...)."""
-        sizes = [level.size for level in self.cluster.levels[:-1]]
-        for depth in range(len(sizes) + 1):
-            yield from product(*(range(size) for size in sizes[:depth]))
+    def _bridge(self, depth: int, worker: int) -> str:
+        """Name of the bridge that joins the members of a level around a worker: `br0-0`, `br1-3`; an interface's name
+        has at most 15 characters."""
+        return f"br{depth}-{worker // (self.cluster.workers, *self.cluster.below)[depth]}"
 
-    def _member_of(self, worker: int) -> tuple[int, ...]:
-        below = self.cluster.below
-        sizes = [level.size for level in self.cluster.levels]
-        return tuple(worker // n % size for n, size in zip(below[:-1], sizes[:-1], strict=True))
-
-    def _bridge(self, member: Sequence[int]) -> str:
-        """Name of a bridge: `br`, `br3`, `br3-1`; an interface's name has at most 15 characters."""
-        return "br" + "-".join(map(str, member))
-
-    def _join_commands(self, member: tuple[int, ...]) -> list[str]:
-        inner, outer = self._bridge(member), self._bridge(member[:-1])
+    def _join_commands(self, depth: int, worker: int) -> list[str]:
+        inner, outer = self._bridge(depth, worker), self._bridge(depth - 1, worker)
         return [
             f"link add u{inner} mtu {_MTU} type veth peer name d{inner} mtu {_MTU}",
             f"link set u{inner} gso_max_size {_MTU} master {inner}",
