@@ -129,9 +129,9 @@ class Placement:
 
     def with_usual_in_flight(self) -> Placement:
         """Return the same with as many minibatches in flight as its schedule wants."""
-        usual = self.execution.usual_in_flight(self.replicas[: self.pipeline_depth])
-        return self.with_in_flight(usual * self.execution.chunks)
+        return self.with_in_flight(self.execution.usual_in_flight(self.replicas[: self.pipeline_depth]))
 
     def with_in_flight(self, in_flight: Sequence[int]) -> Placement:
-        """Return the same with other numbers of minibatches in flight at each replica of each stage."""
-        return replace(self, in_flight=tuple(in_flight))
+        """Return the same with other numbers of minibatches in flight at each replica of the stages on workers of their
+        own; with chunks, the others have those of the stage on the same workers."""
+        return replace(self, in_flight=tuple(in_flight) * self.execution.chunks)

@@ -69,12 +69,11 @@ def with_fewest_in_flight(
 def with_wanted_in_flight(evaluator: Evaluator, placement: Placement) -> Placement:
     """Return a placement with the numbers in flight that were asked for. If none were asked for and it flushes, use
     those that make it fastest."""
-    execution, depth = placement.execution, placement.pipeline_depth
+    execution, replicas = placement.execution, placement.replicas[: placement.pipeline_depth]
     if not execution.has_choice_in_flight:
         return placement
     if evaluator.first_in_flight:
-        numbers = execution.in_flight_from(placement.replicas[:depth], evaluator.first_in_flight)
-        return placement.with_in_flight(numbers * execution.chunks)
+        return placement.with_in_flight(execution.in_flight_from(replicas, evaluator.first_in_flight))
     return with_fastest_in_flight(evaluator, placement)[0] if execution.kind.flushes else placement
 
 
@@ -93,9 +92,7 @@ def with_fastest_in_flight(
     """
     size = action_count(placement) * placement.used_workers
     tries = _Tries(
-        time_of=lambda numbers: _simulated_s(
-            evaluator, placement.with_in_flight(numbers * placement.execution.chunks), limit_s, patience
-        ),
+        time_of=lambda numbers: _simulated_s(evaluator, placement.with_in_flight(numbers), limit_s, patience),
         most=max(_MIN_TRIES, min(_MAX_TRIES, _MAX_ACTIONS_TIMES_WORKERS // max(1, size))),
     )
     usual = placement.execution.usual_in_flight(placement.replicas[: placement.pipeline_depth])
@@ -108,7 +105,7 @@ def with_fastest_in_flight(
     if tries.fastest_s < math.inf:
         while tries.fastest_s > enough_s * TOLERANCE and any(tries.add(n) for n in _neighbours(tries.best, largest)):
             pass
-    return placement.with_in_flight(tries.best * placement.execution.chunks), tries.fastest_s
+    return placement.with_in_flight(tries.best), tries.fastest_s
 
 
 @dataclass
