@@ -160,8 +160,7 @@ class NodeValues:
     def is_shared_view(self, node: fx.Node, writer: fx.Node) -> bool:
         """Whether `node` is a view of a tensor that is still used after `writer`."""
         while isinstance(node.target, torch._ops.OpOverload) and node.args and isinstance(node.args[0], fx.Node):
-            alias = node.target._schema.returns[0].alias_info
-            if alias is None or alias.is_write:
+            if not node.target.is_view:
                 return False
             node = node.args[0]
             if any(self._order[user] > self._order[writer] for user in node.users):

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from pdtool.artifacts.device import DeviceSpec, Precision
+from pdtool.frontend.model_io import tensors_in
 
 Shape = Sequence[int]
 
@@ -98,11 +98,11 @@ class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        written = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        written = tensors_in(result)
         name = func._schema.name.split("::")[-1]
-        if not written or name in _FREE or _is_view(func):
+        if not written or name in _FREE or func.is_view:
             return result
-        read = list({id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}.values())
+        read = list({id(t): t for t in tensors_in((args, kwargs))}.values())
         formula = self._formulas.get(func._overloadpacket)
         floating = [t.dtype for t in (*read, *written) if t.is_floating_point()]
         self.kernels.append(
@@ -113,11 +113,6 @@ class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         )
         return result
-
-
-def _is_view(func: Any) -> bool:
-    alias = [r.alias_info for r in func._schema.returns]
-    return bool(alias) and all(a is not None and not a.is_write for a in alias)
 
 
 def _read(name: str, tensors: list[Tensor]) -> list[Tensor]:
