@@ -96,12 +96,6 @@ class Executor:
             for (value, _), output in zip(op.branch.results, op.outputs, strict=True)
         ]
 
-    def gradient_leaves(self, op: Operator, inputs: Mapping[Value, Tensor]) -> list[Tensor]:
-        """Return the tensors whose gradients a backward of this operator computes: its inputs and its parameters."""
-        parameters = [self.state[name] for name in op.parameters]
-        unique = {id(t): t for t in (*inputs.values(), *parameters) if t.requires_grad}
-        return list(unique.values())
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledModel:
@@ -145,8 +139,8 @@ class ProfiledModel:
         if parameters and not any(parameter.requires_grad for parameter in parameters):
             what = "no parameter of the model requires a gradient, so there is nothing to train"
             raise model_file.error(what, "leave requires_grad on in model() for the parameters to train")
-        returned = pytree.tree_leaves(traced.output)
-        if parameters and not any(isinstance(leaf, (State, ByMode)) or _has_gradient(leaf) for leaf in returned):
+        may_have = any(isinstance(leaf, (State, ByMode)) for leaf in pytree.tree_leaves(traced.output))
+        if parameters and not (traced.with_gradient or may_have):
             raise _no_gradient(model_file)
         state = {name: tensor.to(device) for name, tensor in named_state(traced.model.train()).items()}
         place = move or (lambda t: t.to(device))
@@ -168,11 +162,6 @@ class ProfiledModel:
     def computed(self) -> list[Operator]:
         """The operators that run for a minibatch."""
         return [op for op in self.traced.operators if not (op.is_input or op.constant)]
-
-    @cached_property
-    def _leading_to_outputs(self) -> set[str]:
-        """The names of the operators that get a gradient back from the model's output."""
-        return {op.name for op in self.computed if not self.traced.with_gradient.isdisjoint(op.outputs)}
 
     @cached_property
     def outputs(self) -> list[Value]:
@@ -203,8 +192,8 @@ class ProfiledModel:
             The readings of the forward and of the backward, by node; a node without gradients has no backward.
         """
         environment = self.environment()
-        replayed: list[tuple[str, list[Tensor], list[Tensor]]] = []  # (node, outputs, gradient leaves)
-        opaque = {op.name for op in self.computed if op.opaque}
+        # (node, ends and leaves of its backward, whether it is opaque)
+        replayed: list[tuple[str, list[Tensor], list[Tensor], bool]] = []
         forward: dict[str, R] = {}
         for done, op in enumerate(self.computed):
             progress(done, len(self.computed))
@@ -214,21 +203,23 @@ class ProfiledModel:
                 result, forward[op.name] = measure(op.name, call)
             outputs = tensors_in(result)
             environment.update(zip(op.outputs, (t.detach() for t in outputs), strict=True))
-            replayed.append((op.name, outputs, self.run.gradient_leaves(op, inputs)))
+            if not self.traced.with_gradient.isdisjoint(op.outputs):
+                taken = {id(t): t for t in (*inputs.values(), *(self.run.state[name] for name in op.parameters))}
+                leaves = requiring_gradients(taken.values())
+                replayed.append((op.name, requiring_gradients(outputs), leaves, op.opaque))
         if self.with_loss:
             returned = detached(self.outputs, environment)
             copies = {value: tensor.clone() for value, tensor in returned.items()}  # a loss may change them in place
             output = self.output(copies)
             loss, forward["loss"] = measure("loss", lambda: self.loss(output))
-            replayed.append(("loss", [loss], requiring_gradients(returned.values())))
+            replayed.append(("loss", requiring_gradients([loss]), requiring_gradients(returned.values()), False))
         backward: dict[str, R] = {}
         while replayed:
-            name, outputs, leaves = replayed.pop()
-            ends = requiring_gradients(outputs)
-            if ends and leaves and (name == "loss" or name in self._leading_to_outputs):
+            name, ends, leaves, is_opaque = replayed.pop()
+            if ends and leaves:
                 gradients = [torch.ones_like(t) for t in ends]
                 work: Callable[[], Any] = partial(torch.autograd.grad, ends, leaves, gradients, allow_unused=True)
-                if name in opaque:  # it may checkpoint reentrantly, which allows only this form
+                if is_opaque:  # it may checkpoint reentrantly, which allows only this form
                     work = partial(torch.autograd.backward, ends, gradients)
                 _, backward[name] = measure(f"{name} backward", work)
                 for leaf in leaves:
@@ -310,10 +301,6 @@ class ProfiledModel:
 def _no_gradient(model_file: ModelFile) -> ModelError:
     what = "none of the model's outputs has a gradient, so nothing can be trained"
     return model_file.error(what, "remove torch.no_grad(), inference_mode() and detach() from its forward")
-
-
-def _has_gradient(returned: Any) -> bool:
-    return isinstance(returned, Value) and returned.differentiable
 
 
 def detached(values: Iterable[Value], environment: Mapping[Value, Tensor]) -> Environment:

@@ -18,7 +18,7 @@ from pdtool.errors import PdtoolError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import tensors_in
 from pdtool.frontend.model_rules import unknown_module_remedy
-from pdtool.frontend.operators import Operator, Value, unique_name
+from pdtool.frontend.operators import Value, storage_address, unique_name
 from pdtool.profiler.execute import ProfiledModel
 from pdtool.profiler.kernels import FLOP_FORMULAS
 
@@ -61,7 +61,7 @@ def count_stash_and_flops(model: ProfiledModel) -> tuple[dict[str, int], dict[st
     Returns:
         Stash bytes, the node at which an output counts as stash (see artifacts.profile.Node), and flops, by node.
     """
-    seen = {p.untyped_storage()._cdata for p in model.run.state.values()}
+    seen = set(map(storage_address, model.run.state.values()))
     saved: list[Tensor] = []
     stash_bytes: dict[str, int] = {}
     saved_by: dict[str, str] = {}
@@ -70,32 +70,29 @@ def count_stash_and_flops(model: ProfiledModel) -> tuple[dict[str, int], dict[st
     node = ""
 
     def count(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
+        address = storage_address(tensor)
+        if address not in seen:
+            seen.add(address)
             saved.append(tensor)  # so that no other storage gets its address
-            stash_bytes[node] = stash_bytes.get(node, 0) + storage.nbytes()
-            if storage._cdata in producers:
-                saved_by[producers[storage._cdata]] = node
+            stash_bytes[node] = stash_bytes.get(node, 0) + tensor.untyped_storage().nbytes()
+            if address in producers:
+                saved_by[producers[address]] = node
         return tensor
 
-    def note_producer(op: Operator) -> None:
-        if len(op.outputs) == 1 and isinstance(output := environment[op.outputs[0]], Tensor):
-            storage = output.untyped_storage()
-            if storage.nbytes() == output.nbytes:
-                producers[storage._cdata] = op.name
-
     environment = model.environment()
-    for op in model.traced.operators:
-        if op.is_input:
-            note_producer(op)
     counter = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)
     with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t), counter:
-        for op in model.computed:
-            node, before = op.name, counter.get_total_flops()
-            environment.update(zip(op.outputs, model.run(op, environment), strict=True))
-            flops[node] = counter.get_total_flops() - before
-            note_producer(op)
+        for op in model.traced.operators:
+            if op.constant:
+                continue
+            if not op.is_input:
+                node, before = op.name, counter.get_total_flops()
+                environment.update(zip(op.outputs, model.run(op, environment), strict=True))
+                flops[node] = counter.get_total_flops() - before
+            if len(op.outputs) == 1:
+                output = environment[op.outputs[0]]
+                if output.untyped_storage().nbytes() == output.nbytes:
+                    producers[storage_address(output)] = op.name
         if model.with_loss:
             node = "loss"
             model.loss(model.output(environment))
