@@ -61,13 +61,8 @@ def set_mode(optimizer: Optimizer, *, training: bool) -> None:
         method()
 
 
-def steps_by_user_code(file: ModelFile, optimizer: Optimizer) -> bool:
-    """Whether code outside torch takes part in a step of optimizer()'s result."""
-    return bool(_step_causes(file, optimizer))
-
-
-def _step_causes(file: ModelFile, optimizer: Optimizer) -> list[str]:
-    """Name the code outside torch that takes part in an optimizer's step."""
+def user_code_in_step(file: ModelFile, optimizer: Optimizer) -> list[str]:
+    """Name the code outside torch that takes part in a step of optimizer()'s result."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     is_of_torch = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
     causes = [] if is_of_torch and not any(hooks) else [f"a step of {type(optimizer).__name__}"]
@@ -95,7 +90,7 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
     """
     parameters = dict(model.named_parameters())
     optimizer = file.optimizer(list(parameters.items()))
-    causes = _step_causes(file, optimizer)  # before a scheduler wraps the optimizer's step
+    causes = user_code_in_step(file, optimizer)  # before a scheduler wraps the optimizer's step
     by_user_code = bool(causes) or schedules_by_user_code(file.scheduler(optimizer, TRIED_UPDATES))
     if len(stages) < 2 or not by_user_code:
         return

@@ -253,6 +253,6 @@ def test_an_update_that_looks_at_several_stages_is_refused(tmp_path: Path, code:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_of_each_parameter_alone_is_proved(tmp_path: Path, monkeypatch: Any, name: str) -> None:
     """Those of torch are, too, though it is not computed for them."""
-    monkeypatch.setattr(update_proof, "steps_by_user_code", lambda file, optimizer: True)
+    monkeypatch.setattr(update_proof, "user_code_in_step", lambda file, optimizer: ["a step"])
     file, stages = parts(tmp_path, with_optimizer(OPTIMIZERS[name]))
     update_proof.check_update(file, file.build(), stages)

@@ -31,7 +31,7 @@ from pdtool.frontend.update_proof import (
     keep_parameters,
     schedules_by_user_code,
     set_mode,
-    steps_by_user_code,
+    user_code_in_step,
     wrapped_optimizers,
 )
 from pdtool.runtime.corrections import CompensatedSteps, DelayCompensation
@@ -86,7 +86,7 @@ class NamedOptimizer:
         self._wrapped = wrapped_optimizers(self.optimizer) if self.optimizer else {}
         stepped = list(self.parameters.values()) if self.optimizer else []
         self.steps = CompensatedSteps(compensation, stepped, delay)
-        self._is_step_by_user_code = self.optimizer is not None and steps_by_user_code(file, self.optimizer)
+        self._is_step_by_user_code = self.optimizer is not None and bool(user_code_in_step(file, self.optimizer))
         self._may_draw = self._is_step_by_user_code or file.has("after_update")
         self.schedule = LearningRateSchedule(file, self.optimizer, length or RunLength())
         self.is_by_user_code = self._may_draw or self.schedule.is_by_user_code
@@ -403,7 +403,7 @@ class LearningRateSchedule:
 
     def __init__(self, file: ModelFile, optimizer: Optimizer | None, length: RunLength) -> None:
         self._file, self._length = file, length
-        self._watched = optimizer.param_groups if optimizer and steps_by_user_code(file, optimizer) else []
+        self._watched = optimizer.param_groups if optimizer and user_code_in_step(file, optimizer) else []
         self._own: set[str] = set()  # keys that it has set
         self._of_others: set[str] = set()  # keys set between its steps
         self._noted: list[dict[str, Any]] = []  # content of the parameter groups at the last call of `_note`
