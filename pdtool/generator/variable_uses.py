@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -104,12 +104,10 @@ def changed_in_training(
         for node in ast.walk(function):
             if not isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) or not isinstance(node.ctx, ast.Store):
                 continue
-            owner, attributes = cast("ast.expr", node), set()  # of CONFIG.rates["low"]: CONFIG and {rates}
-            while isinstance(owner, (ast.Attribute, ast.Subscript)):
-                attributes |= {owner.attr} if isinstance(owner, ast.Attribute) else set()
-                owner = owner.value
+            *inner, owner = _changed_by(node)  # of CONFIG.rates["low"]: CONFIG.rates and CONFIG
             if not isinstance(owner, ast.Name) or not _is_global(owner.id, function, file):
                 continue
+            attributes = {part.attr for part in inner if isinstance(part, ast.Attribute)}
             value = getattr(file, owner.id, None)
             is_owner = value in kinds if isinstance(value, type) else isinstance(value, (nn.Module, ModuleType))
             if owner.id in read or (is_owner and not read.isdisjoint(attributes)):
