@@ -121,20 +121,17 @@ class OperatorBuilder:
         return result
 
 
-class NodeValues:
+class NodeValues(dict[fx.Node, Any]):
     """What each node stands for: a Value, a State, a constant, a size, or a list of these."""
 
     def __init__(self, program: torch.export.ExportedProgram) -> None:
-        self._values: dict[fx.Node, Any] = {}
+        super().__init__()
         self._batch = _batch_symbol(program)
         self._order = {node: i for i, node in enumerate(program.graph.nodes)}
 
-    def __setitem__(self, node: fx.Node, value: Any) -> None:
-        self._values[node] = value
-
     def argument(self, argument: Any) -> Any:
         """Return an argument of a node, nested in containers, with nodes and sizes replaced by their values."""
-        return pytree.tree_map(lambda a: self._values[a] if isinstance(a, fx.Node) else self.size(a), argument)
+        return pytree.tree_map(lambda a: self[a] if isinstance(a, fx.Node) else self.size(a), argument)
 
     def size(self, value: Any, node: fx.Node | None = None) -> Any:
         """Return a symbolic integer as a Size, or as a number; anything else as it is.
@@ -155,7 +152,7 @@ class NodeValues:
 
     def source(self, value: Any) -> fx.Node | None:
         """The latest node that stands for `value`."""
-        return next((n for n in reversed(self._values) if self._values[n] is value), None)
+        return next((n for n in reversed(self) if self[n] is value), None)
 
     def is_shared_view(self, node: fx.Node, writer: fx.Node) -> bool:
         """Whether `node` is a view of a tensor that is still used after `writer`."""
@@ -169,11 +166,11 @@ class NodeValues:
 
     def replace(self, old: Value, new: Value) -> None:
         """Make later users of `old`, which was written in place, take `new`."""
-        for node, value in self._values.items():
+        for node, value in self.items():
             if value is old:
-                self._values[node] = new
+                self[node] = new
             elif isinstance(value, list):
-                self._values[node] = [new if v is old else v for v in value]
+                self[node] = [new if v is old else v for v in value]
 
 
 def _batch_symbol(program: torch.export.ExportedProgram) -> Any:
