@@ -366,7 +366,7 @@ class LeafReader:
             buffers=tuple(buffers),
             opaque=call.recorded is not None,
         )
-        flows = call.recorded[0].differentiable if call.recorded else repeat(True)
+        flows = (output.requires_grad for output in call.recorded[0].outputs) if call.recorded else repeat(True)
         outputs = self._builder.append(operator, node, node.meta["val"], flows)
         self._values[node] = list(outputs)
         if getattr(module, "inplace", False) and operator.values and not call.recorded:

@@ -43,16 +43,14 @@ class RecordedCall:
     """A call of an opaque module on real tensors, in a minibatch of one of _SIZES.
 
     Attributes:
-        inputs, outputs: the shapes of its tensors.
-        dtypes, differentiable: for each output, its dtype and whether a gradient flows back through it.
+        inputs: the shapes of its tensors.
+        outputs: tensors like those that it returns, without values.
         result: its return value as a pytree of indices into its outputs, None elsewhere.
     """
 
     path: str
     inputs: list[torch.Size]
-    outputs: list[torch.Size]
-    dtypes: list[torch.dtype]
-    differentiable: list[bool]
+    outputs: list[Tensor]
     result: Any
 
 
@@ -116,16 +114,13 @@ def _outputs_at(small: RecordedCall, large: RecordedCall, tensors: Sequence[Tens
         for size, m, n in zip(tensor.shape, *shapes, strict=True):
             if m != n and more_samples is None:
                 more_samples = (size - m) // (n - m)
-    if more_samples is None and small.outputs != large.outputs:
-        raise TraceError(
-            f"the output of {small.path} has a batch dimension, but none of its inputs does",
-            "pass it an input with a batch dimension",
-            module=small.path,
-        )
     outputs = []
-    for *shapes, dtype in zip(small.outputs, large.outputs, small.dtypes, strict=True):
-        sizes = [m + (n - m) * more_samples if m != n else m for m, n in zip(*shapes, strict=True)]
-        outputs.append(torch.empty(sizes, dtype=dtype, device="meta"))
+    for one, other in zip(small.outputs, large.outputs, strict=True):
+        if more_samples is None and one.shape != other.shape:
+            what = f"the output of {small.path} has a batch dimension, but none of its inputs does"
+            raise TraceError(what, "pass it an input with a batch dimension", module=small.path)
+        sizes = [m + (n - m) * more_samples if m != n else m for m, n in zip(one.shape, other.shape, strict=True)]
+        outputs.append(torch.empty(sizes, dtype=one.dtype, device="meta"))
     return outputs
 
 
@@ -182,16 +177,8 @@ def _recorded(model: nn.Module, paths: Collection[str], minibatch: ModelInputs) 
             what = f"{path} returns {type(others[0]).__name__} {others[0]!r:.80}, which is not a tensor"
             raise TraceError(what, "return tensors", module=path.rpartition(".")[0])
         structure, outputs = _indexed(result)
-        recorded.append(
-            RecordedCall(
-                path=path,
-                inputs=[t.shape for t in inputs],
-                outputs=[o.shape for o in outputs],
-                dtypes=[o.dtype for o in outputs],
-                differentiable=[o.requires_grad for o in outputs],
-                result=structure,
-            )
-        )
+        like = [torch.empty(o.shape, dtype=o.dtype, device="meta", requires_grad=o.requires_grad) for o in outputs]
+        recorded.append(RecordedCall(path, [t.shape for t in inputs], like, structure))
         return result
 
     with _forwards_replaced(model, paths, call):
