@@ -67,16 +67,14 @@ def user_modules_importable() -> Iterator[None]:
     """Make stage files able to import from the users' files by their own names."""
     aliases = {name: module for name, module in sys.modules.items() if name.startswith(_ALIASES)}
     files = {user_module(name): module for name, module in aliases.items() if user_module(name) != "torch"}
-    before = {name: sys.modules.get(name) for name in files}
+    before = {name: sys.modules[name] for name in files if name in sys.modules}
     sys.modules.update(files)
     try:
         yield
     finally:
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
+        sys.modules.update(before)
+        for name in files.keys() - before.keys():
+            del sys.modules[name]
 
 
 def imported_digests() -> dict[str, str]:
