@@ -203,7 +203,10 @@ class _Estimate:
         recurrent = self._set_recurrent(forward, backward, stash_bytes)
         saved_by = {name: saver for name, saver in saved_by.items() if saver not in recurrent}
         kinds = {op.name: operator_kind(op.op) for op in self.model.computed}
-        update, state_bytes = self._update()  # outside the mode: an optimizer may read its step count
+        # outside the mode: an optimizer may read its step count; without launches: it is fused over all parameters
+        update_s, state_bytes = self.model.update(
+            lambda step: self._seconds(_recorded(step)[1], "update", launch_s=0.0)
+        )
         details = [self.device.name, *([self.precision] if self.precision else [])]
         costs = GraphCosts(
             forward_s={name: self._seconds(kernels, kinds.get(name)) for name, kernels in forward.items()},
@@ -211,7 +214,7 @@ class _Estimate:
             stash_bytes=stash_bytes,
             saved_by=saved_by,
             flops=flops,
-            update_s=self._seconds(update, "update", launch_s=0.0),  # fused over all parameters
+            update_s=update_s,
             optimizer_state_bytes=state_bytes,
         )
         name = ", ".join(details + ["calibrated"] * bool(self.device.factors))
@@ -234,14 +237,6 @@ class _Estimate:
                 forward[op.name], backward[op.name], stash_bytes[op.name] = recurrent_costs(module, inputs)
                 recurrent.add(op.name)
         return recurrent
-
-    def _update(self) -> tuple[list[Kernel], float]:
-        """Return the kernels of an optimizer step in steady state, and its bytes of state per byte of parameters."""
-        optimizer = self.model.stepped_optimizer()
-        if optimizer is None:
-            return [], 0.0
-        _, kernels = _recorded(optimizer.step)
-        return kernels, self.model.state_bytes_per_parameter_byte(optimizer)
 
 
 def _recorded(work: Callable[[], Any]) -> tuple[Any, list[Kernel]]:

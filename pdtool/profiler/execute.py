@@ -11,7 +11,6 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from pdtool.errors import ModelError
@@ -271,14 +270,21 @@ class ProfiledModel:
                     return False
         return bool(losses[1]) and math.isclose(losses[0], 2 * losses[1], rel_tol=1e-3)
 
-    def stepped_optimizer(self) -> Optimizer | None:
-        """Return the user's optimizer over all parameters after one step with gradients of zero; None without one.
+    def update(self, measure: Callable[[Work], float]) -> tuple[float, float]:
+        """Measure a step of the user's optimizer over all parameters, with gradients of zero.
+
+        Args:
+            measure: called with the second step, which allocates no state; returns its seconds.
+
+        Returns:
+            The seconds, and the bytes of state per byte of parameters; zeros without an optimizer. Scalars of the
+            state, such as a step count, are left out.
 
         Raises:
             ModelError: its step fails, or needs a closure.
         """
         if not self.model_file.has("optimizer"):
-            return None
+            return 0.0, 0.0
         named = list(self.traced.model.named_parameters())
         optimizer = self.model_file.optimizer(named)
         for _, parameter in named:
@@ -288,14 +294,12 @@ class ProfiledModel:
             optimizer.step()
         except Exception as error:
             raise self.model_file.error_at(error, f"a step of {type(optimizer).__name__}") from error
-        return optimizer
-
-    def state_bytes_per_parameter_byte(self, optimizer: Optimizer) -> float:
-        """Divide the optimizer's state by the bytes of parameters; scalars such as a step count are left out."""
+        seconds = measure(optimizer.step)
+        optimizer.zero_grad()
         optimizers = (optimizer, *wrapped_optimizers(optimizer).values())
         state = [t for each in optimizers for t in tensors_in(list(each.state.values())) if t.dim()]
-        trained = sum(p.nbytes for p in self.traced.model.parameters() if p.requires_grad)
-        return sum(t.nbytes for t in state) / max(1, trained)
+        trained = sum(p.nbytes for p in self._trained_parameters)
+        return seconds, sum(t.nbytes for t in state) / max(1, trained)
 
 
 def _no_gradient(model_file: ModelFile) -> ModelError:

@@ -130,7 +130,7 @@ class _Measurement:
         with host.keeping_freed_memory():
             times = self._times()
             times, segments = self._compiled_times(times, note) if compiled else (times, ())
-            update_s, state_bytes = self._optimizer()
+            update_s, state_bytes = self.model.update(self._optimizer_step)
             loss_is_a_sum = self.model.with_loss and self.model.loss_is_a_sum()
         if loss_is_a_sum:
             note(
@@ -233,14 +233,9 @@ class _Measurement:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _optimizer(self) -> tuple[float, float]:
-        """Return the seconds of one step over all parameters, and the bytes of state per byte of parameters."""
-        optimizer = self.model.stepped_optimizer()
-        if optimizer is None:
-            return 0.0, 0.0
-        seconds = statistics.median(self._seconds("optimizer step", optimizer.step) for _ in range(_MIN_ROUNDS))
-        optimizer.zero_grad()
-        return seconds, self.model.state_bytes_per_parameter_byte(optimizer)
+    def _optimizer_step(self, step: Work) -> float:
+        """Measure the seconds of one step over all parameters."""
+        return statistics.median(self._seconds("optimizer step", step) for _ in range(_MIN_ROUNDS))
 
 
 def _agree(steps: Sequence[float], passes: Sequence[tuple[Readings, Readings]]) -> bool:
