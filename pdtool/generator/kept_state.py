@@ -78,7 +78,7 @@ class KeptAttribute:
 
     def _owner_in(self, model: nn.Module) -> Any:
         """The class or file; of a class that a function makes anew for each model, this model's."""
-        kinds = {(k.__module__, k.__qualname__): k for module in model.modules() for k in user_classes(type(module))}
+        kinds = {(kind.__module__, kind.__qualname__): kind for kind in user_classes(model)}
         owner: Any = self.place[1]
         return kinds.get((owner.__module__, owner.__qualname__), owner) if isinstance(owner, type) else owner
 
@@ -124,8 +124,7 @@ def kept_attributes(model: nn.Module, before: State) -> Iterator[KeptAttribute]:
     changed = [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
     if not changed:
         return
-    modules = dict(model.named_modules())
-    of_classes = {kind: uses_in(kind) for module in modules.values() for kind in user_classes(type(module))}
+    of_classes = {kind: uses_in(kind) for kind in user_classes(model)}
     of_files = {owner.__name__: uses_in(owner) for _, owner in _shared_places(model) if isinstance(owner, ModuleType)}
     near = [use for name in {kind.__module__ for kind in of_classes} for use in of_files.get(name, [])]
     near += [use for of_class in of_classes.values() for use in of_class]
@@ -135,7 +134,8 @@ def kept_attributes(model: nn.Module, before: State) -> Iterator[KeptAttribute]:
         uses = [use for use in (everywhere if owner else near) if use.name == name]
         if not isinstance(owner, ModuleType):
             uses = [use for use in uses if not use.is_variable]
-        own = everywhere if owner else [use for kind in user_classes(type(modules[path])) for use in of_classes[kind]]
+        kinds = () if owner else type(model.get_submodule(path)).__mro__
+        own = everywhere if owner else [use for kind in kinds for use in of_classes.get(kind, [])]
         changes = [use.location for use in own if use.name == name and not use.is_read]
         if not uses or any(use.is_read for use in uses):
             yield KeptAttribute(place, name, next(iter(changes), ""))

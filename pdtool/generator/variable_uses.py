@@ -29,9 +29,10 @@ class Use:
     location: str
 
 
-def user_classes(kind: type) -> list[type]:
-    """Return a class and its bases, without torch's and Python's own."""
-    return [base for base in kind.__mro__ if not is_of_torch(base) and base.__module__ != "builtins"]
+def user_classes(model: nn.Module) -> list[type]:
+    """Return the classes of a model's modules and their bases, each once, without torch's and Python's own."""
+    kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
+    return [kind for kind in kinds if not is_of_torch(kind) and kind.__module__ != "builtins"]
 
 
 def is_of_torch(kind: type) -> bool:
@@ -95,7 +96,7 @@ def changed_in_training(
     Args:
         functions: names of the functions that are called during training.
     """
-    kinds = {kind for module in model.modules() for kind in user_classes(type(module))}
+    kinds = user_classes(model)
     read = {name for kind in kinds for name in names_read(kind)}
     tree, _, file_name = _tree(file)
     for function in tree.body:

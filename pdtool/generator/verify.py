@@ -274,8 +274,7 @@ def _refuse_hidden_paths(
     readers = {f"{name}()": set(names_read(function)) for name, function in after_forward.items()}
     opaque = [path for stage in bundle.stages for path in stage.opaque]
     for path in opaque if len(opaque) > 1 else ():
-        kinds = {kind for part in model.get_submodule(path).modules() for kind in user_classes(type(part))}
-        readers[path] = {name for kind in kinds for name in names_read(kind)}
+        readers[path] = {name for kind in user_classes(model.get_submodule(path)) for name in names_read(kind)}
     before = kept_state(model)
     _run("the model", partial(_call, model, inputs), "a further minibatch")
     for changed in changed_attributes(model, before):
