@@ -136,7 +136,8 @@ def single_operators(model: nn.Module, recorded: Sequence[tuple[RecordedCall, Re
     def call(path: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return LeafCall(path, forward, (args, kwargs), next(remaining) if path in opaque else None).as_operator()
 
-    leaves = [path for path, module in model.named_modules() if path and is_leaf(module) and not _is_in(path, opaque)]
+    modules, inside = model.named_modules(), tuple(f"{path}." for path in opaque)
+    leaves = [path for path, module in modules if path and is_leaf(module) and not f"{path}.".startswith(inside)]
     calls.clear()
     with _forwards_replaced(model, [*leaves, *opaque], call):
         yield
@@ -343,7 +344,3 @@ def _collect_containers(value: Any, depth: int, found: dict[int, Any], kinds: Se
         return
     for held in (value.values() if isinstance(value, dict) else value) if depth else ():
         _collect_containers(held, depth - 1, found, kinds)
-
-
-def _is_in(path: str, parents: Collection[str]) -> bool:
-    return any(path == parent or path.startswith(f"{parent}.") for parent in parents)
