@@ -86,15 +86,12 @@ def imported_digests() -> dict[str, str]:
 def files_and_classes(kinds: Collection[type]) -> list[ModuleType | type]:
     """Return what all models of a process share: the files that define these classes outside torch, the user's files
     that these import, and the classes defined in them."""
-    names = {base.__module__: None for kind in kinds for base in kind.__mro__}
-    names = {name: None for name in names if name.partition(".")[0] not in ("torch", *sys.stdlib_module_names)}
-    waiting = [*names]
-    while waiting:
-        file = sys.modules.get(waiting.pop())
+    names = [*dict.fromkeys(base.__module__ for kind in kinds for base in kind.__mro__)]
+    names = [name for name in names if name.partition(".")[0] not in ("torch", *sys.stdlib_module_names)]
+    for name in names:  # which grows
+        file = sys.modules.get(name)
         imported = {_module_of(value) for value in [*vars(file).values()]} if file else set()
-        new = [name for name in imported - names.keys() if name in sys.modules and _place(name, sys.modules[name])]
-        names |= dict.fromkeys(new)
-        waiting += new
+        names += [n for n in imported.difference(names) if n in sys.modules and _place(n, sys.modules[n])]
     files = {id(file): file for name in names if (file := sys.modules.get(name))}
     inside = [value for file in files.values() for value in [*vars(file).values()] if isinstance(value, type)]
     inside += [base for kind in kinds for base in kind.__mro__]  # classes in functions, too
