@@ -31,7 +31,6 @@ _TEMPLATES = {
     "bitwise_and.Tensor": "{self} & {other}",
     "bitwise_or.Tensor": "{self} | {other}",
     "pow.Tensor_Scalar": "{self} ** {exponent}",
-    "pow.Scalar": "torch.pow({self}, {exponent})",
     "__and__.Tensor": "{self} & {other}",
     "__or__.Tensor": "{self} | {other}",
     "addmm": "torch.addmm({self}, {mat1}, {mat2})",
@@ -50,7 +49,6 @@ _TEMPLATES = {
     "log_softmax.int": "F.log_softmax({self}, dim={dim})",
     "relu": "F.relu({self})",
     "gelu": "F.gelu({self}, approximate={approximate})",
-    "silu": "F.silu({self})",
     "sigmoid": "torch.sigmoid({self})",
     "tanh": "torch.tanh({self})",
     "embedding": "F.embedding({indices}, {weight})",
@@ -66,7 +64,6 @@ _TEMPLATES = {
     "adaptive_max_pool2d": "F.adaptive_max_pool2d({self}, {output_size}, return_indices=True)",
     "adaptive_max_pool3d": "F.adaptive_max_pool3d({self}, {output_size}, return_indices=True)",
     "einsum": "torch.einsum({equation}, {tensors*})",
-    "where.self": "torch.where({condition}, {self}, {other})",
     "cross_entropy_loss": "F.cross_entropy({self}, {target})",
     "batch_norm": "F.batch_norm({input}, {running_mean}, {running_var}, {weight}, {bias}, training={training}, "
     "momentum={momentum}, eps={eps})",
