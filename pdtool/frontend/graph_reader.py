@@ -56,7 +56,6 @@ _WITHOUT_COMPLEX_GRADIENT = (torch.ops.aten.slice_scatter.default, torch.ops.ate
 _END = 2**63 - 1  # of a slice
 _WHOLE_SLICES = {torch.ops.aten.slice.Tensor: "self", torch.ops.aten.slice_scatter.default: "src"}
 _ALIASES = {"alias", "detach", "detach_", "lift_fresh", "lift_fresh_copy", "lift"}
-_DETACHING = {"detach", "detach_"}
 
 
 class GraphReader:
@@ -291,7 +290,7 @@ class GraphReader:
             kwargs=arguments,
             structure=list(range(len(result))) if several else 0,
         )
-        return self._builder.append(operator, node, result if several else [result], repeat(op not in _DETACHING))
+        return self._builder.append(operator, node, result if several else [result])
 
     def _out_of_place(self, node: fx.Node, target: torch._ops.OpOverload, overwritten: Any) -> torch._ops.OpOverload:
         """Return `add` for `add_`; raises TraceError if something else still uses the same memory."""

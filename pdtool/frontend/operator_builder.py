@@ -36,10 +36,11 @@ from pdtool.frontend.operators import (
 )
 
 _TORCH = str(Path(torch.__file__).parent)
-# Operators that take only the form of a tensor, or overwrite it: no gradient flows back to it.
+# Operators that detach a tensor, take only its form, or overwrite it: no gradient flows back to it.
 _WITHOUT_GRADIENT = {f"{value}_like" for value in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")}
 _WITHOUT_GRADIENT |= {f"new_{value}" for value in ("empty", "empty_strided", "zeros", "ones", "full")}
 _WITHOUT_GRADIENT |= {"uniform", "normal_functional", "exponential", "log_normal", "cauchy", "geometric", "random"}
+_WITHOUT_GRADIENT |= {"detach", "detach_"}
 
 
 class OperatorBuilder:
