@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -66,19 +66,18 @@ class PeerErrorContext:
         if error is None:
             Status.of_this_process.wait_ends()
         if isinstance(error, RuntimeError):
-            reason = short_reason(error)
-            raise PeerError(f"{self._what} ({reason.text})", peer=self._peer, is_timeout=reason.is_timeout) from error
+            raise peer_error(self._what, self._peer, error) from error
 
 
-class Reason(NamedTuple):
-    """Why a wait for another worker failed."""
+def peer_error(what: str, peer: int, error: RuntimeError | OSError) -> PeerError:
+    """Return the error of a worker that waited for another in vain, with the reason.
 
-    text: str
-    is_timeout: bool = False
+    The reason is the first sentence of torch.distributed's message, without the line in its sources, or the system's.
 
-
-def short_reason(error: RuntimeError | OSError) -> Reason:
-    """Return the first sentence of torch.distributed's message, without the line in its sources, or the system's.
+    Args:
+        what: says what did not happen.
+        peer: rank of the other worker, or ANY_PEER.
+        error: how the wait failed.
 
     Raises:
         RuntimeError, OSError: `error` itself if this worker ran out of memory, or its GPU failed, because no other one
@@ -87,8 +86,8 @@ def short_reason(error: RuntimeError | OSError) -> Reason:
     if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
         raise error
     said = (isinstance(error, OSError) and error.strerror) or str(error)
-    text = re.sub(r"^\[\S*\] ?", "", said).partition(". ")[0][:200]
-    return Reason(text, is_timeout=_TIMED_OUT.search(text) is not None)
+    reason = re.sub(r"^\[\S*\] ?", "", said).partition(". ")[0][:200]
+    return PeerError(f"{what} ({reason})", peer=peer, is_timeout=_TIMED_OUT.search(reason) is not None)
 
 
 def all_gather(value: _T, kind: type[_T], group: Any, what: str) -> list[_T]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pdtool.runtime.groups import PeerErrorContext, short_reason
+from pdtool.runtime.groups import PeerErrorContext
 from pdtool.runtime.messages.routes import Route
 
 _TAGS = 2**31
@@ -109,7 +109,7 @@ class DistributedSender:
                 sends.append((work, sent))
                 size_bytes += sent.nbytes
         except RuntimeError as error:
-            raise self._route.not_sent(minibatch, short_reason(error)) from error
+            raise self._route.not_sent(minibatch, error) from error
         self._under_way.append((minibatch, sends))
         return size_bytes
 
@@ -125,7 +125,7 @@ class DistributedSender:
                 for work, _ in sends:
                     work.wait()
         except RuntimeError as error:
-            raise self._route.not_sent(minibatch, short_reason(error)) from error
+            raise self._route.not_sent(minibatch, error) from error
 
 
 class DistributedReceiver:
@@ -149,7 +149,7 @@ class DistributedReceiver:
                 work = dist.irecv(buffer, self._route.sender, group=self._group, tag=_tag(self._route, minibatch))
                 posted.append((work, buffer))
         except RuntimeError as error:
-            raise self._route.not_received(minibatch, short_reason(error)) from error
+            raise self._route.not_received(minibatch, error) from error
         self._posted.append(posted)
 
     def receive(self, minibatch: int, samples: int) -> list[Tensor]:
@@ -159,7 +159,7 @@ class DistributedReceiver:
             for work, _ in posted:
                 work.wait()
         except RuntimeError as error:
-            raise self._route.not_received(minibatch, short_reason(error)) from error
+            raise self._route.not_received(minibatch, error) from error
         return [buffer for _, buffer in posted]
 
 

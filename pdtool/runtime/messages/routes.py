@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pdtool.artifacts.bundle import Bundle, TensorSpec
 from pdtool.frontend.model_io import dtype_of
-from pdtool.runtime.groups import Reason
+from pdtool.runtime.groups import peer_error
 from pdtool.runtime.status import PeerError
 
 TARGET = "the target"
@@ -155,15 +155,15 @@ class Route:
         """Return `forward 'b' of minibatch 4`."""
         return f"{self.direction} {', '.join(repr(edge.name) for edge in self.edges)} of minibatch {minibatch}"
 
-    def not_received(self, minibatch: int, reason: Reason) -> PeerError:
-        """Return the receiver's error when a message does not come."""
-        what = f"{self.describe(minibatch)} did not arrive from rank {self.sender} ({reason.text})"
-        return PeerError(what, peer=self.sender, is_timeout=reason.is_timeout)
+    def not_received(self, minibatch: int, error: RuntimeError | OSError) -> PeerError:
+        """Return the receiver's error when a message does not come; see `peer_error`."""
+        what = f"{self.describe(minibatch)} did not arrive from rank {self.sender}"
+        return peer_error(what, self.sender, error)
 
-    def not_sent(self, minibatch: int, reason: Reason) -> PeerError:
-        """Return the sender's error when a message cannot be delivered."""
-        what = f"{self.describe(minibatch)} could not be sent to rank {self.receiver} ({reason.text})"
-        return PeerError(what, peer=self.receiver, is_timeout=reason.is_timeout)
+    def not_sent(self, minibatch: int, error: RuntimeError | OSError) -> PeerError:
+        """Return the sender's error when a message cannot be delivered; see `peer_error`."""
+        what = f"{self.describe(minibatch)} could not be sent to rank {self.receiver}"
+        return peer_error(what, self.receiver, error)
 
 
 def list_edges(bundle: Bundle, targets: Sequence[TensorSpec]) -> list[Edge]:

@@ -31,7 +31,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdtool.runtime.groups import Reason, short_reason
 from pdtool.runtime.messages.routes import Part, Receiver, Route, Sender
 
 _HEADER = struct.Struct("<qqq")  # minibatch, slot, bytes
@@ -193,7 +192,7 @@ class SlotSender(Sender, ABC):
             self._copy(slot, views, parts)
             self._pipes.write(_HEADER.pack(minibatch, slot, size_bytes))
         except OSError as error:
-            raise self._route.not_sent(minibatch, short_reason(error)) from error
+            raise self._route.not_sent(minibatch, error) from error
         return size_bytes
 
     def _next_slot(self) -> int:
@@ -240,11 +239,11 @@ class SlotReceiver(Receiver, ABC):
         try:
             header = self._pipes.read(_HEADER.size)
         except OSError as error:
-            raise self._route.not_received(minibatch, short_reason(error)) from error
+            raise self._route.not_received(minibatch, error) from error
         number, slot, sent_bytes = _HEADER.unpack(header)
         if (number, sent_bytes) != (minibatch, size_bytes):
-            reason = Reason(f"got {sent_bytes} bytes of minibatch {number}, not {size_bytes}")
-            raise self._route.not_received(minibatch, reason)
+            reason = f"got {sent_bytes} bytes of minibatch {number}, not {size_bytes}"
+            raise self._route.not_received(minibatch, ConnectionError(reason))
         return self._tensors(slot, views)
 
     @abstractmethod
