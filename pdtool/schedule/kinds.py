@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, tee
 from math import ceil
-from typing import Any
 
 from pdtool.errors import UsageError
 from pdtool.schedule.action import Action, ActionKind, Actions
-from pdtool.schedule.policies import FLUSH, NONE, STASH, TWO_BW, VERTICAL_SYNC, WeightPolicy
+from pdtool.schedule.policies import FLUSH, NONE, STASH, TWO_BW, VERTICAL_SYNC, Number, WeightPolicy, smaller
 from pdtool.schedule.shape import PipelineShape
 
 Round = tuple[int, Sequence[int]]  # (number, the minibatches of one worker in it)
-Number = Any  # one number, or a numpy array of them
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -166,8 +164,7 @@ def _all_of_update(r: Number, u: Number, m: int, p: int, v: int) -> Number:
 
 
 def _enough_of_update(r: Number, u: Number, m: int, p: int, v: int) -> Number:
-    enough, microbatches = -(-u // r), -(-m // r)
-    return enough - (enough > microbatches) * (enough - microbatches)  # the smaller one, of arrays too
+    return smaller(-(-u // r), -(-m // r))
 
 
 ONE_F_ONE_B = ScheduleKind(

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 from pdtool.schedule.action import Action, ActionKind
@@ -60,11 +61,6 @@ def _one_update_late(
             yield (action.stage, action.minibatch), max(0, number - 1)
 
 
-def total_in_flight(replicas: Sequence[int], in_flight: Sequence[int]) -> int:
-    """Return the minibatches in flight at all replicas of the stage that has the most."""
-    return max(w * r for w, r in zip(in_flight, replicas, strict=True))
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightPolicy:
     """Which weight version each minibatch is computed with.
@@ -109,7 +105,7 @@ class WeightPolicy:
         return versions
 
 
-def _smaller(a: Number, b: Number) -> Number:
+def smaller(a: Number, b: Number) -> Number:
     """Return the smaller one, of arrays too."""
     return a - (a > b) * (a - b)
 
@@ -119,7 +115,7 @@ def _smaller(a: Number, b: Number) -> Number:
 STASH = WeightPolicy(
     name="stash",
     words="those of its forward",
-    max_versions=lambda r, w, k, first: _smaller(w, 1 - (1 - w) // (k // r + (k < r))),
+    max_versions=lambda r, w, k, first: smaller(w, 1 - (1 - w) // (k // r + (k < r))),
 )
 # The same section. All stages must update after the same number of minibatches, and those in flight at the first stage
 # count everywhere.
@@ -132,14 +128,14 @@ VERTICAL_SYNC = WeightPolicy(
 )
 # The newest version at the forward, and the newest at the backward, which may differ.
 NONE = WeightPolicy(name="none", words="the newest ones", max_versions=lambda r, w, k, first: 1, stashes=False)
-# Narayanan et al., ICML'21, section 3.1: one update late everywhere. k is at least the number in flight, so that a
-# third version never begins.
+# Narayanan et al., ICML'21, section 3.1: one update late everywhere. k is at least the number in flight, over all
+# replicas of the stage that has the most, so that a third version never begins.
 TWO_BW = WeightPolicy(
     name="2bw",
     words="those of the update before, at every stage",
     reads=_one_update_late,
     max_versions=lambda r, w, k, first: 2,
-    intervals=lambda r, w: [total_in_flight(r, w)] * len(r),
+    intervals=lambda r, w: [max(map(mul, r, w))] * len(r),
 )
 # The newest; nothing is in flight when it changes.
 FLUSH = WeightPolicy(name="flush", words="the newest", max_versions=lambda r, w, k, first: 1)
