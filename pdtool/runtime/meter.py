@@ -200,10 +200,8 @@ class _ActionContext:
     def __exit__(self, *error: object) -> None:
         meter = self._meter
         end, action, waits = self._record(), meter._action, meter._waits
-        meter._action = None
-        if waits:
-            meter._waits = []
-        meter._keep(action, self._start, end, waits or ())
+        meter._action, meter._waits = None, []
+        meter._keep(action, self._start, end, waits)
         if self._range:
             self._range.__exit__(None, None, None)
             self._range = None
