@@ -92,10 +92,8 @@ class ExecutionConfig:
         """
         policy = WEIGHT_POLICIES[self.weights]
         in_flight = in_flight or self.usual_in_flight(replicas)
-        if self.kind.flushes:
-            intervals = [self.microbatches] * len(replicas)
-        elif self.update_every:
-            intervals = [self.update_every] * len(replicas)
+        if self.minibatches_per_update:
+            intervals = [self.minibatches_per_update] * len(replicas)
         else:
             wanted = policy.intervals(replicas, in_flight)
             intervals = list(wanted)

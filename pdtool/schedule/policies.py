@@ -39,16 +39,13 @@ def _newest_of_first_stage(
     It follows the first stage's actions as far as this worker has come.
     """
     first = [_newest(workers, replica, replicas, update_every) for replica in range(replicas[0])]
-    stage_replicas = [(s, k) for s, r in enumerate(replicas) for k in range(r)]
-    stage, own = stage_replicas[worker]
     at_first: dict[int, int] = {}  # of minibatches of this worker that it has not come to
-    for key, version in _newest(workers, worker, replicas, update_every):
-        _, i = key
+    for (stage, i), version in _newest(workers, worker, replicas, update_every):
         while i not in at_first and (found := next(first[i % replicas[0]], None)):
             (_, j), first_version = found
-            if j % replicas[stage] == own:
+            if (j - i) % replicas[stage] == 0:  # it is this worker's, too
                 at_first[j] = first_version
-        yield key, at_first.pop(i, version)
+        yield (stage, i), at_first.pop(i, version)
 
 
 def _one_update_late(
