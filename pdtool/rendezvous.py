@@ -350,12 +350,10 @@ class _MeetingClient(_Meeting):
                 raise ValueError("it does not know the token")
             if "machines" in answer:
                 return [MachineFacts.parse(machine) for machine in answer["machines"]]
-            self.missing, self.hint = self._ranks(answer["missing"]), ""
-
-    def _ranks(self, missing: Any) -> list[int]:
-        if not (isinstance(missing, list) and missing and all(type(r) is int for r in missing)):
-            raise ValueError("it names no machines")
-        return missing[: self.own.count]
+            missing = answer["missing"]
+            if not (isinstance(missing, list) and missing and all(type(rank) is int for rank in missing)):
+                raise ValueError("it names no machines")
+            self.missing, self.hint = missing[: self.own.count], ""
 
 
 async def _tell(writer: asyncio.StreamWriter, message: Mapping[str, object], nonce: str = "") -> None:
