@@ -177,11 +177,6 @@ class WorkerMeter:
             self._timings.add_action(action, start_s, seconds(end), waits_s)
         del self._unread[:read]
 
-    def _profiler_range(self, action: Action) -> AbstractContextManager[Any]:
-        """An action's range in a profiler."""
-        name = f"stage {action.stage} {action.kind.name.lower()} {action.minibatch}"
-        return torch.cuda.nvtx.range(name) if self._uses_nvtx else record_function(name)
-
 
 class _ActionContext:
     """The context of an action. It is entered for each action, so it is not a generator."""
@@ -191,9 +186,10 @@ class _ActionContext:
         self._range: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
-        meter = self._meter
-        if meter._action and (_is_profiling() or meter._uses_nvtx):
-            self._range = meter._profiler_range(meter._action)
+        action, uses_nvtx = self._meter._action, self._meter._uses_nvtx
+        if action and (_is_profiling() or uses_nvtx):
+            name = f"stage {action.stage} {action.kind.name.lower()} {action.minibatch}"
+            self._range = torch.cuda.nvtx.range(name) if uses_nvtx else record_function(name)
             self._range.__enter__()
         self._start = self._record()
 

@@ -242,22 +242,20 @@ class PipelineStage:
                 )
         return loss
 
-    def _outputs(self, minibatch: int, stashed: StashedMinibatch) -> Sequence[GradientEdge | None]:
-        """The outputs' places in their graph, which is computed again if it was not kept."""
-        if not self._recomputation or not stashed.forward_state:
-            return stashed.outputs
-        self.weights.bind(stashed.version)
-        self.seeds.begin_forward(minibatch)
-        with self._recomputation.restored(stashed.forward_state):
-            return _gradient_edges(self._compute(stashed.inputs, stashed.forward_state.target))
-
     def _differentiable_outputs(
         self, minibatch: int, stashed: StashedMinibatch, gradients: Sequence[Tensor | None]
     ) -> tuple[list[GradientEdge], list[Tensor | None]]:
-        """The outputs that have a gradient, and the gradients."""
+        """The outputs that have a gradient, in their graph, which is computed again if it was not kept; and the
+        gradients."""
+        outputs = stashed.outputs
+        if self._recomputation and stashed.forward_state:
+            self.weights.bind(stashed.version)
+            self.seeds.begin_forward(minibatch)
+            with self._recomputation.restored(stashed.forward_state):
+                outputs = _gradient_edges(self._compute(stashed.inputs, stashed.forward_state.target))
         pairs = [
             (output, gradient)
-            for output, gradient in zip(self._outputs(minibatch, stashed), gradients, strict=True)
+            for output, gradient in zip(outputs, gradients, strict=True)
             if output is not None and (self._loss is not None or gradient is not None)
         ]
         return [output for output, _ in pairs], [gradient for _, gradient in pairs]
