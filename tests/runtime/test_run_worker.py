@@ -145,8 +145,8 @@ def warnings_of_length(
 ) -> str:
     """What a worker says that goes on after the first epoch, as a run of 4 epochs of 20 minibatches."""
     file = SimpleNamespace(scheduler_takes_total=takes_total, training=SimpleNamespace(scheduler_step=scheduler_step))
-    config: Any = SimpleNamespace(epochs=4, plan=SimpleNamespace(batch_size=8))
-    data: Any = SimpleNamespace(file=file, epoch_samples=159)
+    config: Any = SimpleNamespace(epochs=4)
+    data: Any = SimpleNamespace(file=file, epoch_minibatches=20)
     warn_of_length(config, data, CheckpointManifest(epoch=1, seed=0, metrics={}, files={}, **before))
     return capsys.readouterr().err
 

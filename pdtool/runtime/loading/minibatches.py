@@ -122,7 +122,7 @@ class TrainingData:
 
     Attributes:
         splits: the training set and the validation set, `train` and `valid`.
-        epoch_samples: samples of the training set in an epoch.
+        epoch_samples, epoch_minibatches: samples of the training set in an epoch, and the minibatches that they make.
 
     Raises:
         ModelError: an epoch has no minibatch.
@@ -143,6 +143,7 @@ class TrainingData:
         self._first_order = sampled(1) if sampled else None  # for its length; sampler() is called once for each epoch
         self._chosen = splits["train"].samples if self._first_order is None else len(self._first_order)
         self.epoch_samples = samples_in_epoch(self._chosen, config, drop_last=file.training.drop_last)
+        self.epoch_minibatches = -(-self.epoch_samples // config.plan.batch_size)
         self._epochs_go_on = epochs_go_on(splits["train"], config)
 
     def sample_order(self, epoch: int, trained: int) -> Sequence[int]:

@@ -61,14 +61,14 @@ def assemble_report(
     workers: Sequence[WorkerMeasurements],
     progress: Progress,
     *,
-    samples: int,
+    minibatches: int,
     local_workers: int,
     includes_compilation: bool = False,
 ) -> Report:
     """Return the report of a run.
 
     Args:
-        samples: samples of an epoch.
+        minibatches: minibatches of an epoch.
         local_workers: number of workers on this machine, the first of `workers`.
         includes_compilation: whether the only epoch includes compilation.
     """
@@ -77,7 +77,6 @@ def assemble_report(
     train_s = max(worker.epochs.train_s for worker in workers)
     time_per_minibatch_s = max(worker.epochs.time_per_minibatch_s for worker in workers)  # the last stage knows it
     time_per_minibatch_s = time_per_minibatch_s or train_s / max(1, timed.minibatches)
-    minibatches = -(-samples // plan.batch_size)
     return Report(
         plan=plan.name,
         config=plan.config,

@@ -314,8 +314,7 @@ class StageBuilder:
 
     def _optimizer(self, parameters: Mapping[str, nn.Parameter], s: int) -> NamedOptimizer:
         config = self.config
-        minibatches = math.ceil(self.data.epoch_samples / config.plan.batch_size)
-        updates = config.epochs * math.ceil(minibatches / self._shape.update_every[s])
+        updates = config.epochs * math.ceil(self.data.epoch_minibatches / self._shape.update_every[s])
         with without_changes(self._model_parameters.values()) if self._has_called_optimizer else nullcontext():
             self._has_called_optimizer = True
             return NamedOptimizer(
@@ -355,7 +354,7 @@ def resume(
 
 def warn_of_length(config: RunConfig, data: TrainingData, manifest: CheckpointManifest) -> None:
     """Warn if epochs, or a learning-rate schedule that knows its length, continue with another length."""
-    now = math.ceil(data.epoch_samples / config.plan.batch_size)
+    now = data.epoch_minibatches
     before = next(reversed(manifest.minibatches), 0) or now
     if before != now:
         sys.stderr.write(

@@ -27,6 +27,7 @@ sent before those of the parameters are computed. The first stage loads in (1), 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -211,10 +212,8 @@ class Worker:
 
     def _record_updates(self) -> None:
         """Write the updates and samples of an epoch to run.json, to show how far the run is."""
-        samples, last = self._data.epoch_samples, max(self.stages)
-        minibatches = -(-samples // self._config.plan.batch_size)
-        updates = -(-minibatches // self._shape.update_every[last])
-        RunDir(self._config.out).update_state(updates=updates, samples=samples)
+        updates = math.ceil(self._data.epoch_minibatches / self._shape.update_every[max(self.stages)])
+        RunDir(self._config.out).update_state(updates=updates, samples=self._data.epoch_samples)
 
     def _actions(self, minibatches: int) -> list[WorkerActions]:
         """The actions of all workers for a number of minibatches, made lazily."""
@@ -300,7 +299,7 @@ class Worker:
             self._config,
             workers,
             progress,
-            samples=self._data.epoch_samples,
+            minibatches=self._data.epoch_minibatches,
             local_workers=place.local_workers,
             includes_compilation=includes_compilation,
         )
