@@ -90,11 +90,10 @@ def _asynchronous_remark(shape: PipelineShape) -> str:
     )
 
 
-STRAIGHT = Strategy(name="straight", label="straight pipeline", noun="straight pipeline", is_straight=True, is_own=True)
 _ALL = (
     Strategy(name="auto", label="the planner's choice", noun="plan", is_own=True),
     Strategy(name="pipeline", label="pipeline", min_workers=2, min_stages=2, is_own=True),
-    STRAIGHT,
+    Strategy(name="straight", label="straight pipeline", noun="straight pipeline", is_straight=True, is_own=True),
     Strategy(name="data-parallel", label="data parallelism", schedule="1f1b", fixes_updates=True, is_searched=False),
     Strategy(
         name="model-parallel",
