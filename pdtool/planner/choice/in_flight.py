@@ -191,10 +191,8 @@ def _choices(evaluator: Evaluator, candidate: Candidate, margin: float) -> list[
     that are ever tried. Each comes once, from few to many, as far as memory goes."""
     placement = candidate.placement
     default = placement.in_flight
-    model, limit = (
-        evaluator.model_of(placement.workers, placement.execution),
-        evaluator.cluster.memory_bytes or math.inf,
-    )
+    model = evaluator.model_of(placement.workers, placement.execution)
+    limit = evaluator.cluster.memory_bytes or math.inf
     loads = stage_loads(evaluator.profile, placement.stages)
     largest = [
         next((n for n in range(_MAX_FACTOR * w, w, -1) if model.memory_bytes(load, r, n, recompute) <= limit), w)
