@@ -353,7 +353,7 @@ def test_what_cuda_refuses_is_said_once_and_no_end_shares_it(
     for agreed, memory in Cuda(monkeypatch, refused).share(two_ways()):
         assert agreed == memory.keys() == {1}
     warning = capsys.readouterr().err
-    assert warning.startswith(f"warning: CUDA does not let workers share memory of their GPUs ({said}): they send each")
+    assert warning.startswith(f"warning: CUDA does not let the workers share GPU memory ({said}), so messages go")
     assert warning.count("\n") == 1
 
 
