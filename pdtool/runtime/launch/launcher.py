@@ -207,17 +207,15 @@ def check_config(config: RunConfig) -> None:
             the schedule; or the precision does not suit the model.
         ScheduleError: the schedule deadlocks, or breaks another rule.
     """
-    plan, bundle = config.plan, config.bundle
+    plan, bundle, correction = config.plan, config.bundle, config.delay_compensation
     if len(plan.stages) != len(bundle.stages):
         what = f"it has {len(bundle.stages)} stages, but the plan has {len(plan.stages)}"
         raise StaleError(config.bundle_dir / Bundle.FILE, what, "run `pdtool codegen` again")
-    if config.delay_compensation and plan.kind.flushes:
-        what = f"--correction {config.delay_compensation} has no effect with schedule {plan.schedule}"
+    if correction and plan.kind.flushes:
+        what = f"--correction {correction} has no effect with schedule {plan.schedule}"
         raise UsageError(what, "leave it out, or pass --correction none: no gradient is stale after a flush")
-    if config.delay_compensation and config.delay_compensation.extrapolates_weights and plan.weights == "none":
-        what = (
-            f"--correction {config.delay_compensation} predicts weights, so it cannot be combined with --weights none"
-        )
+    if correction and correction.extrapolates_weights and plan.weights == "none":
+        what = f"--correction {correction} predicts weights, so it cannot be combined with --weights none"
         raise UsageError(what, "use --weights stash or vertical-sync")
     cores = len(usable_cores())
     if config.threads_given and (config.threads or 0) > cores:  # more than a worker can have at the same time
