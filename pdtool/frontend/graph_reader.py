@@ -197,13 +197,9 @@ class GraphReader:
         body_nodes = list(body.graph.nodes) if body else []
         if not body or not (no_grad or (kind == "wrap_with_autocast" and node.args[2] is False)):
             where = next(filter(None, map(location, (node, *body_nodes))), "")
-            if kind == "wrap_with_autocast":
-                what, remedy = "autocast", "leave it out, and pass --precision bf16 to profile and run"
-            else:
-                what, remedy = (
-                    kind.removeprefix("wrap_with_"),
-                    "keep enable_grad and control-flow operators out of forward",
-                )
+            what, remedy = kind.removeprefix("wrap_with_"), "keep enable_grad and control-flow operators out of forward"
+            if what == "autocast":
+                remedy = "leave it out, and pass --precision bf16 to profile and run"
             raise TraceError(f"{what} in forward cannot be cut into stages", remedy, location=where)
         taken: Any = node.args[body_index + 1 :]
         arguments = [self._values.argument(a) for a in taken]

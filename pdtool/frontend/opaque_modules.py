@@ -141,9 +141,8 @@ def untraceable_refused() -> Iterator[None]:
             raise TraceError("forward seeds torch's generator, which tracing cannot see", _OWN_MODULE)
         if random.getstate() != state:
             what = "forward uses Python's random numbers, which tracing would fix once and for all"
-            raise TraceError(
-                what, "draw into a tensor with torch's generator, or move the call into a module of its own"
-            )
+            remedy = "draw into a tensor with torch's generator, or move the call into a module of its own"
+            raise TraceError(what, remedy)
 
 
 def _refusing(name: str, unless_by_torch: Callable[..., Any] | None = None) -> Callable[..., Any]:

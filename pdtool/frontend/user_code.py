@@ -288,12 +288,10 @@ def missing_function(path: Path, name: str, defined: Sequence[str]) -> ModelErro
 
 def error_at(path: Path, error: BaseException, what: str) -> ModelError:
     """Make an error from the exception of `what`, a part of the user's code; its text begins with the line."""
-    remedy = (
-        "run pip install '.[zoo]' in your clone of pdtool"
-        if isinstance(error, ModuleNotFoundError) and in_zoo(path)
-        else ""
-    )
-    if isinstance(error, RuntimeError) and "Double" in str(error) and "Float" in str(error):
+    remedy = ""
+    if isinstance(error, ModuleNotFoundError) and in_zoo(path):
+        remedy = "run pip install '.[zoo]' in your clone of pdtool"
+    elif isinstance(error, RuntimeError) and "Double" in str(error) and "Float" in str(error):
         remedy = "numpy's numbers are float64: cast them to float32 in dataset()"
     return ModelError(f"{user_line(error, path)}{what} raised {describe_error(error)}", remedy)
 

@@ -335,14 +335,13 @@ def fits_in_memory(model: nn.Module) -> bool:
 
 def _check_target(folder: Path) -> None:
     """Check that only files of an older bundle would be replaced or removed; raises UsageError."""
+    remedy = "pass another path with -o"
     if RunDir(folder).state_file.exists():
-        raise UsageError(f"{folder} is the folder of a run", "pass another path with -o")
+        raise UsageError(f"{folder} is the folder of a run", remedy)
     Bundle.check_target(folder / Bundle.FILE)
     found = next(folder.glob("stage_*.py"), None)
     if found and not (folder / Bundle.FILE).exists():
-        raise UsageError(
-            f"{found} was not written by `pdtool codegen` and would be replaced", "pass another path with -o"
-        )
+        raise UsageError(f"{found} was not written by `pdtool codegen` and would be replaced", remedy)
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:
