@@ -177,15 +177,11 @@ class Wiring:
 
     def opaque_outputs(self) -> dict[str, tuple[tuple[tuple[int | str | None, ...], ...], ...]]:
         """Return the shapes of the tensors that opaque modules return, for bundle.yaml."""
-        calls = [part for op in self.traced.operators for part in op.parts if part.opaque]
-        return {
-            path: tuple(
-                tuple(tuple(_known_dim(dim) for dim in value.shape) for value in call.outputs)
-                for call in calls
-                if call.module == path
-            )
-            for path in dict.fromkeys(call.module for call in calls)
-        }
+        shapes: dict[str, tuple[tuple[tuple[int | str | None, ...], ...], ...]] = {}
+        for call in (part for op in self.traced.operators for part in op.parts if part.opaque):
+            of_call = tuple(tuple(map(_known_dim, value.shape)) for value in call.outputs)
+            shapes[call.module] = (*shapes.get(call.module, ()), of_call)
+        return shapes
 
     def _dim(self, dim: int | Size, value: Value) -> int | str:
         known = _known_dim(dim)
