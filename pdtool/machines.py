@@ -116,11 +116,11 @@ def worker_environment(environment: Mapping[str, str], endpoint: str = "") -> di
         UsageError: a variable is missing or not a number, or the numbers contradict each other.
     """
     number = partial(_number, environment)
-    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+    if _of_torchrun(environment):
         rank, workers = number("RANK"), number("WORLD_SIZE")
         local_rank, local_workers = number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", 1)
         address: tuple[str, int] = environment["MASTER_ADDR"], number("MASTER_PORT")
-    elif "SLURM_STEP_ID" in environment and number("SLURM_NTASKS", 1) > 1:
+    elif _of_srun(environment):
         rank, workers = number("SLURM_PROCID"), number("SLURM_NTASKS")
         local_rank, local_workers = number("SLURM_LOCALID", 0), _slurm_tasks_here(environment)
         address = environment.get("SLURM_LAUNCH_NODE_IPADDR", "localhost"), _slurm_port(environment)
@@ -164,7 +164,16 @@ def _slurm_port(environment: Mapping[str, str]) -> int:
 
 def is_worker(environment: Mapping[str, str]) -> bool:
     """Whether torchrun or srun started this process as one of several workers."""
-    return "RANK" in environment or _number(environment, "SLURM_NTASKS", 1) > 1
+    return _of_torchrun(environment) or _of_srun(environment)
+
+
+def _of_torchrun(environment: Mapping[str, str]) -> bool:
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys()
+
+
+def _of_srun(environment: Mapping[str, str]) -> bool:
+    """Whether it is one of several tasks of a job step: a batch script of SLURM is none, and starts all workers."""
+    return "SLURM_STEP_ID" in environment and _number(environment, "SLURM_NTASKS", 1) > 1
 
 
 def is_first_worker(environment: Mapping[str, str]) -> bool:

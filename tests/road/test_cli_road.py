@@ -363,7 +363,8 @@ def test_resume_needs_a_folder(road):
 
 
 def test_workers_started_one_by_one_need_a_bundle_and_a_folder(road, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     assert "run `pdtool codegen` before torchrun" in road.pdtool("run", "-o", "runs/x", code=3).stderr
     road.pdtool("codegen")
     assert "all workers must share the folder of the run; name it with -o" in road.pdtool("run", code=2).stderr

@@ -65,7 +65,9 @@ def test_inside_torchrun_or_srun_the_process_is_a_worker() -> None:
     )
     ipv6 = worker_environment(SLURM, "[fd00::1]:29400")
     assert (ipv6["MASTER_ADDR"], ipv6["MASTER_PORT"]) == ("fd00::1", "29400")
-    assert worker_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == {}  # a batch script, not a task
+    script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}  # not a task
+    assert worker_environment(script) == {}
+    assert not is_worker(script)
     assert worker_environment({}) == {}
     assert [is_worker(e) for e in (TORCHRUN, SLURM, {})] == [True, True, False]
     assert [is_first_worker(e) for e in (TORCHRUN, SLURM, {}, {**TORCHRUN, "RANK": "0"})] == [False, False, True, True]
