@@ -87,6 +87,11 @@ def format_rate(bytes_per_s: float) -> str:
     return format_bytes(bytes_per_s) + "/s"
 
 
+def format_throughput(samples_per_s: float) -> str:
+    """Write `6.906 samples/s` or `10,070 samples/s`: four significant figures, or all before the point."""
+    return f"{samples_per_s:.4g} samples/s" if samples_per_s < 9999.5 else f"{samples_per_s:,.0f} samples/s"
+
+
 def format_bits_rate(bytes_per_s: float) -> str:
     """Write a rate as `10 Gbit/s`, as links between servers are sold."""
     return _scaled(bytes_per_s * 8, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))

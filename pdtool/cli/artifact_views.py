@@ -16,7 +16,7 @@ from pdtool.artifacts.profile import Node, Profile
 from pdtool.cli.table import Lines, Table, abbreviated
 from pdtool.machines import check_even_shares
 from pdtool.schedule import SCHEDULES
-from pdtool.units import counted, format_bits_rate, format_bytes, format_rate, format_seconds
+from pdtool.units import counted, format_bits_rate, format_bytes, format_rate, format_seconds, format_throughput
 
 if TYPE_CHECKING:
     from pdtool.planner.choice.comparison import Comparison, SimulatedPlan, SweepPoint
@@ -149,7 +149,7 @@ def _speed(plan: Plan, predicted: Predicted) -> Lines:
     It shows no gain for data parallelism itself or for a plan that is not for speed.
     """
     is_data_parallel = len(plan.stages) == 1 and plan.workers == plan.cluster.workers
-    throughput = f" ({predicted.throughput_samples_per_s:.4g} samples/s)"
+    throughput = f" ({format_throughput(predicted.throughput_samples_per_s)})"
     gain = f", {predicted.gain_over_data_parallel:.3g} times as fast as data parallelism"
     own_s, one_worker_s = predicted.time_s, plan.why and plan.why.one_worker_s
     if one_worker_s and own_s:
@@ -309,7 +309,7 @@ def simulation_view(plan: Plan, schedule: str, result: SimulationResult) -> Line
     if len(result.workers) > _MAX_LISTED_WORKERS:
         yield f"({len(result.workers) - _MAX_LISTED_WORKERS} more workers; --json has them all)"
     time_s = result.time_per_minibatch_s
-    time = f"{format_seconds(time_s)} per minibatch ({result.throughput_samples_per_s:.4g} samples/s)"
+    time = f"{format_seconds(time_s)} per minibatch ({format_throughput(result.throughput_samples_per_s)})"
     if result.steady:
         predicted = predicted_s(plan, schedule)
         error = f"; predicted {format_seconds(predicted)}, simulated {time_s / predicted - 1:+.1%}" if predicted else ""

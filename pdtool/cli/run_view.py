@@ -23,7 +23,7 @@ from pdtool.errors import ArtifactError
 from pdtool.files import quoted
 from pdtool.reports.sentences import caveats, crowded, not_steady, scaling_phrase
 from pdtool.reports.slowness import slowness_lines
-from pdtool.units import counted, format_bits_rate, format_bytes, format_seconds
+from pdtool.units import counted, format_bits_rate, format_bytes, format_seconds, format_throughput
 
 _NOTE_S = 10.0  # between two lines, without --log-every
 _BAR_S = 0.1  # between two changes of the bar
@@ -169,7 +169,7 @@ class _Notes(_Training):
         total = f"/{self.total}" if self.total else ""
         figures = [f"training loss {update.loss:.4f}"]
         figures += [f"lr {update.lr:.3g}"] if update.lr is not None else []
-        figures += [f"{self.rate(update):.4g} samples/s", self.left(update)]
+        figures += [format_throughput(self.rate(update)), self.left(update)]
         place = f"epoch {update.epoch}/{self.epochs}, update {update.step}{total}"
         note(f"{place}: {', '.join(filter(None, figures))}")
 
@@ -189,7 +189,7 @@ class _TrainingBar(_Training):
 
     def show(self, update: UpdateLine) -> None:
         doing = "validating" if self._ends_epoch(update) else f"epoch {update.epoch}/{self.epochs}"
-        figures = f"training loss {update.loss:.4f} {self.rate(update):.4g} samples/s {self.left(update)}".rstrip()
+        figures = f"training loss {update.loss:.4f} {format_throughput(self.rate(update))} {self.left(update)}".rstrip()
         self.bar.update(self._task, description=doing, total=self.total, completed=update.step, figures=figures)
 
     def _ends_epoch(self, update: UpdateLine) -> bool:
@@ -207,7 +207,7 @@ def report_view(report: Report) -> Lines:
     yield f"per minibatch: {_compared(report)}"
     yield from slowness_lines(report)
     yield from caveats(report)
-    yield f"throughput: {report.throughput_samples_per_s:.4g} samples/s, including pipeline fill and drain"
+    yield f"throughput: {format_throughput(report.throughput_samples_per_s)}, including pipeline fill and drain"
     yield validated(report.metrics)
     if report.target:
         yield f"target {report.target}: {'reached' if report.target_reached else 'not reached'}"
@@ -377,7 +377,7 @@ def _end(state: RunState, *, is_running: bool) -> str:
 
 def _place(state: RunState, update: UpdateLine) -> str:
     total = f"/{state.updates * state.epochs}" if state.updates else ""
-    rate = f", {update.samples_per_s:.4g} samples/s" if update.samples_per_s else ""
+    rate = f", {format_throughput(update.samples_per_s)}" if update.samples_per_s else ""
     place = f"{update.step}{total}, in epoch {update.epoch}/{state.epochs}"
     return f"last update: {place}: training loss {update.loss:.4f}{rate}"
 

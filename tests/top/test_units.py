@@ -9,6 +9,7 @@ from pdtool.units import (
     format_bytes,
     format_rate,
     format_seconds,
+    format_throughput,
     parse_bandwidth,
     parse_bytes,
     parse_seconds,
@@ -82,6 +83,8 @@ def test_printing():
     assert format_bytes(1_210_000_000) == "1.21 GB"
     assert format_bytes(999.9) == "1 kB"
     assert format_rate(1.25e9) == "1.25 GB/s"
+    throughputs = [format_throughput(each) for each in (6.90612, 9999.4, 9999.5, 10070.0)]
+    assert throughputs == ["6.906 samples/s", "9999 samples/s", "10,000 samples/s", "10,070 samples/s"]
     assert [format_bits_rate(rate) for rate in (1.25e9, 12.5e6)] == ["10 Gbit/s", "100 Mbit/s"]
     assert [format_seconds(s) for s in (0, 1.5, 0.0123, 45e-6, 3e-9)] == ["0", "1.5 s", "12.3 ms", "45 µs", "3 ns"]
 

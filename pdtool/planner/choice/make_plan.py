@@ -36,7 +36,7 @@ from pdtool.planner.simulator.engine import simulate, steady_state_s
 from pdtool.planner.simulator.job import SimulationJob, action_count
 from pdtool.planner.stage_costs import tied_bytes
 from pdtool.schedule import SCHEDULES, STRATEGIES, ExecutionConfig
-from pdtool.units import bytes_option, counted, format_bytes, format_seconds
+from pdtool.units import bytes_option, counted, format_bytes, format_seconds, format_throughput
 
 MICROBATCHES_PER_STAGE = 4  # in one update of GPipe: its paper's advice (NeurIPS'19, section 2.3)
 _TIGHTENED = 6  # searches with less and less memory, for a plan that is run under another schedule
@@ -102,7 +102,7 @@ def with_fastest_size(plans: Sequence[Plan]) -> Plan:
                 plan=f"{plan.config} with minibatches of {size}",
                 bottleneck_s=figures.time_s,
                 samples_per_update=figures.samples_per_update,
-                why=", ".join([f"{figures.throughput_samples_per_s:.4g} samples/s", *rates]),
+                why=", ".join([format_throughput(figures.throughput_samples_per_s), *rates]),
             )
         )
     return best.model_copy(update={"why": best_why.model_copy(update={"rivals": (*best_why.rivals, *rivals)})})
