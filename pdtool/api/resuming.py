@@ -29,8 +29,8 @@ def recorded(asked: RunOptions) -> dict[str, Any]:
     return {name: value if isinstance(value, (bool, int, float, tuple)) else str(value) for name, value in kept.items()}
 
 
-def as_asked(plan: str | None, asked: RunOptions, given: Collection[str]) -> tuple[str | None, RunOptions]:
-    """Return the plan and options of a run, completed from the run that it resumes.
+def as_asked(plan: str | None, asked: RunOptions, given: Collection[str]) -> RunOptions:
+    """Return the options of a run, completed from the run that it resumes.
 
     A run without a checkpoint starts again, with its options.
 
@@ -42,12 +42,10 @@ def as_asked(plan: str | None, asked: RunOptions, given: Collection[str]) -> tup
         UsageError: run.json records a value that an option no longer takes.
         ArtifactError: run.json is damaged, and no plan is given.
     """
-    folder = asked.resumed
-    if folder and Checkpoint(folder).is_complete:
-        folder = folder.parent.parent
-    state = _state(RunDir(folder), plan) if folder else None
-    if folder is None or state is None:
-        return plan, asked
+    run = _resumed_run(asked)
+    state = _state(run, plan) if run else None
+    if run is None or state is None:
+        return asked
     is_own_plan = plan is None or (bool(state.plan_path) and os.path.abspath(plan) == os.path.abspath(state.plan_path))
     options = _lasting_options()
     of_plan = {name for name, option in options.items() if option.of_plan and name != _SETTINGS}
@@ -61,10 +59,38 @@ def as_asked(plan: str | None, asked: RunOptions, given: Collection[str]) -> tup
         named = {setting.partition("=")[0] for setting in asked.model_settings}
         earlier = (setting for setting in known[_SETTINGS] if setting.partition("=")[0] not in named)
         changes[_SETTINGS] = (*earlier, *asked.model_settings)
-    if not RunDir(folder).checkpoints() and asked.output in (None, str(folder)):
-        changes |= {"resume": None, "output": str(folder)}
-    own_plan = state.plan_path if os.path.isfile(state.plan_path) else None
-    return plan or own_plan, replace(asked, **changes)
+    if not run.checkpoints() and asked.output in (None, str(run.path)):
+        changes |= {"resume": None, "output": str(run.path)}
+    return replace(asked, **changes)
+
+
+def _resumed_run(asked: RunOptions) -> RunDir | None:
+    folder = asked.resumed
+    if folder and Checkpoint(folder).is_complete:
+        folder = folder.parent.parent
+    return RunDir(folder) if folder else None
+
+
+def own_plan(asked: RunOptions) -> str | None:
+    """Return the path of the plan of the run that is resumed, or of its own copy if the plan is gone.
+
+    It is None if no run is resumed, or if it has not begun.
+
+    Raises:
+        UsageError: both are gone.
+        ArtifactError: run.json is damaged.
+    """
+    run = _resumed_run(asked)
+    if run is None or not run.state_file.is_file():
+        return None
+    path = RunState.load(run.state_file).plan_path
+    if os.path.isfile(path):
+        return path
+    if not run.plan_file.is_file():
+        raise UsageError(f"{path or run.plan_file}, the plan of {run.path}, is missing", "name another plan")
+    if path:
+        note(f"{path} is missing, so {run.path} continues with its own copy of the plan, {run.plan_file}")
+    return str(run.plan_file)
 
 
 def _state(run: RunDir, plan: str | None) -> RunState | None:

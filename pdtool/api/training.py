@@ -20,7 +20,7 @@ from pdtool.api.console import note, status, training_progress
 from pdtool.api.inputs import Inputs, bundle_of, candidate, optional_text
 from pdtool.api.model_settings import Settings, assignments, with_settings
 from pdtool.api.rescheduling import rescheduled
-from pdtool.api.resuming import as_asked, note_options, note_resumption, plan_resumed, recorded
+from pdtool.api.resuming import as_asked, note_options, note_resumption, own_plan, plan_resumed, recorded
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
@@ -146,10 +146,10 @@ def to_train(
         is_dry: whether no workers will follow.
     """
     before, path = asked, None if plan is None or isinstance(plan, Plan) else str(plan)
-    own, asked = as_asked(path, asked, given)
+    asked = as_asked(path, asked, given)
     if is_first_worker(os.environ):
         note_options(before, asked)
-    named = plan if isinstance(plan, Plan) else candidate("plan", own)
+    named = plan if isinstance(plan, Plan) else candidate("plan", path or own_plan(before))
     inputs = Inputs.load(named, asked.model, starts_workers=not (is_dry or is_worker(os.environ)))
     from pdtool.frontend.user_code import check_trainable, find_source  # loads torch
 

@@ -61,6 +61,21 @@ def test_resume_alone_trains_what_the_run_was_asked_for(trainable: Folder) -> No
     assert losses("runs/half") == losses("runs/whole")
 
 
+def test_a_run_whose_plan_is_gone_continues_with_its_own_copy(trainable: Folder) -> None:
+    """It took the only other plan in plans/, of another schedule, without a word."""
+    trainable.pdtool("run", "plans/model-2.yaml", *OPTIONS, "--epochs", "1", "-o", "runs/a")
+    Path("plans/model-2.yaml").rename("plans/gone")
+    trainable.pdtool(
+        "partition", "profiles/model.json", "--topology", "2", "--schedule", "2bw", "-o", "plans/other.yaml"
+    )
+    said = trainable.pdtool("run", "-o", "runs/a", "--resume", "--epochs", "2").stderr
+    assert "plans/model-2.yaml is missing, so runs/a continues with its own copy of the plan, runs/a/plan.yaml" in said
+    assert Plan.load("runs/a/plan.yaml").schedule == "gpipe"
+    Path("runs/a/plan.yaml").unlink()
+    said = trainable.pdtool("run", "-o", "runs/a", "--resume", "--epochs", "3", code=2).stderr
+    assert "runs/a/plan.yaml, the plan of runs/a, is missing; name another plan" in said
+
+
 def test_what_is_typed_goes_before_what_the_run_was_asked_for(trainable: Folder) -> None:
     trainable.pdtool("run", "plans/model-2.yaml", *OPTIONS, "-o", "runs/a")
     said = trainable.pdtool(
@@ -92,9 +107,9 @@ def test_an_option_of_the_plan_leaves_the_others_as_they_were(tmp_path: Path, re
     """Once, `--wire-dtype` made a run without a flush of one with a flush, and said nothing."""
     state = RunState(plan="net", config="1-1", schedule="1f1b", epochs=4, plan_path="p.yaml", asked=recorded)
     state.save(RunDir(tmp_path).state_file)
-    _, asked = as_asked(None, RunOptions(resume=tmp_path, **given), given)
+    asked = as_asked(None, RunOptions(resume=tmp_path, **given), given)
     assert (asked.schedule, asked.microbatches, asked.weights, asked.update_every, asked.correction) == kept
-    _, asked = as_asked("other.yaml", RunOptions(resume=tmp_path, **given), given)
+    asked = as_asked("other.yaml", RunOptions(resume=tmp_path, **given), given)
     assert asked.schedule == given.get("schedule"), "the schedule of another plan is its own"
 
 

@@ -83,7 +83,7 @@ def train(ctx: click.Context, /, model: str, **_: Any) -> None:
     with muted():  # `partition` says the same, if it is run
         cluster = cluster_asked_for(asked_in(partitioning, PartitionOptions))
     running = _step(ctx, run, "plans/")  # read all before running the first, so that a slip is not found minutes later
-    _own_plan, run_asked = as_asked(None, asked_in(running, RunOptions), typed(running))
+    run_asked = as_asked(None, asked_in(running, RunOptions), typed(running))
     check_run(run_asked, cluster.workers)
     if not is_local(source):
         running.params["model"] = ref.source
