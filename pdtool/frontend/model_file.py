@@ -339,10 +339,20 @@ class TrainingFunctions(UserFile):
         return value
 
     def optimizer(self, named_parameters: NamedParameters) -> Optimizer:
-        """Make the user's optimizer over all parameters of the model, under their original names."""
-        returned = self.call_once("optimizer", named_parameters, **self.settings_of("optimizer"))
+        """Make the user's optimizer over all parameters of the model, under their original names.
+
+        Raises:
+            ModelError: it cannot be used, or takes a parameter that is not the model's, which no stage would update.
+        """
+        named = list(named_parameters)
+        known = {id(parameter) for _, parameter in named}
+        returned = self.call_once("optimizer", named, **self.settings_of("optimizer"))
         if fault := optimizer_fault(returned):
             raise self.error_in("optimizer", f"optimizer() {fault}")
+        for parameter in (p for group in returned.param_groups for p in group["params"]):
+            if id(parameter) not in known:
+                what = f"optimizer() takes a parameter of shape {list(parameter.shape)} that is not one of the model's"
+                raise self.error_in("optimizer", what, "use only the parameters that it is called with")
         return returned  # type: ignore[no-any-return]
 
     def scheduler(self, optimizer: Optimizer, total_steps: int) -> LRScheduler | None:

@@ -138,6 +138,35 @@ def check_gradient(loss: Tensor, output: Any) -> None:
         raise ModelError("loss() returned a tensor without a gradient, so nothing can be trained", remedy)
 
 
+def check_loss_parameters(loss: Tensor, known: Iterable[Tensor]) -> None:
+    """Check that the loss depends on no parameter of its own, which no stage would train; raises ModelError.
+
+    Args:
+        known: the tensors that may get a gradient from the loss: parameters of the model, and leaves of its output.
+    """
+    own = {id(leaf): leaf for leaf in graph_leaves(loss)}
+    for tensor in known:
+        own.pop(id(tensor), None)
+    for leaf in own.values():
+        raise ModelError(
+            f"loss() depends on a parameter of its own, of shape {list(leaf.shape)}, which no stage trains",
+            "move it into the model and return it as part of the output, or set requires_grad=False on it",
+        )
+
+
+def graph_leaves(tensor: Tensor) -> list[Tensor]:
+    """Return the leaves of a tensor's autograd graph: parameters and inputs that get a gradient from it."""
+    if tensor.grad_fn is None:
+        return [tensor] if tensor.requires_grad else []
+    nodes = {tensor.grad_fn: None}
+    todo = list(nodes)
+    while todo:
+        below = [node for node, _ in todo.pop().next_functions if node is not None and node not in nodes]
+        nodes.update(dict.fromkeys(below))
+        todo += below
+    return [node.variable for node in nodes if hasattr(node, "variable")]
+
+
 def hook_on_parameter(location: str) -> TraceError:
     """Return the error for a forward that puts a hook on a parameter, at the line `file.py:12`."""
     what = "forward puts a hook on a parameter, but stages have tensors of their own and would lose it"

@@ -16,8 +16,8 @@ from pdtool.artifacts.device import Device
 from pdtool.artifacts.profile import Node, Profile, SharedParameter
 from pdtool.errors import PdtoolError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.model_io import tensors_in
-from pdtool.frontend.model_rules import unknown_module_remedy
+from pdtool.frontend.model_io import tensors_in, tensors_of
+from pdtool.frontend.model_rules import check_loss_parameters, graph_leaves, unknown_module_remedy
 from pdtool.frontend.operators import Value, storage_address, unique_name
 from pdtool.profiler.execute import ProfiledModel
 from pdtool.profiler.kernels import FLOP_FORMULAS
@@ -95,7 +95,9 @@ def count_stash_and_flops(model: ProfiledModel) -> tuple[dict[str, int], dict[st
                     producers[storage_address(output)] = op.name
         if model.with_loss:
             node = "loss"
-            model.loss(model.output(environment))
+            output = model.output(environment)
+            known = [leaf for tensor in tensors_of(output) for leaf in graph_leaves(tensor)]
+            check_loss_parameters(model.loss(output), (*known, *model.run.state.values()))
     return stash_bytes, saved_by, flops
 
 

@@ -401,6 +401,18 @@ def test_a_loss_that_fails_names_its_line(tmp_path):
         measure(write(tmp_path, text), batch_size=4)
 
 
+@pytest.mark.parametrize("device", [None, "v100"])
+@pytest.mark.parametrize(
+    "code",
+    ["loss(output, target): return (output * scale).sum()", "optimizer(named): return torch.optim.SGD([scale], 0.1)"],
+)
+def test_parameters_of_the_loss_are_refused_before_a_run(tmp_path, code, device):
+    """A center loss has them. Only the workers refused them, after planning and codegen."""
+    file = write(tmp_path, f"{TEXT}\nscale = nn.Parameter(torch.ones(20))\ndef {code}\n")
+    with pytest.raises(ModelError, match=r"\(\) (depends on|takes) a parameter of .*shape \[20\]"):
+        estimate(file, batch_size=4, device=find_device(device)) if device else measure(file, batch_size=4)
+
+
 def test_profile_of_this_file_is_where_it_says(model_file):
     profile = measure(model_file, batch_size=4)
     assert profile.digests == {model_file.ref.source: model_file.sha256, "operator graph": profile.graph_sha256}

@@ -343,8 +343,7 @@ def _user_optimizer(
     """The user's optimizer for only the kept parameters; None if it trains none of them.
 
     Raises:
-        ModelError: it cannot be used, reads values of parameters, or has a parameter that is not the model's, which no
-            stage would update.
+        ModelError: it cannot be used, or reads values of parameters.
     """
     if not kept:
         return None
@@ -357,11 +356,6 @@ def _user_optimizer(
     if missing.is_read:  # even if it has caught the error
         what = "optimizer() reads the values of parameters, but a worker has only those of its own stages"
         raise file.error(what, "use only names, shapes and types of parameters")
-    known = {id(p) for p in model_parameters.values()}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if id(parameter) not in known:
-            what = f"optimizer() takes a parameter of shape {list(parameter.shape)} that is not one of the model's"
-            raise file.error(what, "use only the parameters that it is called with")
     keep_parameters(optimizer, {id(p) for p in kept.values()})
     return optimizer if any(group["params"] for group in optimizer.param_groups) else None
 

@@ -20,10 +20,10 @@ from pdtool.errors import ModelError
 from pdtool.frontend import compute_mode
 from pdtool.frontend.compute_mode import computing_in
 from pdtool.frontend.model_io import with_own_classes
-from pdtool.frontend.model_rules import check_gradient
+from pdtool.frontend.model_rules import check_gradient, check_loss_parameters
 from pdtool.frontend.operators import empty_in_same_place, storage_address
 from pdtool.frontend.random_numbers import OperatorSeeds, is_user_module
-from pdtool.runtime.stage.split_backward import WeightBackward, backward_input, graph_leaves
+from pdtool.runtime.stage.split_backward import WeightBackward, backward_input
 from pdtool.runtime.stage.weight_versions import OnGradient, WeightVersion, WeightVersions
 
 
@@ -233,13 +233,7 @@ class PipelineStage:
         check_gradient(loss, output)
         if loss.requires_grad and not self._is_loss_checked:  # once, because its graph is the same in each minibatch
             self._is_loss_checked = True
-            known = {id(tensor) for tensor in (*self.module.parameters(), *inputs)}
-            own = [leaf for leaf in graph_leaves(loss) if id(leaf) not in known]
-            if own:
-                raise ModelError(
-                    f"loss() depends on a parameter of its own, of shape {list(own[0].shape)}, which no stage trains",
-                    "move it into the model and return it as part of the output, or set requires_grad=False on it",
-                )
+            check_loss_parameters(loss, (*self.module.parameters(), *inputs))
         return loss
 
     def _differentiable_outputs(

@@ -234,14 +234,6 @@ def _nodes_below(outputs: Iterable[Node]) -> dict[Node, list[Node]]:
     return graph
 
 
-def graph_leaves(tensor: Tensor) -> list[Tensor]:
-    """Return the leaves of the autograd graph of a tensor: parameters and inputs that get a gradient from it."""
-    if tensor.grad_fn is None:
-        return [tensor] if tensor.requires_grad else []
-    nodes: Iterable[Any] = _nodes_below([tensor.grad_fn])
-    return [node.variable for node in nodes if hasattr(node, "variable")]
-
-
 def _path(below: Mapping[Node, Sequence[Node]], inputs: Iterable[Node]) -> NodeSet:
     above = defaultdict(list)
     for node, children in below.items():
