@@ -84,7 +84,7 @@ class Predicted(FrozenModel):
         compute_s: per stage, forward + backward + update, shared by its replicas.
         allreduce_s: per stage, synchronising the replicas' gradients.
         transfer_s: between stage s and s + 1, activations and gradients.
-        memory_bytes: per stage, on one worker.
+        memory_bytes: per stage, what its worker needs: with chunks the same for all stages of a worker.
         traffic_bytes: sent by all workers together for one minibatch.
         cost: whose formulas: `ours`, or those of PipeDream's optimizer, for comparison only.
         plan_sha256: digest of the part of the plan behind these figures; if it differs, the plan was edited since.
@@ -480,8 +480,7 @@ class Plan(YamlArtifact):
     @property
     def memory_needed(self) -> list[int]:
         """Bytes that the tensors of a worker need, for each stage of a pipeline's depth; empty without a prediction."""
-        needed = self.predicted.memory_bytes if self.predicted else ()
-        return [sum(needed[stage :: self.pipeline_depth]) for stage in range(self.pipeline_depth) if needed]
+        return list(self.predicted.memory_bytes[: self.pipeline_depth]) if self.predicted else []
 
     @property
     def stages_with_little_room(self) -> list[int]:

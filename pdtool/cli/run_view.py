@@ -239,7 +239,7 @@ def _prediction_table(report: Report) -> Table:
         compute, memory = "?", "?"
         if predicted:
             compute = format_seconds(sum(predicted.compute_s[s::depth]))
-            memory = format_bytes(sum(predicted.memory_bytes[s::depth]))
+            memory = format_bytes(predicted.memory_bytes[s])  # of the worker, with all its chunks
         peak = "?" if stage.peak_memory_bytes is None else format_bytes(stage.peak_memory_bytes)
         if stage.peak_reserved_bytes is not None:
             peak += f" ({format_bytes(stage.peak_reserved_bytes)} reserved)"

@@ -221,8 +221,7 @@ def sleeping_config(plan: Plan, profile: Profile, folder: Path, scaling: Scaling
 
 def _check_memory(plan: Plan) -> None:
     """Refuse more workers than this machine has memory for; raises PdtoolError."""
-    predicted = plan.predicted.memory_bytes if plan.predicted else (0,) * len(plan.stages)
-    sizes = (size_bytes * stage.replicas for size_bytes, stage in zip(predicted, plan.stages, strict=True))
+    sizes = (size_bytes * stage.replicas for size_bytes, stage in zip(plan.memory_needed, plan.stages, strict=False))
     needed = _WORKER_BYTES * plan.workers + sum(sizes)
     for limit in memory_limits():
         if needed > limit.free_bytes:

@@ -7,10 +7,15 @@ from dataclasses import replace
 
 import pytest
 import samples
+from graphs import chain
 
 from pdtool.artifacts.device import Device
-from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.plan import Plan, PlanOptions
 from pdtool.artifacts.profile import Profile
+from pdtool.planner.choice.make_plan import make_plan
+from pdtool.planner.placement import Placement
+from pdtool.planner.simulator.engine import simulate
+from pdtool.planner.simulator.job import SimulationJob
 
 GB = 10**9
 RESERVED = 2**30
@@ -94,16 +99,23 @@ def test_a_plan_that_leaves_its_workers_little_room_says_so(folder):
     assert "return freed memory" not in folder.pdtool(*partition, enough).stderr
 
 
-def test_stages_on_the_same_worker_need_its_memory_together():
-    """A worker returns freed memory where less than a third more than its stages need is left."""
+def test_a_worker_with_chunks_needs_its_memory_once():
+    """A plan has the whole worker's memory at each of its stages. Less than a third more than that is little room."""
     plan = samples.plan()
     assert plan.predicted
-    predicted = plan.predicted.model_copy(update={"memory_bytes": (100, 50, 200, 60)})
+    predicted = plan.predicted.model_copy(update={"memory_bytes": (300, 110, 300, 110)})
     plan = plan.model_copy(update={"predicted": predicted, "chunks": 2, "stages": plan.stages * 2})
     assert plan.memory_needed == [300, 110]
     for limit, stages in ((None, []), (400, []), (399, [0]), (100, [0, 1])):
         cluster = replace(plan.cluster, memory_bytes=limit)
         assert plan.model_copy(update={"cluster": cluster}).stages_with_little_room == stages
+
+
+def test_a_plan_with_chunks_needs_the_memory_of_its_simulated_workers():
+    profile, cluster = chain([3.0, 6.0, 3.0, 4.0, 5.0], parameters=1000, crossing=50, stash=70), samples.plan().cluster
+    plan = make_plan(profile, "net.json", cluster, PlanOptions(schedule="interleaved", microbatches=4, workers=2))
+    job = SimulationJob.of(Placement.of(plan, profile), profile, cluster)
+    assert plan.memory_needed == [usage.memory_bytes for usage in simulate(job).workers]
 
 
 @pytest.mark.parametrize("extra", [[], ["--no-recompute"]])

@@ -112,7 +112,7 @@ class WorkerModel:
 
 def is_small(plan: Plan) -> bool:
     """Return whether each worker may simply build the whole model, which is faster and calls model() only once."""
-    return plan.predicted is not None and sum(plan.predicted.memory_bytes) < _SMALL_BYTES
+    return plan.predicted is not None and sum(plan.memory_needed) < _SMALL_BYTES
 
 
 def _stage_tensors(model: nn.Module, bundle: Bundle, stages: Collection[int]) -> list[Tensor]:
