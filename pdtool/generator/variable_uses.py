@@ -6,6 +6,7 @@ import ast
 import dis
 import inspect
 import textwrap
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch import nn
 
 _READING = ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD")  # of Python's bytecode
 _ADDING = {"append", "appendleft", "extend", "add", "update", "clear"}  # methods of containers
+_CHANGING = _ADDING | {"insert", "remove", "discard", "pop", "popleft", "popitem", "setdefault", "sort", "reverse"}
+_CONTAINERS = (list, dict, set, deque)
 _NOT_FORWARD = {"__init__", "__repr__", "extra_repr", "reset_parameters"}
 
 
@@ -67,13 +70,15 @@ def _changed_by(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the parts of `a.b[c]` that a statement changes without reading them: a.b and a, if the result is unused."""
     match node:
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=target, attr=method))) if method in _ADDING:
-            pass
+            yield from _parts_of(target)
         case ast.Name(ctx=ast.Store() | ast.Del()) | ast.Attribute(ctx=ast.Store() | ast.Del()):
-            target = node
+            yield from _parts_of(node)
         case ast.Subscript(value=target, ctx=ast.Store() | ast.Del()):
-            pass
-        case _:
-            return
+            yield from _parts_of(target)
+
+
+def _parts_of(target: ast.AST) -> Iterator[ast.AST]:
+    """Yield the parts of `a.b[c]`, from the outside in: a.b and a."""
     while True:
         match target:
             case ast.Call(func=ast.Attribute(value=inner, attr="setdefault")):
@@ -84,6 +89,26 @@ def _changed_by(node: ast.AST) -> Iterator[ast.AST]:
             case _:
                 yield target
                 return
+
+
+def _called_on(call: ast.Call, file: ModuleType) -> Iterator[ast.AST]:
+    """Yield the parts of `a.b` that a call `a.b.pop()` changes: a.b and a, if a.b is a container (torch is none, so
+    `torch.add()` changes nothing)."""
+    match call.func:
+        case ast.Attribute(value=target, attr=method) if method in _CHANGING:
+            parts = [*_parts_of(target)]
+            if isinstance(parts[0], ast.Subscript) or isinstance(_value(parts[0], file), _CONTAINERS):
+                yield from parts
+
+
+def _value(part: ast.AST, file: ModuleType) -> Any:
+    """The present value of `a.b` in a file; None if it has none."""
+    match part:
+        case ast.Name(id=name):
+            return getattr(file, name, None)
+        case ast.Attribute(value=inner, attr=name):
+            return getattr(_value(inner, file), name, None)
+    return None
 
 
 def changed_in_training(
@@ -103,16 +128,17 @@ def changed_in_training(
         if not isinstance(function, ast.FunctionDef) or function.name not in functions:
             continue
         for node in ast.walk(function):
-            if not isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) or not isinstance(node.ctx, ast.Store):
+            if not isinstance(node, ast.expr):
                 continue
-            *inner, owner = _changed_by(node)  # of CONFIG.rates["low"]: CONFIG.rates and CONFIG
-            if not isinstance(owner, ast.Name) or not _is_global(owner.id, function, file):
-                continue
-            attributes = {part.attr for part in inner if isinstance(part, ast.Attribute)}
+            parts = [*(_called_on(node, file) if isinstance(node, ast.Call) else _changed_by(node))]
+            if not parts or not isinstance(owner := parts[-1], ast.Name) or not _is_global(owner.id, function, file):
+                continue  # parts of CONFIG.rates["low"] = 1: CONFIG.rates and CONFIG
+            attributes = {part.attr for part in parts if isinstance(part, ast.Attribute)}
             value = getattr(file, owner.id, None)
             is_owner = value in kinds if isinstance(value, type) else isinstance(value, (nn.Module, ModuleType))
             if owner.id in read or (is_owner and not read.isdisjoint(attributes)):
-                yield f"{file_name}:{node.lineno}", function.name, ast.unparse(node)
+                changed = parts[0] if isinstance(node, ast.Call) else node
+                yield f"{file_name}:{node.lineno}", function.name, ast.unparse(changed)
 
 
 def collected(file: ModuleType, function: str, reader: str) -> Iterator[tuple[str, str]]:

@@ -279,11 +279,16 @@ CHANGED = {
     "CALLS": ("global CALLS\n    CALLS += 1", "self.first(x) * CALLS"),
     "LAST['mean']": ("LAST['mean'] = 1", "self.first(x) + LAST.get('mean', 0)"),
     "Net.rate": ("Net.rate = 0.5", "self.first(x) * (self.rate if hasattr(self, 'rate') else 1)"),
+    "LAST": ("LAST.setdefault('mean', update)", "self.first(x) + LAST.get('mean', 0)"),
+    "other.RATES": ("other.RATES.append(update)", "self.first(x) * other.RATES[-1]"),
     "other.RATE": ("for other.RATE in (2, 3): pass", "self.first(x) * other.RATE"),
 }
+CHANGED_BY_LOSS = {"LAST": "LAST.update(mean=1)", "other.RATES": "other.RATES.append(2)"}
 LEFT_ALONE = {
     "local variable in forward": ("global CALLS\n    CALLS += 1", "[CALLS * self.first(x) for CALLS in (1,)][0]"),
     "local variable in the function": ("CALLS = 1", "self.first(x) * (CALLS + 1)"),
+    "a function of torch": ("torch.add(torch.ones(1), update)", "torch.relu(self.first(x))"),
+    "a function of a file": ("other.add(update)", "self.first(x) * other.RATE"),
     "read by nobody": ("global CALLS\n    LAST['mean'], CALLS = 1, 2", "self.first(x)"),
 }
 
@@ -298,10 +303,21 @@ def test_what_training_changes_and_forward_reads_is_refused(variable: str, tmp_p
         _generated_with_after_update(statement, value, tmp_path)
 
 
+@pytest.mark.parametrize("variable", CHANGED_BY_LOSS)
+def test_what_a_method_called_in_loss_changes_is_refused(variable: str, tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text("RATES = [1]\n")
+    loss = f"\ndef loss(output, target):\n    {CHANGED_BY_LOSS[variable]}\n    return output.mean()\n"
+    value = "self.first(x) * other.RATES[-1] + LAST.get('mean', 0)"
+    file = _model(tmp_path, f"        return self.last({value})\n", FILES, loss)
+    profile = skeleton(file)
+    with pytest.raises(VerificationError, match=rf"model.py:\d+: loss\(\) changes {re.escape(variable)}, which"):
+        generate(plan_of(profile, 2), profile, file, tmp_path / "b")
+
+
 @pytest.mark.parametrize(
     ("statement", "value"),
     [
-        ("LAST.update(mean=update)", "self.first(x) + LAST.get('mean', 0)"),
+        ("(lambda last: last.update(mean=update))(LAST)", "self.first(x) + LAST.get('mean', 0)"),
         (
             "change(update)\n\ndef change(update):\n    LAST['mean'] = update > 30",
             "self.first(x) + LAST.get('mean', 0)",
@@ -322,7 +338,7 @@ def test_what_has_only_the_same_name_is_no_matter(name: str, tmp_path: Path) -> 
 
 
 def _generated_with_after_update(statement: str, value: str, folder: Path) -> Bundle:
-    (folder / "other.py").write_text("RATE = 1\n")
+    (folder / "other.py").write_text("RATE = 1\nRATES = [1]\ndef add(update):\n    pass\n")
     function = f"\ndef after_update(named_parameters, update):\n    {statement}\n"
     file = _model(folder, f"        return self.last({value})\n", FILES, function)
     profile = skeleton(file)
