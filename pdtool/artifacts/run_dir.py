@@ -328,6 +328,17 @@ class RunDir:
             if state := self.state():
                 state.model_copy(update=changes).save(self.state_file)
 
+    def record_end(self, end: Literal["done", "stopped", "failed"], reason: str = "") -> bool:
+        """Record how the run ended; return False if that is recorded already, and stays.
+
+        An end by a signal passes through the calling program, which may raise something else.
+        """
+        state = self.state()
+        if state and state.end:
+            return False
+        self.update_state(end=end, reason=reason)
+        return True
+
     def resume_command(self, machines: Machines | None = None) -> str:
         """Return the command that continues the run, or starts it again if it has no checkpoint yet.
 

@@ -28,7 +28,7 @@ from pdtool.machines import Machines
 from pdtool.runtime import worker_end as shared_memory_files
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.launch import launcher
-from pdtool.runtime.launch.process_group import Reaper, stop_message
+from pdtool.runtime.launch.process_group import Reaper, StopSignal, stop_message
 from pdtool.runtime.status import read_status
 
 SCRIPT = """
@@ -209,6 +209,26 @@ def test_ctrl_c_before_the_machines_have_met_is_recorded(tmp_path: Path, monkeyp
     state = RunDir(spec.out).state()
     assert state
     assert (state.end, state.reason) == ("stopped", "Ctrl-C")
+
+
+@pytest.mark.parametrize("handler", [lambda *_: None, lambda *_: sys.exit(1)])
+def test_a_signal_that_the_calling_program_handles_is_recorded_as_that(
+    handler: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object) -> None:
+        raise StopSignal(signal.SIGTERM)
+
+    monkeypatch.setattr(launcher, "wait_for_workers", stopped)
+    spec = harness.job(tmp_path, harness.CONV2)
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            launcher.launch(spec)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    state = RunDir(spec.out).state()
+    assert state
+    assert (state.end, state.reason) == ("stopped", "SIGTERM")
 
 
 def test_a_reaper_whose_start_is_interrupted_ends_and_leaves_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,16 +117,16 @@ def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterat
             config.bundle.copy_files(config.bundle_dir, run_dir.stages)
             yield replace(config, stage_files=run_dir.stages)
         except KeyboardInterrupt:  # perhaps before there was a worker
-            run_dir.update_state(end="stopped", reason=process_group.stop_name(signal.SIGINT))
+            run_dir.record_end("stopped", process_group.stop_name(signal.SIGINT))
             raise
         except BaseException as error:
             text = str(error) if isinstance(error, PdtoolError) else describe_error(error)
             reason = text[:_MAX_REASON].encode(errors="backslashreplace").decode()  # a user's text may not be Unicode
-            run_dir.update_state(end="failed", reason=reason)
-            if is_new and not (run_dir.failure_file.exists() or run_dir.metrics_file.exists()):
+            is_failure = run_dir.record_end("failed", reason)
+            if is_failure and is_new and not (run_dir.failure_file.exists() or run_dir.metrics_file.exists()):
                 shutil.rmtree(run_dir.path, ignore_errors=True)  # no worker began: the error says all
             raise
-        run_dir.update_state(end="done")
+        run_dir.record_end("done")
 
 
 def _launch_workers(
@@ -165,7 +165,7 @@ def _launch_workers(
             remove_counters(read_status(config.out, assignment.rank).pid)
     if stop_signal:
         if config.machines.node_rank == 0:
-            run_dir.update_state(end="stopped", reason=process_group.stop_name(stop_signal))
+            run_dir.record_end("stopped", process_group.stop_name(stop_signal))
         with suppress(OSError):  # of a terminal that has hung up
             notify(process_group.stop_message(stop_signal, config.out, config.machines))
         process_group.end_by_signal(stop_signal)
