@@ -17,7 +17,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError, StaleError, UsageError, with_article
-from pdtool.files import file_sha256
+from pdtool.files import file_sha256, quoted
 from pdtool.processes import start_server_of_workers
 
 _KINDS = {"profile": ("profiles", "*.json", "pdtool profile"), "plan": ("plans", "*.yaml", "pdtool partition")}
@@ -149,7 +149,7 @@ def profile_of(plan: Plan, path: str) -> Profile:
     """
     profile = read_profile(plan, path)
     if not was_made_from(plan, profile):
-        remedy = "run `pdtool partition` again, or keep this plan with `pdtool check --update`"
+        remedy = f"run `pdtool partition` again, or keep this plan with `pdtool check {quoted(path)} --update`"
         raise StaleError(path, f"{plan.profile} has changed since the plan was made", remedy)
     if plan.batch_size != profile.batch_size:
         what = f"{plan.batch_size}, but {plan.profile} was measured with {profile.batch_size}"

@@ -82,6 +82,8 @@ class Report(Artifact):
         minibatches: minibatches of the last epoch.
         minibatches_by_epoch: minibatches of each epoch, including those before a resume; 0 if an older pdtool trained
             it. Older reports have none.
+        resumed_after: epochs of the run that it resumes, perhaps with another minibatch size. Only later ones are
+            measured. Older reports have 0.
         settings: settings for the functions of model.py.
         cores: cores of the first machine that its workers may use; None if GPUs computed.
         local_workers: workers that shared these cores.
@@ -99,6 +101,7 @@ class Report(Artifact):
     epochs: Number
     minibatches: Number
     minibatches_by_epoch: tuple[Number, ...] = ()
+    resumed_after: Number = 0
     throughput_samples_per_s: Figure
     target: Label | None = None
     target_reached: bool | None = None
@@ -114,10 +117,11 @@ class Report(Artifact):
 
     @property
     def epochs_by_length(self) -> list[tuple[int, int]]:
-        """Numbers of consecutive epochs with equal minibatches, and these minibatches; 0: unknown."""
-        if not self.minibatches_by_epoch:
-            return [(self.epochs, self.minibatches)]
-        return [(len(list(alike)), minibatches) for minibatches, alike in groupby(self.minibatches_by_epoch)]
+        """Numbers of consecutive epochs with equal minibatches, and these minibatches, since the run was resumed."""
+        trained = self.minibatches_by_epoch[self.resumed_after :]
+        if not trained:
+            return [(self.epochs - self.resumed_after, self.minibatches)]
+        return [(len(list(alike)), minibatches) for minibatches, alike in groupby(trained)]
 
     @property
     def is_crowded(self) -> bool:

@@ -224,6 +224,8 @@ def _time_table(report: Report) -> Table:
     share_columns = ("busy", "waits", "averaging", "data", "rest")
     columns = ("stage", "replicas", *share_columns, "forward", "backward", "update", "sending")
     epochs = ", ".join(f"{counted(n, 'epoch')} of {minibatches or '?'}" for n, minibatches in report.epochs_by_length)
+    if report.resumed_after:
+        epochs = f"resumed after epoch {report.resumed_after}, {epochs}"
     title = (
         f"{report.plan}: {report.config}, schedule {report.schedule}, {epochs} minibatches of {report.batch_size}\n"
         "where the time went, and times per minibatch:"
@@ -353,13 +355,6 @@ def run_view(state: RunState, folder: Path | None) -> Iterator[str]:
         yield f"all epochs are trained: `pdtool export {quoted(folder)}` writes the weights"
     elif not goes_on and state.end != "done":
         yield f"{'continue' if checkpoints else 'start it again'} with `{run_dir.resume_command()}`"
-
-
-def resumed_line(folder: Path) -> Iterator[str]:
-    """Say if a finished run had resumed another, because its report does not say so."""
-    state = RunDir(folder).state()
-    if state and state.end == "done" and state.resumed_after:
-        yield f"resumed after epoch {state.resumed_after}: only the epochs since then are measured"
 
 
 def _end(state: RunState, *, is_running: bool) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pdtool.artifacts.artifact import Artifact
 from pdtool.cli.artifact_views import bundle_view, cluster_view, devices_view, plan_view, profile_table, timeline
-from pdtool.cli.run_view import checkpoint_view, emulation_view, report_view, resumed_line, run_view
+from pdtool.cli.run_view import checkpoint_view, emulation_view, report_view, run_view
 from pdtool.cli.table import Lines, PlainConsole
 
 _NOTEBOOK_WIDTH = 120  # characters
@@ -29,7 +29,7 @@ def view(artifact: Artifact, folder: Path | None, width: int) -> Lines:
         "cluster": cluster_view,
         "plan": lambda plan: [*plan_view(plan), "", timeline(plan, width)],
         "bundle": bundle_view,
-        "report": lambda report: [*report_view(report), *(resumed_line(folder) if folder else ())],
+        "report": report_view,
         "run": lambda state: run_view(state, folder),
         "emulation": emulation_view,
         "checkpoint": checkpoint_view,

@@ -293,7 +293,9 @@ class SubjectView:
         if report := self.report:
             yield "per minibatch", format_seconds(report.measured.bottleneck_s)
             yield "samples/s", f"{report.throughput_samples_per_s:,.0f}"
-            yield "epochs", ", ".join(f"{n} × {minibatches or '?'}" for n, minibatches in report.epochs_by_length)
+            earlier = [f"{report.resumed_after} earlier"] if report.resumed_after else []
+            trained = [f"{n} × {minibatches or '?'}" for n, minibatches in report.epochs_by_length]
+            yield "epochs", ", ".join(earlier + trained)
         validations = [line for line in self.run.metrics if isinstance(line, ValidationLine)]
         for validation in validations[-1:]:
             for name, value in validation.figures.items():

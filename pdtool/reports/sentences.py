@@ -84,6 +84,8 @@ def emulation_sentence(emulation: Emulation) -> str:
 
 def caveats(report: Report) -> Iterator[str]:
     """Say what a reader has to know of a run's figures."""
+    if report.resumed_after:
+        yield f"resumed after epoch {report.resumed_after}: only the epochs since then are measured"
     if not report.measured.is_steady:
         yield not_steady(report.minibatches)
     if report.includes_compilation:

@@ -541,7 +541,7 @@ def test_an_edited_plan_is_kept_with_a_profile_that_was_made_again(edited, net):
     nodes = tuple(node.model_copy(update={"forward_s": 2 * node.forward_s}) for node in net.nodes)
     again = net.model_copy(update={"nodes": nodes}).with_graph("0" * 64)
     again.save("profiles/net.json")
-    assert "keep this plan with `pdtool check --update`" in edited.pdtool("check", code=3).stderr
+    assert "keep this plan with `pdtool check plans/net.yaml --update`" in edited.pdtool("check", code=3).stderr
     before, comments = Plan.load("plans/net.yaml"), re.findall("#.*", Path("plans/net.yaml").read_text())
     edited.pdtool("check", "--update")
     plan = Plan.load("plans/net.yaml")

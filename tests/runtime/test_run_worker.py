@@ -160,6 +160,7 @@ def test_a_schedule_that_is_resumed_as_one_of_another_length_is_told(
     """Not where it takes no length; 0: an older checkpoint does not know how long its run was to be."""
     said = warnings_of_length(capsys, takes_total=takes_total, epochs=before)
     assert ("made for 2 epochs. From epoch 2 on, it continues as a schedule of 4 epochs" in said) == is_told
+    assert ("To keep the old schedule, use --epochs 2\n" in said) == is_told
     assert "minibatches" not in said
 
 
@@ -172,6 +173,8 @@ def test_epochs_that_go_on_with_another_number_of_minibatches_are_told(capsys: p
         "schedule was made for 4 epochs of 45 minibatches. From epoch 2 on, it continues as a schedule of 4 epochs"
         in said
     )
+    assert "To keep the old schedule, use epochs of 45 minibatches\n" in said
+    assert "differ\n" in warnings_of_length(capsys, epochs=1), "the old schedule has ended"
     for others in ({"takes_total": False}, {"scheduler_step": "epoch"}):
         said = warnings_of_length(capsys, epochs=4, minibatches=(45,), **others)
         assert said.startswith(told)

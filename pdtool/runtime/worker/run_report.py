@@ -63,14 +63,14 @@ def assemble_report(
     *,
     minibatches: int,
     local_workers: int,
-    includes_compilation: bool = False,
+    resumed_after: int = 0,
 ) -> Report:
     """Return the report of a run.
 
     Args:
         minibatches: minibatches of an epoch.
         local_workers: number of workers on this machine, the first of `workers`.
-        includes_compilation: whether the only epoch includes compilation.
+        resumed_after: epochs of the run that it resumes.
     """
     plan = config.plan
     timed = workers[0].epochs
@@ -85,6 +85,7 @@ def assemble_report(
         epochs=len(progress.minibatches),
         minibatches=minibatches,
         minibatches_by_epoch=tuple(progress.minibatches),
+        resumed_after=resumed_after,
         throughput_samples_per_s=timed.samples / train_s if train_s else 0.0,
         target=str(config.target) if config.target else None,
         target_reached=config.target.is_reached(progress.metrics, progress.undefined) if config.target else None,
@@ -100,7 +101,7 @@ def assemble_report(
         cores=len(frozenset().union(*(worker.cores for worker in workers[:local_workers]))) or None,
         local_workers=local_workers,
         loader_workers=config.loader_workers,
-        includes_compilation=includes_compilation,
+        includes_compilation=config.compiled and len(progress.minibatches) == resumed_after + 1,
         digests=dict(config.bundle.digests),
     )
 

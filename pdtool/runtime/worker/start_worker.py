@@ -365,10 +365,14 @@ def warn_of_length(config: RunConfig, data: TrainingData, manifest: CheckpointMa
     other_length = "" if by_epoch or before == now else f" of {before} minibatches"
     epochs_before = manifest.epochs or config.epochs
     if data.file.scheduler_takes_total and (epochs_before != config.epochs or other_length):
+        same = [f"epochs of {before} minibatches"] if other_length else []
+        if epochs_before != config.epochs:
+            same.append(f"--epochs {epochs_before}")
+        remedy = f". To keep the old schedule, use {' and '.join(same)}" if epochs_before > manifest.epoch else ""
         sys.stderr.write(
             f"warning: the learning-rate schedule was made for {epochs_before} epochs{other_length}. From epoch "
-            f"{manifest.epoch + 1} on, it continues as a schedule of {config.epochs} epochs: learning rates differ. To "
-            "keep the old schedule, pass the same --epochs and --steps as before\n"
+            f"{manifest.epoch + 1} on, it continues as a schedule of {config.epochs} epochs: learning rates differ"
+            f"{remedy}\n"
         )
 
 

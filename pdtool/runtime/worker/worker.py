@@ -186,7 +186,7 @@ class Worker:
             done += 1
             self._train_epoch(done)
             self._save(done)
-        return self._report(includes_compilation=config.compiled and done == resumed + 1)
+        return self._report(resumed)
 
     def _train_epoch(self, epoch: int) -> None:
         """Train an epoch, validate, and step learning-rate schedules of epochs."""
@@ -278,7 +278,7 @@ class Worker:
         components = {stage: replica.saved_components for stage, replica in stages.items()}
         checkpoint.save(self._config.out, manifest, components, self._place.groups.world)
 
-    def _report(self, *, includes_compilation: bool) -> Report:
+    def _report(self, resumed_after: int) -> Report:
         """Gather the measurements of all workers; rank 0 writes report.json and trace.json."""
         place, progress, is_on_gpu = self._place, self.progress, self._place.device.type == "cuda"
         stages, meter = [replica.stage for replica in self.stages.values()], place.meter
@@ -301,7 +301,7 @@ class Worker:
             progress,
             minibatches=self._data.epoch_minibatches,
             local_workers=place.local_workers,
-            includes_compilation=includes_compilation,
+            resumed_after=resumed_after,
         )
         if place.assignment.rank == 0:
             events_of = {worker.name: worker.events for worker in workers}
