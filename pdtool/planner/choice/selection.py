@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,16 +97,16 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
     if is_too_large(simplest_plan.placement):
         selection.simulate_plan(simplest_plan, enough_s=simplest_plan.time_per_minibatch_s, patience=PATIENT)
     if selection.lowest_bound_s > goal_s:
-        selection.add_plans_by_stage_count(selection.lowest_bound_s, slowdowns=(1.0,))
+        selection.add_plans_by_stage_count(selection.lowest_bound_s, with_slower_links=False)
     selection.simulate()
-    drains = any(execution.kind.flushes for execution in options.executions)  # the formulas only guess for how long
+    flushes = {execution.kind.flushes for execution in options.executions}
     excess = _excess_of_formulas(search)
     error = _SIMULATION_ERROR if search.workers <= MAX_WORKERS_WITH_CONFIGURATIONS else 1.0  # time for more simulations
-    if drains or selection.fastest_s > goal_s / (error * excess):
-        slowdowns = _LINK_SLOWDOWNS_OF_FLUSH if drains else _LINK_SLOWDOWNS
-        selection.add_plans_by_stage_count(selection.fastest_s * excess, slowdowns)
+    # the formulas only guess for how long a flush drains the pipeline
+    if True in flushes or selection.fastest_s > goal_s / (error * excess):
+        selection.add_plans_by_stage_count(selection.fastest_s * excess)
         selection.simulate()
-        if not drains and search.workers <= MAX_WORKERS_WITH_CONFIGURATIONS:
+        if False in flushes and search.workers <= MAX_WORKERS_WITH_CONFIGURATIONS:
             selection.add_plans_with_freer_links()
             selection.simulate()
             selection.move_borders_of_fast_plans()
@@ -163,15 +163,17 @@ class _Selection:
         """Seconds per minibatch that no plan of the shortlist beats."""
         return min((bound_s for bound_s, _ in self._shortlist), default=math.inf)
 
-    def add_plans_by_stage_count(self, bound_s: float, slowdowns: Sequence[float] = _LINK_SLOWDOWNS) -> None:
+    def add_plans_by_stage_count(self, bound_s: float, *, with_slower_links: bool = True) -> None:
         """Add the best plans of each schedule, layout and number of stages that may take less than `bound_s`.
 
         Args:
-            slowdowns: search as if links were slower by each of these factors.
+            with_slower_links: search also as if links were slower.
         """
-        for execution, slower in product(self.search.options.executions, slowdowns):
-            plans = self.search.plans_by_stage_count(execution, bound_s * slower, slower)
-            self._shortlist += sorted(self._with_lower_bounds(plans), key=_by_bound)[: self._most]
+        for execution in self.search.options.executions:
+            slowdowns = _LINK_SLOWDOWNS_OF_FLUSH if execution.kind.flushes else _LINK_SLOWDOWNS
+            for slower in slowdowns if with_slower_links else slowdowns[:1]:
+                plans = self.search.plans_by_stage_count(execution, bound_s * slower, slower)
+                self._shortlist += sorted(self._with_lower_bounds(plans), key=_by_bound)[: self._most]
 
     def simulate(self) -> None:
         """Simulate the plans of the shortlist that may be chosen, in order of their lower bounds."""
@@ -199,12 +201,13 @@ class _Selection:
             self._shortlist += sorted(moved, key=_by_bound)[:_MIN_PLANS_PER_SEARCH]
 
     def move_borders_of_fast_plans(self, steps_without_gain: float = math.inf) -> None:
-        """Move the borders of the fastest plans to cuts near by, and go on from those that are fast, too."""
+        """Move the borders of the fastest plans without a flush to cuts near by, and go on from those that are fast,
+        too; `move_to_faster_cuts` does it for a plan that flushes."""
         moved, limit, without_gain = set[int](), self._simulated_actions + _MAX_ACTIONS_MOVED, 0
         while (
             self._simulated_actions < limit
             and without_gain < steps_without_gain
-            and (rest := [plan for plan in self._plans if id(plan) not in moved])
+            and (rest := [plan for plan in self._plans if id(plan) not in moved and not _flushes(plan.candidate)])
         ):
             plan, fastest_s = min(rest, key=lambda plan: plan.time_s), self.fastest_s
             moved.add(id(plan))
@@ -234,11 +237,12 @@ class _Selection:
                 self._simulated_actions += alone._simulated_actions
 
     def _passed_over_by_configuration(self) -> Iterable[list[tuple[float, Candidate]]]:
-        """Return, for each configuration, its passed-over plans of several stages that are faster by the formulas than
-        any simulated plan, in order of their lower bounds."""
+        """Return, for each configuration, its passed-over plans without a flush of several stages that are faster by
+        the formulas than any simulated plan, in order of their lower bounds."""
         plans = defaultdict(list)
         for bound_s, plan in sorted(self._passed_over, key=_by_bound):
-            if len(plan.placement.stages) > 1 and plan.time_per_minibatch_s < self.fastest_s:
+            is_fast = plan.time_per_minibatch_s < self.fastest_s
+            if len(plan.placement.stages) > 1 and is_fast and not _flushes(plan):
                 plans[plan.placement.workers].append((bound_s, plan))
         return plans.values()
 
@@ -289,6 +293,10 @@ class _Selection:
             self._plans.append(_Simulated(chosen, time_s))
         else:
             self._passed_over.append((lower_bound_s(self.search.evaluator, candidate), candidate))
+
+
+def _flushes(plan: Candidate) -> bool:
+    return plan.placement.execution.kind.flushes
 
 
 def _renumbered(placement: Placement, cluster: Cluster) -> Placement:
