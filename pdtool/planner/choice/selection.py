@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +46,7 @@ _MAX_TRIED_CUTS = 40  # for such a plan
 _MAX_SMALL = 2_000  # actions times workers, of a plan whose numbers in flight are searched for each of these
 _EXCESS_OF_SKIPS = 1.6  # formulas over simulation, about, if a tensor counts at each border that it crosses
 _STEPS_TO_FREER_LINKS = 4  # borders that are moved one after the other for that
+_MAX_ACTIONS_LISTED = 180_000  # times workers, in all simulations of the plans of one schedule and slowdown
 _MAX_ACTIONS_MOVED = 60_000  # times workers, in all simulations of plans with moved borders
 _MAX_ACTIONS_ALONE = 180_000  # the same, where each configuration is looked at by itself
 _MAX_WORKERS_ALONE = 6  # with more, that takes seconds and finds little
@@ -173,7 +174,13 @@ class _Selection:
             slowdowns = _LINK_SLOWDOWNS_OF_FLUSH if execution.kind.flushes else _LINK_SLOWDOWNS
             for slower in slowdowns if with_slower_links else slowdowns[:1]:
                 plans = self.search.plans_by_stage_count(execution, bound_s * slower, slower)
-                self._shortlist += sorted(self._with_lower_bounds(plans), key=_by_bound)[: self._most]
+                self._shortlist += self._first(sorted(self._with_lower_bounds(plans), key=_by_bound))
+
+    def _first(self, plans: list[tuple[float, Candidate]]) -> list[tuple[float, Candidate]]:
+        """Return the first plans: more if all their simulations together are short."""
+        sizes = (action_count(plan.placement) * plan.placement.used_workers for _, plan in plans)
+        short = sum(total <= _MAX_ACTIONS_LISTED for total in accumulate(sizes))
+        return plans[: max(self._most, short)]
 
     def simulate(self) -> None:
         """Simulate the plans of the shortlist that may be chosen, in order of their lower bounds."""

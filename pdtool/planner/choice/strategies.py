@@ -273,9 +273,9 @@ class Planner:
         gain_s = chosen.time_per_minibatch_s - rival.time_per_minibatch_s
         if gain_s <= 0:
             return rival.cost.bottleneck
-        is_same_schedule = rival.placement.execution.schedule == chosen.placement.execution.schedule
+        is_searched = rival.placement.execution.schedule in {each.schedule for each in search.options.executions}
         reason = ", but excluded by the options"
-        if is_same_schedule and self._is_asked_for(search, rival) and search.allows(rival.placement):
+        if is_searched and self._is_asked_for(search, rival) and search.allows(rival.placement):
             reason = self._why_slower(search, rival, selected)
         return f"{format_seconds(gain_s)} faster{reason}"
 

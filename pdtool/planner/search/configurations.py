@@ -90,16 +90,15 @@ class Configurations:
         if (held := self._stages.get(slot)) is None:
             return
         program, slots, first = self.program, (slot, *following), slot[0]
-        bound_s = program.bound_s / program.model.flush_factor(len(slots))
         values = program.combine(held.value, after[held.end])
         is_exact = program.space.has_counted_pins
         time_s = float(values[held.begin == 0].min(initial=np.inf))
         is_whole = len(slots) in self.stage_counts and (len(slots) == stages or not is_exact)
-        if is_whole and time_s <= bound_s:
+        if is_whole and time_s <= program.bound_s:
             self.times_s[slots] = time_s * program.model.flush_factor(len(slots))
         if len(slots) == stages:
             return
-        is_open = (held.begin > 0) & (values <= bound_s)
+        is_open = (held.begin > 0) & (values <= program.bound_s)
         if is_exact:
             is_open &= program.space.allowed_before(stages - len(slots), stages)[held.begin]
         if not is_open.any():
