@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import CostModelName
 from pdtool.planner.stage_costs import Number, StageLoad
-from pdtool.schedule import ExecutionConfig
+from pdtool.schedule import ExecutionConfig, ceil_div
 
 _BUCKET_BYTES, _MAX_BUCKETS = 25_000_000, 8  # size of the runtime's buckets, however many
 TOLERANCE = 1 + 1e-9  # sums taken in another order differ in the last digits
@@ -82,7 +82,7 @@ class CostModel:
         """Time with fill and drain over time without: (M + p - 1) / M when each update flushes (GPipe, section 2.3)."""
         if not self.drains:
             return 1.0
-        minibatches = -(-self.execution.microbatches // self.execution.copies)
+        minibatches: int = ceil_div(self.execution.microbatches, self.execution.copies)
         return (minibatches + stages - 1) / minibatches
 
     def in_flight(self, replicas: Number, workers_from_here: Number) -> Number:
@@ -92,7 +92,7 @@ class CostModel:
         in flight, a stage's number depends on earlier stages. The search does not know these, so it takes the usual
         number.
         """
-        microbatches = -(-self.execution.microbatches // self.execution.copies)
+        microbatches = ceil_div(self.execution.microbatches, self.execution.copies)
         in_flight = self.execution.kind.in_flight(replicas, workers_from_here, microbatches, _ANY_DEPTH, 1)
         if self.first_in_flight and self.execution.has_choice_in_flight:
             return np.minimum(in_flight, self.first_in_flight)
@@ -107,7 +107,7 @@ class CostModel:
         """
         k = self.update_interval(replicas)
         passes_s = load.forward_s * (1 + np.asarray(recompute)) + load.backward_s
-        return (-(-k // (replicas * self.execution.copies)) * passes_s + load.update_s) / k
+        return (ceil_div(k, replicas * self.execution.copies) * passes_s + load.update_s) / k
 
     def allreduce_s(self, load: StageLoad, replicas: Number, members: Members) -> Number:
         """Seconds per minibatch to average gradients, once in a round of k; overlaps with computing (section 3.1).

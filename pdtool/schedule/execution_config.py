@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from pdtool.schedule.kinds import ONE_F_ONE_B, SCHEDULES, ScheduleKind
-from pdtool.schedule.policies import STASH, WEIGHT_POLICIES
+from pdtool.schedule.policies import STASH, WEIGHT_POLICIES, ceil_div
 from pdtool.schedule.shape import PipelineShape
 from pdtool.schedule.strategies import STRATEGIES
 
@@ -136,7 +136,7 @@ class ExecutionConfig:
 
     def max_in_flight(self, replicas: Sequence[int]) -> tuple[float, ...]:
         """Return the most that can be in flight at each stage: all of an update, or infinity without a flush."""
-        return tuple(self.chunks * -(-self.microbatches // r) if self.kind.flushes else math.inf for r in replicas)
+        return tuple(self.chunks * ceil_div(self.microbatches, r) if self.kind.flushes else math.inf for r in replicas)
 
     def in_flight_from(self, replicas: Sequence[int], first: int) -> tuple[int, ...]:
         """Return w[s] with `first` in flight at the first stage, if the schedule leaves a choice. Later stages have the

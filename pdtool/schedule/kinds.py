@@ -12,7 +12,7 @@ from math import ceil
 
 from pdtool.errors import UsageError
 from pdtool.schedule.action import Action, ActionKind, Actions
-from pdtool.schedule.policies import FLUSH, NONE, STASH, TWO_BW, VERTICAL_SYNC, Number, WeightPolicy, smaller
+from pdtool.schedule.policies import FLUSH, NONE, STASH, TWO_BW, VERTICAL_SYNC, Number, WeightPolicy, ceil_div, smaller
 from pdtool.schedule.shape import PipelineShape
 
 Round = tuple[int, Sequence[int]]  # (number, the minibatches of one worker in it)
@@ -151,35 +151,36 @@ def _one_f_one_b(stage: int, rounds: Iterable[Round], in_flight: int) -> Iterato
             yield Action(stage, ActionKind.UPDATE, number)
 
 
-def _enough(r: Number, u: Number, m: int, p: int, v: int) -> Number:
-    """Return ceil(u / r), which keeps every later worker busy (PipeDream, SOSP'19, section 3.2).
+def _in_flight_1f1b(r: Number, u: Number, m: int, p: int, v: int) -> Number:
+    """Return u / r, rounded up: it keeps every later worker busy (PipeDream, SOSP'19, section 3.2).
 
     At the input stage this is NOAM.
     """
-    return -(-u // r)
+    return ceil_div(u, r)
 
 
-def _all_of_update(r: Number, u: Number, m: int, p: int, v: int) -> Number:
-    return v * -(-m // r)
+def _in_flight_of_update(r: Number, u: Number, m: int, p: int, v: int) -> Number:
+    """Return all that a replica computes in one update."""
+    return v * ceil_div(m, r)
 
 
-def _enough_of_update(r: Number, u: Number, m: int, p: int, v: int) -> Number:
-    return smaller(-(-u // r), -(-m // r))
+def _in_flight_1f1b_flush(r: Number, u: Number, m: int, p: int, v: int) -> Number:
+    return smaller(ceil_div(u, r), ceil_div(m, r))
 
 
 ONE_F_ONE_B = ScheduleKind(
     name="1f1b",
     policies=(STASH, VERTICAL_SYNC, NONE),
     actions=lambda shape, stage, rounds: _one_f_one_b(stage, rounds, shape.in_flight[stage]),
-    in_flight=_enough,
+    in_flight=_in_flight_1f1b,
     deepening=lambda s, p: (p - 1 - s) / max(1, p - 1),  # the last stage sends each gradient at once
 )
-ONE_F_ONE_B_FLUSH = replace(ONE_F_ONE_B, name="1f1b-flush", policies=(FLUSH,), in_flight=_enough_of_update)
+ONE_F_ONE_B_FLUSH = replace(ONE_F_ONE_B, name="1f1b-flush", policies=(FLUSH,), in_flight=_in_flight_1f1b_flush)
 GPIPE = ScheduleKind(
     name="gpipe",
     policies=(FLUSH,),
     actions=lambda shape, stage, rounds: _one_f_one_b(stage, rounds, shape.update_every[stage]),
-    in_flight=_all_of_update,
+    in_flight=_in_flight_of_update,
 )
 TWO_BW_1F1B = replace(ONE_F_ONE_B, name="2bw", policies=(TWO_BW,), planned_as=ONE_F_ONE_B)
 
@@ -206,7 +207,7 @@ def _interleaved_group(shape: PipelineShape) -> int:
     """Return the least number of minibatches that pass one chunk before the next, so that the last worker can have
     enough in flight. A round that it does not divide has a group of up to twice as many, less one."""
     p, v = shape.pipeline_depth, shape.chunks
-    microbatches = -(-shape.update_every[0] // shape.replicas[0])
+    microbatches = ceil_div(shape.update_every[0], shape.replicas[0])
     largest = (shape.in_flight[p - 1] - 1) // max(1, v - 1)
     return microbatches if largest >= microbatches else max(p, (largest + 1) // 2)
 
@@ -225,9 +226,9 @@ def _interleaved_warm_up(p: int, worker: int, group: int, chunks: int) -> int:
     return 2 * (p - worker - 1) + (chunks - 1) * group
 
 
-def _enough_of_chunks(r: Number, u: Number, m: int, p: int, v: int) -> Number:
-    """One more than the warm-up; the last round may be short, and its groups larger."""
-    rounds = range(1, -(-m // r) + 1)
+def _in_flight_interleaved(r: Number, u: Number, m: int, p: int, v: int) -> Number:
+    """Return one more than the warm-up; the last round may be short, and its groups larger."""
+    rounds = range(1, ceil_div(m, r) + 1)
     return max(min(_interleaved_warm_up(p, p - u // r, _interleaved_groups(p, n)[0], v) + 1, n * v) for n in rounds)
 
 
@@ -263,7 +264,7 @@ INTERLEAVED = ScheduleKind(
     name="interleaved",
     policies=(FLUSH,),
     actions=_interleaved,
-    in_flight=_enough_of_chunks,
+    in_flight=_in_flight_interleaved,
     deepening=lambda s, p: float(p > 1),  # the last worker sends to the first one, for the next chunk
     chunked=True,
     equal_replicas=True,
@@ -286,7 +287,9 @@ def _looped_bfs(shape: PipelineShape, worker: int, rounds: Iterable[Round]) -> A
     return _over_chunks(shape, worker, one_round, [microbatches], microbatches * shape.chunks)
 
 
-LOOPED_BFS = replace(INTERLEAVED, name="looped-bfs", actions=_looped_bfs, in_flight=_all_of_update, deepening=None)
+LOOPED_BFS = replace(
+    INTERLEAVED, name="looped-bfs", actions=_looped_bfs, in_flight=_in_flight_of_update, deepening=None
+)
 
 
 def _zero_bubble(shape: PipelineShape, stage: int, rounds: Iterable[Round]) -> Actions:
@@ -302,7 +305,7 @@ def _zero_bubble(shape: PipelineShape, stage: int, rounds: Iterable[Round]) -> A
     """
     ((number, minibatches),) = rounds
     p, in_flight = shape.pipeline_depth, shape.in_flight[stage]
-    if in_flight >= -(-shape.update_every[stage] // shape.replicas[stage]):  # an update has no more
+    if in_flight >= ceil_div(shape.update_every[stage], shape.replicas[stage]):  # an update has no more
         in_flight = max(p, in_flight)
     warm_up = ceil((in_flight - 1) * (p - 1 - stage) / max(1, p - 1))
     put_off = in_flight - 1 - warm_up
@@ -321,7 +324,7 @@ ZERO_BUBBLE = ScheduleKind(
     name="zb-h1",
     policies=(FLUSH,),
     actions=_zero_bubble,
-    in_flight=lambda r, u, m, p, v: min(p, -(-m // r)),  # the memory of 1F1B's first stage, everywhere
+    in_flight=lambda r, u, m, p, v: min(p, ceil_div(m, r)),  # the memory of 1F1B's first stage, everywhere
     deepening=lambda s, p: float(p > 1),
     equal_replicas=True,
     splits_backward=True,

@@ -107,12 +107,17 @@ def smaller(a: Number, b: Number) -> Number:
     return a - (a > b) * (a - b)
 
 
+def ceil_div(a: Number, b: Number) -> Number:
+    """Return a / b, rounded up; of whole numbers, and arrays of them."""
+    return -(-a // b)
+
+
 # PipeDream, SOSP'19, section 3.3. Between two updates a replica does k/r backwards, so at most that many of w
 # minibatches in flight began with the same weights.
 STASH = WeightPolicy(
     name="stash",
     words="those of its forward",
-    max_versions=lambda r, w, k, first: smaller(w, 1 - (1 - w) // (k // r + (k < r))),
+    max_versions=lambda r, w, k, first: smaller(w, 1 + ceil_div(w - 1, k // r + (k < r))),
 )
 # The same section. All stages must update after the same number of minibatches, and those in flight at the first stage
 # count everywhere.
@@ -120,7 +125,7 @@ VERTICAL_SYNC = WeightPolicy(
     name="vertical-sync",
     words="those of the first stage's forward",
     reads=_newest_of_first_stage,
-    max_versions=lambda r, w, k, first: 1 + math.ceil((first - 1) / k),
+    max_versions=lambda r, w, k, first: 1 + ceil_div(first - 1, k),
     intervals=lambda r, w: [math.lcm(*r)] * len(r),
 )
 # The newest version at the forward, and the newest at the backward, which may differ.
