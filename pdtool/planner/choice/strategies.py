@@ -95,11 +95,10 @@ class Planner:
         fixes its number, return them unchanged."""
         if minibatches is None or self._has_own_updates:
             return options
-        is_flushing, is_running = _flushes(options.schedule), options.schedule in SCHEDULES
+        always_flushes = _flushes(options.schedule)
+        may_flush = always_flushes or options.schedule == "auto"
         return replace(
-            options,
-            microbatches=minibatches if is_flushing or not is_running else 1,
-            update_every=None if is_flushing else minibatches,
+            options, microbatches=minibatches if may_flush else 1, update_every=None if always_flushes else minibatches
         )
 
     @property
