@@ -185,8 +185,10 @@ def receive_memory(connection: socket.socket, expected: Mapping[int, SlotLayout]
         (number,) = ROUTE_NUMBER.unpack(message)
         if number not in expected:
             return {}
-        memory = mmap.mmap(descriptors[0], expected[number].total_bytes)
-        return {number: SharedMemory(memory, SlotPipes(descriptors.pop(1), descriptors.pop(1)))}
+        memory_file, incoming, outgoing = descriptors
+        memory = mmap.mmap(memory_file, expected[number].total_bytes)
+        descriptors = [memory_file]  # the mapping stays; the pipes close the others
+        return {number: SharedMemory(memory, SlotPipes(incoming, outgoing))}
     except (OSError, ValueError):
         return {}
     finally:
