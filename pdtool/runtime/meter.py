@@ -71,16 +71,18 @@ class WorkerMeter:
         self._action: Action | None = None
         self._waits: list[_Wait] = []
         self._timed = range(0)
-        self._losses: list[tuple[int, Timestamp]] = []  # the first and the last one in `_timed`
+        self._first_loss: tuple[int, Timestamp] | None = None  # minibatch of `_timed`, and when it was computed
+        self._last_loss: tuple[int, Timestamp] | None = None
 
     def epoch_begins(self, timed: range) -> None:
         """Begin an epoch; the time between the losses of the `timed` minibatches is that of the steady state."""
-        self._timed, self._losses = timed, []
+        self._timed, self._first_loss, self._last_loss = timed, None, None
 
     def loss_computed(self, minibatch: int) -> None:
         """Take the time when the device has computed the loss of a minibatch."""
         if minibatch in self._timed:
-            self._losses[1:] = [(minibatch, self.timestamps.record())]
+            self._last_loss = (minibatch, self.timestamps.record())
+            self._first_loss = self._first_loss or self._last_loss
 
     def epoch_ended(self, minibatches: int, samples: int, train_s: float) -> None:
         """Add an epoch of training that took `train_s` seconds; the device has finished it."""
@@ -88,8 +90,8 @@ class WorkerMeter:
         self.epochs.minibatches += minibatches
         self.epochs.samples += samples
         self.epochs.train_s += train_s
-        if self._losses:
-            (first, start), (last, end) = self._losses[0], self._losses[-1]
+        if self._first_loss and self._last_loss:
+            (first, start), (last, end) = self._first_loss, self._last_loss
             self.epochs.intervals += last - first
             self.epochs.intervals_s += self.timestamps.seconds(end) - self.timestamps.seconds(start)
 
