@@ -10,7 +10,7 @@ Complexity: O(2^U) configurations of U workers, each O(c²) for c cuts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,9 +49,10 @@ class Configurations:
                 for replicas in range(1, last + 1):
                     self._prepend((last - replicas, replicas), done, (), stages)
 
-    def plans(self, slots: Slots, slack: float | None) -> Iterator[list[StageSpan]]:
-        """Yield the plan of a configuration that computes and sends least, among those at most the fraction `slack`
-        slower than its fastest. None: yield the fastest; ties: the one whose stages end last."""
+    def plan(self, slots: Slots, slack: float | None) -> tuple[StageSpan, ...] | None:
+        """Return the plan of a configuration that computes and sends least, among those at most the fraction `slack`
+        slower than its fastest; None: no plan is. With slack None, return the fastest; ties: the one whose stages end
+        last."""
         program = self.program
         limit_s = self.times_s[slots] / program.model.flush_factor(len(slots)) * (1 + (slack or 0.0)) * TOLERANCE
         joined = program.combine if slack is None else np.add
@@ -72,13 +73,14 @@ class Configurations:
             after = np.full(len(after), np.inf)
             after[begins] = total_s[choice[begins]]
             choices.append(choice)
-        if np.isfinite(after[0]):
-            cut, spans = 0, []
-            for slot, choice in zip(slots, reversed(choices), strict=True):
-                end = int(self._stages[slot].end[choice[cut]])
-                spans.append(StageSpan(cut, end, *slot))
-                cut = end
-            yield spans
+        if not np.isfinite(after[0]):
+            return None
+        cut, spans = 0, []
+        for slot, choice in zip(slots, reversed(choices), strict=True):
+            end = int(self._stages[slot].end[choice[cut]])
+            spans.append(StageSpan(cut, end, *slot))
+            cut = end
+        return tuple(spans)
 
     def _prepend(self, slot: Slot, after: Array, following: Slots, stages: int) -> None:
         """Put a stage before a configuration, and go on.

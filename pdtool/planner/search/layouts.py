@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 
 import numpy as np
 
@@ -240,8 +239,8 @@ class LayoutSearch:
         stage_counts = [stages for stages in self._stage_counts if stages >= self.min_stages]
         found = Configurations(self.program, stage_counts)
         for slots in sorted(found.times_s, key=found.times_s.__getitem__):
-            plans = chain.from_iterable(found.plans(slots, slack) for slack in slacks)
-            yield from map(self._traced, dict.fromkeys(map(tuple, plans)))
+            plans = (found.plan(slots, slack) for slack in slacks)
+            yield from map(self._traced, dict.fromkeys(filter(None, plans)))
 
     def least_memory(self) -> Candidate | None:
         """Return the plan whose largest stage needs the least memory, whatever time it takes; None: there is none."""
