@@ -151,7 +151,7 @@ def _chunked_plan(profile: Profile, profile_path: str, cluster: Cluster, options
 
 def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, options: PlanOptions) -> Plan:
     """Return the plan of a schedule without formulas. It takes over the stages of a plan that was searched for under
-    another schedule, with less and less memory until the plan itself fits."""
+    another schedule, and then moves their borders."""
     kind = SCHEDULES[options.schedule]
     assert kind.planned_as
     straight = options.straight or (kind.equal_replicas and options.replicas is None)
@@ -163,28 +163,43 @@ def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, opt
         found = make_plan(profile, profile_path, replace(cluster, memory_bytes=memory_bytes), searched)
         return reschedule(found.model_copy(update={"cluster": cluster}), profile, changes)
 
+    plan = _fitting(plan_within, profile, cluster.memory_bytes)
     search = PlanSearch(profile, cluster, searched)
 
     def moved(placement: Placement) -> Iterator[Stages]:
-        candidate = search.evaluator.place(placement.stages, placement.workers, *searched.executions)
+        [execution] = searched.executions
+        candidate = search.evaluator.place(placement.stages, placement.workers, execution)
         return (other.placement.stages for other in with_moved_borders(search, candidate))
 
     def plan_of(stages: Stages) -> Plan:
         placement = replace(Placement.of(plan, profile), stages=stages)
         return reschedule(placement.to_plan(profile, profile_path, cluster), profile, changes)
 
-    plan, memory_bytes = plan_within(cluster.memory_bytes), cluster.memory_bytes or 0
-    for left in reversed(range(_TIGHTENED + 1)):
+    return _with_faster_cuts(plan, profile, moved, plan_of)
+
+
+def _fitting(plan_within: Callable[[int | None], Plan], profile: Profile, limit: int | None) -> Plan:
+    """Search with less and less memory until the plan fits under its own schedule, which may need more than the one
+    that was searched under.
+
+    Args:
+        plan_within: returns the plan from a search with so many bytes on each worker; None: without a limit.
+
+    Raises:
+        NoPlanError: none fits.
+    """
+    plan, memory_bytes = plan_within(limit), limit or 0
+    for _ in range(_TIGHTENED):
         if not (lacking_bytes := _lacking_bytes(plan)):
-            return _with_faster_cuts(plan, profile, moved, plan_of)
-        if not left:
-            break
+            return plan
         memory_bytes -= lacking_bytes
         try:
             plan = plan_within(max(1, memory_bytes))
         except NoPlanError:
             break
-    raise _does_not_fit(plan, profile)
+    if _lacking_bytes(plan):
+        raise _does_not_fit(plan, profile)
+    return plan
 
 
 def _with_faster_cuts(
