@@ -367,11 +367,14 @@ class Plan(YamlArtifact):
         self._check_predicted()
 
     def _check_predicted(self) -> None:
-        """Figures for a different number of stages belong to the plan before an edit."""
-        stages, predicted = len(self.stages), self.predicted
+        """Check that there is a figure for each stage and border. After an edit there may be others, which are not
+        used."""
+        if self.predicted is None or self.edited:
+            return
+        stages = len(self.stages)
         counts = {"compute_s": stages, "allreduce_s": stages, "memory_bytes": stages, "transfer_s": stages - 1}
-        for name, count in counts.items() if predicted and not self.edited else ():
-            if (given := len(getattr(predicted, name))) != count:
+        for name, count in counts.items():
+            if (given := len(getattr(self.predicted, name))) != count:
                 raise FieldError(
                     f"predicted.{name}", f"has {counted(given, 'value')}, but {counted(stages, 'stage')} need {count}"
                 )
@@ -382,26 +385,35 @@ class Plan(YamlArtifact):
         if rest:
             fault = f"{len(self.stages)} stages cannot be divided evenly into {self.chunks} on each worker"
             raise FieldError("chunks", fault)
-        taken: dict[int, int] = {}
+        user_of: dict[int, int] = {}  # worker -> the first of its stages
         for s, stage in enumerate(self.stages):
-            where = f"stages[{s}]"
-            if repeated_nodes := [name for name, count in Counter(stage.nodes).items() if count > 1]:
-                raise FieldError(f"{where}.nodes", f"{repeated_nodes[0]!r} appears twice; remove one")
-            if len(stage.workers) != stage.replicas:
-                raise FieldError(f"{where}.workers", f"{stage.replicas} replicas but {len(stage.workers)} workers")
-            if stage.replicas % self.copies:
-                fault = f"{stage.replicas} cannot be divided evenly into {self.copies} copies"
-                raise FieldError(f"{where}.replicas", fault)
-            for name, rule in (("workers", "must be those of"), ("in_flight", "must equal that of")):
-                if getattr(stage, name) != getattr(self.stages[s % depth], name):
-                    fault = f"{rule} stage {s % depth}, because each worker has {self.chunks} chunks"
-                    raise FieldError(f"{where}.{name}", fault)
-            repeated = len(set(stage.workers)) < len(stage.workers)
+            self._check_stage(s, stage)
+            self._check_chunk(s, stage, s % depth)
+            times_named = Counter(stage.workers)
             for worker in stage.workers:
                 if worker >= workers:
-                    raise FieldError(f"{where}.workers", f"worker {worker}: the cluster has 0..{workers - 1}")
-                if taken.setdefault(worker, s % depth) != s % depth or (repeated and stage.workers.count(worker) > 1):
-                    raise FieldError(f"{where}.workers", f"worker {worker} is already used by stage {taken[worker]}")
+                    raise FieldError(f"stages[{s}].workers", f"worker {worker}: the cluster has 0..{workers - 1}")
+                if user_of.setdefault(worker, s % depth) != s % depth or times_named[worker] > 1:
+                    fault = f"worker {worker} is already used by stage {user_of[worker]}"
+                    raise FieldError(f"stages[{s}].workers", fault)
+
+    def _check_stage(self, s: int, stage: Stage) -> None:
+        """Check what does not depend on other stages."""
+        if repeated_nodes := [name for name, count in Counter(stage.nodes).items() if count > 1]:
+            raise FieldError(f"stages[{s}].nodes", f"{repeated_nodes[0]!r} appears twice; remove one")
+        if len(stage.workers) != stage.replicas:
+            fault = f"{stage.replicas} replicas but {len(stage.workers)} workers"
+            raise FieldError(f"stages[{s}].workers", fault)
+        if stage.replicas % self.copies:
+            fault = f"{stage.replicas} cannot be divided evenly into {self.copies} copies"
+            raise FieldError(f"stages[{s}].replicas", fault)
+
+    def _check_chunk(self, s: int, stage: Stage, first: int) -> None:
+        """Check that a stage is on the workers of the `first` one there, with as many in flight."""
+        for name, rule in (("workers", "must be those of"), ("in_flight", "must equal that of")):
+            if getattr(stage, name) != getattr(self.stages[first], name):
+                fault = f"{rule} stage {first}, because each worker has {self.chunks} chunks"
+                raise FieldError(f"stages[{s}].{name}", fault)
 
     def stage_nodes(self, profile: Profile) -> list[list[str]]:
         """Return the nodes of each stage, and check them against the profile: each node once, stages in executable
@@ -413,12 +425,14 @@ class Plan(YamlArtifact):
         stages = [profile.graph.expand(stage.nodes) for stage in self.stages]
         faults = profile.graph.stage_faults(stages)
         stage_of = {name: s for s, nodes in enumerate(stages) for name in nodes}
-        for group in profile.together if not faults else ():
-            if len({stage_of[name] for name in group}) > 1:
-                faults.append(f"{', '.join(group)} must be in the same stage")
-        for name, stage in profile.pin.items() if not faults else ():
-            if stage_of[name] != stage % len(stages):
-                faults.append(f"{name} is pinned to stage {stage % len(stages)}, not {stage_of[name]}")
+        if not faults:  # so each node has a stage
+            for group in profile.together:
+                if len({stage_of[name] for name in group}) > 1:
+                    faults.append(f"{', '.join(group)} must be in the same stage")
+        if not faults:
+            for name, stage in profile.pin.items():
+                if stage_of[name] != stage % len(stages):
+                    faults.append(f"{name} is pinned to stage {stage % len(stages)}, not {stage_of[name]}")
         if faults:
             more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
             remedy = "fix the stages by hand or partition again"
