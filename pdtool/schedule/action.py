@@ -44,6 +44,14 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.minibatch}"
 
+    def ends_round(self, following: Action | None) -> bool:
+        """Whether it is the last backward of a round: the update of its stage comes right after it.
+
+        Then gradients are averaged while they are computed.
+        """
+        is_update = following is not None and (following.stage, following.kind) == (self.stage, ActionKind.UPDATE)
+        return self.kind.completes_backward and is_update
+
     @classmethod
     def parse(cls, text: str) -> Action:
         """Read what `str` writes; raises ScheduleError."""

@@ -222,11 +222,11 @@ class _SimulatedWorker:
 
     def _offer_gradients(self, action: Action, length_s: float) -> None:
         """In the last backward of a round, gradients appear bucket by bucket, the last layers' first."""
-        following = self.actions[self.position + 1 : self.position + 2]
-        if action.kind.completes_backward and following and following[0].kind is ActionKind.UPDATE:
+        following = next(iter(self.actions[self.position + 1 : self.position + 2]), None)
+        if following and action.ends_round(following):
             allreduces = self.simulation.allreduces
             for n, share in enumerate(self.simulation.job.stages[action.stage].buckets_ready[:-1], start=1):
-                offer = partial(allreduces.offer, action.stage, following[0].minibatch, self.w, n)
+                offer = partial(allreduces.offer, action.stage, following.minibatch, self.w, n)
                 self.clock.at(self.clock.now + length_s * share, offer)
 
     def usage(self, makespan_s: float, memory: WorkerMemory, sent_bytes: float) -> WorkerUsage:

@@ -99,7 +99,7 @@ class Worker:
         self._config, self._place, self._data, self._tied = config, place, data, tied
         self.stages, self.progress = stages, progress
         self._shape = config.shape
-        self._last_stage = stages.get(len(self._shape.replicas) - 1)
+        self._of_last_stage = stages.get(len(self._shape.replicas) - 1)  # None: this worker does not have that stage
         self._log: MetricsLog | None = None
 
     def train(self, epoch: int, minibatches: Minibatches) -> None:
@@ -108,9 +108,10 @@ class Worker:
         actions = self._actions(len(minibatches))
         self._begin_phase(self._data.data_pass("train", epoch, minibatches), actions)
         steady = steady_minibatches(len(minibatches), self._shape)
+        # N intervals lie between N + 1 losses, so the time begins with the loss before the steady state
         meter.epoch_begins(range(steady.start - 1, steady.stop) if steady else range(len(minibatches)))
-        for action, after in pairwise(chain(actions[self._number], [None])):
-            assert action
+        for action, following in pairwise(chain(actions[self._position], [None])):
+            assert action  # only the last `following` is None
             status.set(f"{action} of epoch {epoch}")
             with meter.action(action):
                 replica = stages[action.stage]
@@ -120,8 +121,8 @@ class Worker:
                     case ActionKind.UPDATE:
                         self._log_loss(epoch, replica.update(epoch))  # (7), (8)
                     case kind:
-                        is_update_next = after and (after.stage, after.kind) == (action.stage, ActionKind.UPDATE)
-                        replica.backward(action.minibatch, kind, ends_round=bool(is_update_next))  # (4) to (6)
+                        ends_round = action.ends_round(following)
+                        replica.backward(action.minibatch, kind, ends_round=ends_round)  # (4) to (6)
             self._stay_within_memory()
         for replica in stages.values():
             self._log_loss(epoch, replica.end_phase())
@@ -145,7 +146,7 @@ class Worker:
         self._begin_phase(self._data.data_pass("valid", epoch, minibatches), actions)
         totals = MetricTotals(self._data.file)
         with torch.no_grad():
-            for action in actions[self._number]:
+            for action in actions[self._position]:
                 if action.kind is not ActionKind.FORWARD:
                     continue
                 Status.of_this_process.set(f"{action} of the validation after epoch {epoch}")
@@ -163,7 +164,7 @@ class Worker:
 
     def run(self) -> Report:
         """Train the epochs that are left, each followed by a validation and a checkpoint; return the report."""
-        if not self._last_stage or not self._place.is_replica_0:
+        if not self._of_last_stage or not self._place.is_replica_0:
             return self._run()
         path, done = RunDir(self._config.out).metrics_file, len(self.progress.samples)
         with closing(MetricsLog(path, epochs_done=done)) as self._log:
@@ -225,14 +226,14 @@ class Worker:
         for stage, replica in self.stages.items():
             reads = None
             if data.split_name == "train" and not weights.reads_newest:
-                versions = weights.reads(actions, self._number, self._shape.replicas, self._shape.update_every)
+                versions = weights.reads(actions, self._position, self._shape.replicas, self._shape.update_every)
                 reads = (version for (of_stage, _), version in versions if of_stage == stage)
             own = range(self._place.assignment.replica, count, self._shape.replicas[stage])
             replica.begin_phase(data, own, reads)
 
     @property
-    def _number(self) -> int:
-        """This worker's position among the lists of the schedule."""
+    def _position(self) -> int:
+        """The position of this worker's list among those of the schedule."""
         assignment = self._place.assignment
         return list(self._shape.stage_replicas()).index((assignment.stage, assignment.replica))
 
@@ -257,8 +258,9 @@ class Worker:
 
     def _save(self, epoch: int) -> None:
         progress = self.progress
-        if self._log:  # first: if the run ends in between, the epoch is trained again and its lines are dropped
-            step = self._last_stage.optimizer.updates if self._last_stage else 0
+        # First the line: if the run ends in between, the epoch is trained again and its lines are dropped.
+        if self._log and self._of_last_stage:
+            step = self._of_last_stage.optimizer.updates
             metrics = {name: value for name, value in progress.metrics.items() if name != "loss"}
             loss = progress.metrics["loss"]
             self._log.add(ValidationLine(epoch=epoch, step=step, time=unix_time(), loss=loss, metrics=metrics))
