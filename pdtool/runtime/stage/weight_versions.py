@@ -154,25 +154,33 @@ class WeightVersions:
     def prepare_update(self) -> None:
         """Free the Parameters' memory for a step: afterwards no minibatch needs its content."""
         number = self._current.number + 1
-        if not self._stashing or not self._is_needed(self._current):
+        if not self._stashing or not self._is_needed(self._current):  # the step is in place
             del self._alive[self._current.number]
             self._current.number = number
             self._alive[number] = self._current
-        elif self._exact:
+        elif self._exact:  # no forward reads the Parameters' memory: only the weights that it reads move
             self._make_current(number, self._take_memory())
         else:
-            if self.kept_memory:
-                raise FieldError(
-                    self.kept_memory,
-                    "moves to other memory while minibatches are in flight, but your code keeps a reference to its "
-                    ".data or a view of that; read .data again in each step, or plan with --schedule 1f1b-flush",
-                )
-            memory = self._take_memory()
-            _copy_all(memory, [*(parameter.data for parameter in self.parameters.values()), *self._current.views])
-            for parameter, new in zip(self.parameters.values(), memory, strict=False):
-                parameter.data = new
-            self._make_current(number, memory)
+            self._make_current(number, self._move_parameters())
         self.peak_versions = max(self.peak_versions, len(self._alive))
+
+    def _move_parameters(self) -> list[Tensor]:
+        """Give the Parameters other memory, which is returned, with the same values.
+
+        Raises:
+            FieldError: user code holds the old memory.
+        """
+        if self.kept_memory:
+            raise FieldError(
+                self.kept_memory,
+                "moves to other memory while minibatches are in flight, but your code keeps a reference to its .data "
+                "or a view of that; read .data again in each step, or plan with --schedule 1f1b-flush",
+            )
+        memory = self._take_memory()
+        _copy_all(memory, [*(parameter.data for parameter in self.parameters.values()), *self._current.views])
+        for parameter, new in zip(self.parameters.values(), memory, strict=False):
+            parameter.data = new
+        return memory
 
     @property
     def _newest(self) -> WeightVersion:
@@ -269,12 +277,16 @@ class WeightVersions:
 
     def _is_needed(self, version: WeightVersion) -> bool:
         """Whether a minibatch in flight, or a future forward, reads the version, if it is no longer the newest."""
-        while self._reads and (not self._next_reads or self._next_reads[-1] <= version.number):
-            number = next(self._reads, None)
-            if number is None:
+        return bool(version.users) or self._will_be_read(version.number)
+
+    def _will_be_read(self, number: int) -> bool:
+        """Look ahead in the forwards' reads, which never decrease, until one reads a later version."""
+        while self._reads and (not self._next_reads or self._next_reads[-1] <= number):
+            next_read = next(self._reads, None)
+            if next_read is None:
                 break
-            self._next_reads.append(number)
-        return bool(version.users) or version.number in self._next_reads
+            self._next_reads.append(next_read)
+        return number in self._next_reads
 
     def _take_memory(self) -> list[Tensor]:
         if self._spare_memory:
