@@ -42,6 +42,9 @@ WeightPolicyName = Annotated[str, _one_of(*WEIGHT_POLICIES)]
 
 MAX_IN_FLIGHT = 10_000  # a schedule is a list, and a typing error must not fill the memory
 ONE_WORKER = "one worker"  # a rival of every plan
+# What the runtime does and the planner counts on:
+BUCKET_BYTES = 25_000_000  # gradients that replicas average in one message
+ASKED_AHEAD = 1  # minibatches whose messages a stage asks for beyond those in flight
 # Of the limit. On a CPU, memory that is kept for the next minibatch comes to about a third more than is needed.
 LITTLE_ROOM = 0.75
 # Fields that do not affect predictions: names, and the predictions themselves.

@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdtool.artifacts.cluster import Cluster
-from pdtool.artifacts.plan import CostModelName
+from pdtool.artifacts.plan import BUCKET_BYTES, CostModelName
 from pdtool.planner.stage_costs import Number, StageLoad
 from pdtool.schedule import ExecutionConfig, ceil_div
 
-_BUCKET_BYTES, _MAX_BUCKETS = 25_000_000, 8  # size of the runtime's buckets, however many
+_MAX_BUCKETS = 8  # that are told apart, however many the runtime has
 TOLERANCE = 1 + 1e-9  # sums taken in another order differ in the last digits
 _ANY_DEPTH = 1  # number of stages; no schedule with formulas depends on it
 Members = Sequence[Number]  # one for each level
@@ -304,7 +304,7 @@ class StageMemory:
 
 def bucket_count(averaged_bytes: float) -> int:
     """Return how many equal buckets we assume when the replicas of a stage average their gradients."""
-    return min(_MAX_BUCKETS, max(1, math.ceil(averaged_bytes / _BUCKET_BYTES)))
+    return min(_MAX_BUCKETS, max(1, math.ceil(averaged_bytes / BUCKET_BYTES)))
 
 
 def members_of(cluster: Cluster, workers: Collection[int]) -> list[int]:

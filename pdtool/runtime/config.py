@@ -9,7 +9,7 @@ from typing import Any
 
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle
-from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.plan import BUCKET_BYTES, Plan
 from pdtool.machines import Machines
 from pdtool.options.run_options import WorkerOptions
 from pdtool.runtime.corrections import DelayCompensation
@@ -48,7 +48,7 @@ class RunConfig(WorkerOptions):
     loader_workers: int = 0
     machines: Machines = field(default_factory=Machines)
     check_stage_files: Callable[[Any], None] | None = None
-    bucket_bytes: int = 25_000_000
+    bucket_bytes: int = BUCKET_BYTES
     stage_files: Path | None = None
     plan_path: str = ""
     asked: Mapping[str, Any] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from statistics import fmean
 import numpy as np
 
 from pdtool.artifacts.cluster import Cluster
-from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.plan import Plan, PlanOptions
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.planner.choice.make_plan import make_plan, refresh, under_schedule
@@ -246,7 +246,7 @@ def simulated(
     name, cluster, profile = schedule or plan.schedule, plan.cluster, profile.sent_as(plan.wire_dtype)
     placement = Placement.of(plan, profile)
     if name != plan.schedule:
-        placement = under_schedule(placement, profile, name, chunks=2)
+        placement = under_schedule(placement, profile, name, PlanOptions.chunks)
     job = SimulationJob.of(placement, profile, cluster, minibatches)
     result = simulate(job)
     steady = simulate(SimulationJob.of(placement, profile, cluster)) if minibatches else result

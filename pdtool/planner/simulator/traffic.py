@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
+from pdtool.artifacts.plan import ASKED_AHEAD
 from pdtool.planner.simulator.job import SimulationJob, TiedGroup
 from pdtool.planner.simulator.network import Flow, Link, Network
 from pdtool.planner.simulator.result import Consumer, NullRecorder
@@ -47,7 +48,7 @@ class MessageDelivery:
             backwards = [a for a in actions if a.kind.sends_gradients]
             for is_gradient, consumers in ((False, forwards), (True, backwards)):
                 self.turn |= {(a.stage, is_gradient, a.minibatch): n for n, a in enumerate(consumers)}
-                self.asked[w, is_gradient] = job.shape.in_flight[stage] + 1
+                self.asked[w, is_gradient] = job.shape.in_flight[stage] + ASKED_AHEAD
         self.arrived: Counter[Consumer] = Counter()
         self.departed_s: dict[Consumer, float] = {}
         self.outgoing: dict[tuple[int, bool], list[tuple[int, int]]] = {}

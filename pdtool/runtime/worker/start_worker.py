@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pdtool.artifacts.bundle import Bundle, TensorSpec
+from pdtool.artifacts.plan import ASKED_AHEAD
 from pdtool.artifacts.run_dir import Checkpoint, CheckpointManifest, RunDir
 from pdtool.errors import ModelError, printable
 from pdtool.frontend.graph_digest import check_bundle
@@ -254,7 +255,7 @@ class StageBuilder:
         replicas = self.place.groups.replicas[s]
         return StageReplica(
             stage=stage,
-            io=StageIO(config.bundle, s, channels, prefetch=in_flight + 1, device=device, meter=meter),
+            io=StageIO(config.bundle, s, channels, prefetch=in_flight + ASKED_AHEAD, device=device, meter=meter),
             source=self.source if s == 0 else None,
             averager=ReplicaAverager(replicas, untied.values(), meter, config.bucket_bytes),
             optimizer=optimizer,
