@@ -250,11 +250,11 @@ def _passed_over(selected: Selected) -> FasterPlan | None:
     """Return the faster plan that lost to the chosen one because that has fewer stages or divides fewer modules."""
     if selected.fastest is None or selected.simulated_s is None:
         return None
-    candidate, time_s = selected.fastest
+    placement, time_s = selected.fastest.candidate.placement, selected.fastest.time_s
     if selected.simulated_s < time_s * (1 + _MIN_GAIN):
         return None
-    later = [nodes[0] for nodes in candidate.placement.stages[1:]]
-    return FasterPlan(config=candidate.placement.config, begins=tuple(later), simulated_s=time_s)
+    later = [nodes[0] for nodes in placement.stages[1:]]
+    return FasterPlan(config=placement.config, begins=tuple(later), simulated_s=time_s)
 
 
 def gap_to_bound(time_s: float, bound_s: float) -> float:

@@ -48,11 +48,11 @@ _EXCESS_OF_SKIPS = 1.6  # formulas over simulation, about, if a tensor counts at
 _STEPS_TO_FREER_LINKS = 4  # borders that are moved one after the other for that
 _MAX_ACTIONS_LISTED = 180_000  # times workers, in all simulations of the plans of one schedule and slowdown
 _MAX_ACTIONS_MOVED = 60_000  # times workers, in all simulations of plans with moved borders
-_MAX_ACTIONS_ALONE = 180_000  # the same, where each configuration is looked at by itself
-_MAX_WORKERS_ALONE = 6  # with more, that takes seconds and finds little
-_MOST_ALONE = 4  # plans of each to begin with
-_FAR_ALONE = 1.5  # times the fastest plan so far: moved borders do not make up for more
-_STEPS_ALONE = 6  # without a gain, after which the next configuration has its turn
+_MAX_ACTIONS_OF_CONFIGURATIONS = 180_000  # the same, where each configuration is looked at by itself
+_MAX_WORKERS_BY_CONFIGURATION = 6  # with more, that takes seconds and finds little
+_PLANS_PER_CONFIGURATION = 4  # plans of each to begin with
+_MAX_SLOWDOWN_OF_CONFIGURATION = 1.5  # times the fastest plan so far: moved borders do not make up for more
+_STEPS_WITHOUT_GAIN = 6  # without a gain, after which the next configuration has its turn
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Selected:
     candidate: Candidate
     simulated_s: float | None
     limit_s: float
-    fastest: tuple[Candidate, float] | None = None
+    fastest: SimulatedCandidate | None = None
     simulated_plans: int = 0
 
 
@@ -111,8 +111,8 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
             selection.add_plans_with_freer_links()
             selection.simulate()
             selection.move_borders_of_fast_plans()
-            if search.workers <= _MAX_WORKERS_ALONE:
-                selection.look_at_each_configuration()
+            if search.workers <= _MAX_WORKERS_BY_CONFIGURATION:
+                selection.search_each_configuration()
     return selection.selected() or by_formulas
 
 
@@ -130,8 +130,8 @@ def _excess_of_formulas(search: PlanSearch) -> float:
 
 
 @dataclass(frozen=True)
-class _Simulated:
-    """A plan of the shortlist with its minibatches in flight and its simulated seconds per minibatch."""
+class SimulatedCandidate:
+    """A plan with its minibatches in flight and its simulated seconds per minibatch."""
 
     candidate: Candidate
     time_s: float
@@ -154,7 +154,7 @@ class _Selection:
         self.search, self.margin = search, search.options.simplest
         self.fastest_s, self.simulated_plans, self._simulated_actions = math.inf, 0, 0
         self._most = max(_MIN_PLANS_PER_SEARCH, _PLANS_TIMES_WORKERS // search.workers)
-        self._plans: list[_Simulated] = []
+        self._plans: list[SimulatedCandidate] = []
         self._passed_over: list[tuple[float, Candidate]] = []
         self._seen: set[Placement] = set()
         self._shortlist = self._with_lower_bounds(candidates)
@@ -199,7 +199,7 @@ class _Selection:
         of_each_configuration = self._passed_over_by_configuration()
         for plans in sorted(of_each_configuration, key=lambda plans: _by_bound(plans[0]))[: self._most]:
             moved: list[tuple[float, Candidate]] = []
-            rest = plans[:_MOST_ALONE]
+            rest = plans[:_PLANS_PER_CONFIGURATION]
             for _ in range(_STEPS_TO_FREER_LINKS):
                 if rest:
                     moves = with_moved_borders(self.search, rest.pop(0)[1])
@@ -224,24 +224,24 @@ class _Selection:
             self.simulate()
             without_gain = 0 if self.fastest_s < fastest_s else without_gain + 1
 
-    def look_at_each_configuration(self) -> None:
+    def search_each_configuration(self) -> None:
         """Move the borders of a few plans of each configuration that the formulas find faster than any simulated plan.
 
         Several borders may have to move before such a plan is the fastest, so they are compared only with their own
         configuration's plans.
         """
-        limit = self._simulated_actions + _MAX_ACTIONS_ALONE
+        limit = self._simulated_actions + _MAX_ACTIONS_OF_CONFIGURATIONS
         of_each_configuration = self._passed_over_by_configuration()
         for plans in sorted(of_each_configuration, key=lambda plans: plans[0][1].time_per_minibatch_s):
             if self._simulated_actions < limit:
-                alone = _Selection(self.search, [plan for _, plan in plans[:_MOST_ALONE]])
-                alone.simulate()
-                if alone.fastest_s < self.fastest_s * _FAR_ALONE:
-                    alone.move_borders_of_fast_plans(_STEPS_ALONE)
-                self._plans += alone._plans
-                self.fastest_s = min(self.fastest_s, alone.fastest_s)
-                self.simulated_plans += alone.simulated_plans
-                self._simulated_actions += alone._simulated_actions
+                own = _Selection(self.search, [plan for _, plan in plans[:_PLANS_PER_CONFIGURATION]])
+                own.simulate()
+                if own.fastest_s < self.fastest_s * _MAX_SLOWDOWN_OF_CONFIGURATION:
+                    own.move_borders_of_fast_plans(_STEPS_WITHOUT_GAIN)
+                self._plans += own._plans
+                self.fastest_s = min(self.fastest_s, own.fastest_s)
+                self.simulated_plans += own.simulated_plans
+                self._simulated_actions += own._simulated_actions
 
     def _passed_over_by_configuration(self) -> Iterable[list[tuple[float, Candidate]]]:
         """Return, for each configuration, its passed-over plans without a flush of several stages that are faster by
@@ -264,12 +264,10 @@ class _Selection:
             return Selected(chosen.candidate, None, limit_s, simulated_plans=self.simulated_plans)
         fastest = min(near, key=lambda plan: plan.time_s)
         limit_s = self.fastest_s * (1 + self.margin)
-        return Selected(
-            chosen.candidate, chosen.time_s, limit_s, (fastest.candidate, fastest.time_s), self.simulated_plans
-        )
+        return Selected(chosen.candidate, chosen.time_s, limit_s, fastest, self.simulated_plans)
 
     @property
-    def _near(self) -> list[_Simulated]:
+    def _near(self) -> list[SimulatedCandidate]:
         """The plans within the margin of the fastest."""
         return [plan for plan in self._plans if plan.time_s <= self.fastest_s * (1 + self.margin)]
 
@@ -297,7 +295,7 @@ class _Selection:
         chosen, time_s = with_fewest_in_flight(self.search.evaluator, candidate, self.margin, **limits)
         self.fastest_s = min(self.fastest_s, time_s)
         if time_s < math.inf:
-            self._plans.append(_Simulated(chosen, time_s))
+            self._plans.append(SimulatedCandidate(chosen, time_s))
         else:
             self._passed_over.append((lower_bound_s(self.search.evaluator, candidate), candidate))
 
@@ -355,11 +353,10 @@ def move_to_faster_cuts(search: PlanSearch, selected: Selected) -> Selected:
                     continue
             moved, time_s = with_fewest_in_flight(search.evaluator, moved, margin, limit_s=limit_s)
             if time_s < limit_s:
-                known = [(moved, time_s), *([selected.fastest] if selected.fastest else [])]
-                fastest = min(known, key=lambda plan: plan[1])
-                faster = selected = Selected(
-                    moved, time_s, fastest[1] * (1 + margin), fastest, selected.simulated_plans
-                )
+                known = [SimulatedCandidate(moved, time_s), *([selected.fastest] if selected.fastest else [])]
+                fastest = min(known, key=lambda plan: plan.time_s)
+                allowed_s = fastest.time_s * (1 + margin)
+                faster = selected = Selected(moved, time_s, allowed_s, fastest, selected.simulated_plans)
         border = 1 if faster else border + 1
     return replace(selected, simulated_plans=selected.simulated_plans + tries)
 
