@@ -395,10 +395,11 @@ def _gradients(
 
 
 def _compare_gradients(gradients: Mapping[str, tuple[Tensor, Tensor]], where: str) -> bool:
-    """Compare gradients, and return whether some differ by what may be rounding.
+    """Compare gradients, and return whether the comparison is unclear for some.
 
-    They differ for their own size, but not for that of the largest gradient. This is rounding in the gradient of a bias
-    before a batch norm, and none in that of a weight behind a layer scale of 1e-6.
+    It is unclear for a gradient whose difference is large compared with the gradient itself, but small compared with
+    the largest gradient of the model. This can be rounding, as in a bias before a batch norm, or an error, as in a
+    weight behind a layer scale of 1e-6.
     """
     unclear = []
     for name, pair in gradients.items():

@@ -53,7 +53,8 @@ def exit_error(error: SystemExit) -> WorkerDiedError:
 
 
 def describe_end(exit_code: int | None) -> str:
-    """Return how a process ended, as `was killed by SIGKILL`; None if only its silence shows it."""
+    """Return how a process ended, as `was killed by SIGKILL`; `died` if its exit code is unknown, as on another
+    machine."""
     if exit_code is None:
         return "died"
     return describe_exit(exit_code) + (" and reported no error" if exit_code >= 0 else "")

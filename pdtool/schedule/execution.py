@@ -1,6 +1,6 @@
 """Execute action lists on paper: prove that they keep the bounds of a plan, time them, and draw them.
 
-That lists are complete and in order, tests/reference/schedule_rules.py checks. `timeline` computes when each action
+tests/reference/schedule_rules.py checks that lists are complete and in order. `timeline` computes when each action
 starts under blocking communication, or names the workers that deadlock. `gradient_delays` counts how many updates late
 the gradients of each stage are.
 """
@@ -24,8 +24,8 @@ def check_executable(kind: ScheduleKind, shape: PipelineShape) -> None:
 
     Raises:
         ScheduleError: the schedule deadlocks, or breaks the bounds on minibatches in flight or weight versions; the
-            text holds the grid with the first fault marked, and says which numbers in flight would not. Or it is far
-            too long to check.
+            text holds the grid with the first fault marked, and the remedy names the schedule's usual numbers in
+            flight. Or the schedule is far too long to check.
     """
     minibatches, stages = shape.representative_minibatches, len(shape.replicas)
     if minibatches * stages > _MAX_MINIBATCHES_TIMES_STAGES:
@@ -121,6 +121,8 @@ def timeline(lists: Sequence[Actions], forward: float = 1.0, backward: float = 2
     Raises:
         ScheduleError: the lists cannot be executed to their end; the text shows where each worker is stuck.
     """
+    # All replicas have the same update: it is in several lists, and its needs are those of all of them. A need that has
+    # ended is popped, so that it is looked at once, not once per replica.
     needs_of = _dependencies(lists)
     half = backward / 2
     durations = dict(zip(ActionKind, (forward, backward, half, half, 0.0), strict=True))
@@ -134,7 +136,7 @@ def timeline(lists: Sequence[Actions], forward: float = 1.0, backward: float = 2
         for worker, actions in enumerate(lists):
             while len(starts[worker]) < len(actions):
                 action = actions[len(starts[worker])]
-                needs = needs_of[action]  # an update needs those of all replicas: see each once, not once per replica
+                needs = needs_of[action]
                 while needs and needs[-1] in ends:
                     ready[action] = max(ready.get(action, 0.0), ends[needs.pop()])
                 if needs:

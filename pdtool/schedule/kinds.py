@@ -121,6 +121,7 @@ class WorkerActions:
     def _rounds(self) -> Iterator[Round]:
         every, replicas = self.shape.update_every[self.stage], self.shape.replicas[self.stage]
         for i in range(0, self.minibatches, every):
+            # minibatch j is this replica's if j mod r is its number; the first such j from i on
             first, end = i + (self.replica - i) % replicas, min(i + every, self.minibatches)
             yield i // every, range(first, end, replicas)
 

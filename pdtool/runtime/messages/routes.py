@@ -32,8 +32,8 @@ from pdtool.runtime.status import PeerError
 
 TARGET = "the target"
 Direction = Literal["forward", "backward"]
-# What `--wire-dtype` may be -> how float32 activations and gradients travel between workers. What the formulas charge
-# for it, WIRE_BYTES says (pdtool/options/plan_options.py).
+# Value of `--wire-dtype` -> the dtype in which float32 activations and gradients travel between workers. The formulas
+# charge for the bytes in WIRE_BYTES (pdtool/options/plan_options.py).
 WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 

@@ -113,7 +113,8 @@ class _HostCopy:
 def _read(
     step: int, epoch: int, weights: Mapping[int, float], copies: Mapping[int, _HostCopy], lr: float | None
 ) -> RoundLoss:
-    """Read and sum the losses of the minibatches of a round that has ended."""
+    """Read and sum the losses of the minibatches of a round that has ended; raises PdtoolError if one is not
+    finite."""
     total = 0.0
     for i, copy in copies.items():
         loss = copy.read()
