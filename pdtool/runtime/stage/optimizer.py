@@ -398,14 +398,14 @@ class LearningRateSchedule:
     def __init__(self, file: ModelFile, optimizer: Optimizer | None, length: RunLength) -> None:
         self._file, self._length = file, length
         self._watched = optimizer.param_groups if optimizer and user_code_in_step(file, optimizer) else []
-        self._own: set[str] = set()  # keys that it has set
-        self._of_others: set[str] = set()  # keys set between its steps
-        self._noted: list[dict[str, Any]] = []  # content of the parameter groups at the last call of `_note`
-        self._note(self._of_others)
+        self._set_by_it: set[str] = set()  # keys of parameter groups that its steps have set
+        self._set_by_others: set[str] = set()  # keys set between its steps
+        self._seen: list[dict[str, Any]] = []  # content of the parameter groups at the last call of `_add_changed`
+        self._add_changed(self._set_by_others)
         is_by_epoch = file.training.scheduler_step == "epoch"
         self._steps = length.epochs if is_by_epoch else length.updates
         self._scheduler = file.scheduler(optimizer, self._steps) if optimizer else None
-        self._note(self._own)
+        self._add_changed(self._set_by_it)
         self.is_by_user_code = schedules_by_user_code(self._scheduler)
         self._takes_loss = isinstance(self._scheduler, ReduceLROnPlateau)
         self._is_by_epoch = is_by_epoch or self._takes_loss
@@ -449,26 +449,26 @@ class LearningRateSchedule:
             for loss in losses:
                 self.epoch_done(loss)
 
-    def _note(self, keys: set[str]) -> None:
+    def _add_changed(self, keys: set[str]) -> None:
         """Add to `keys` all keys whose values in the parameter groups have changed since the last call."""
         now = [dict(group) for group in self._watched]
-        for group, before in zip(now, self._noted, strict=False):
+        for group, before in zip(now, self._seen, strict=False):
             keys |= {key for key, value in group.items() if value is not before.get(key)}
-        self._noted = now
+        self._seen = now
 
     @property
     def sets(self) -> set[str]:
         """Keys of parameter groups that only the schedule sets; recorded if the optimizer's steps may set some too."""
-        return self._own - self._of_others
+        return self._set_by_it - self._set_by_others
 
     def _step(self, *metrics: Any) -> None:
         if not self._scheduler:
             return
         name = type(self._scheduler).__name__
-        self._note(self._of_others)
+        self._add_changed(self._set_by_others)
         try:
             self._scheduler.step(*metrics)
-            self._note(self._own)
+            self._add_changed(self._set_by_it)
         except TypeError as error:
             what = f"the learning-rate schedule {name} cannot be stepped ({error})"
             raise self._file.error(what, "use ReduceLROnPlateau, or one whose step() takes no argument") from error
