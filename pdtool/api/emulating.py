@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pdtool.api.caller import unchanged_caller
 from pdtool.api.console import note
 from pdtool.api.inputs import Inputs, optional_text, planned
-from pdtool.api.training import generated, new_folder
+from pdtool.api.training import new_folder, write_stages
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Emulation
@@ -215,7 +215,7 @@ def _training_config(inputs: Inputs, out: Path, asked: EmulateOptions) -> RunCon
     in_steady_state = None if asked.target else minibatches_to_steady_state(inputs.plan, inputs.profile)
     return RunConfig(
         plan=inputs.plan,
-        bundle=generated(inputs, RunDir(out).stages),
+        bundle=write_stages(inputs, RunDir(out).stages),
         bundle_dir=RunDir(out).stages,
         model=inputs.model,
         trusted=inputs.trusted,

@@ -1,6 +1,6 @@
 """Read a command's inputs: a plan, its profile and its model, which must still fit together.
 
-A plan edited by hand gets new figures. If no path is given, `candidate` finds the only file there is.
+A plan edited by hand gets new figures. If no path is given, `given_or_only` finds the only file there is.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def as_it_is(artifact: Artifact, file: str) -> tuple[Artifact, ArtifactError | N
     return checked(artifact, profile), None
 
 
-def candidate(kind: str, given: str | None) -> str:
+def given_or_only(kind: str, given: str | None) -> str:
     """Return the path given, or else the only profile in `profiles/` or plan in `plans/`.
 
     Raises:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pdtool.api.caller import unchanged_caller
 from pdtool.api.console import note, status, training_progress
-from pdtool.api.inputs import Inputs, bundle_of, candidate, optional_text
+from pdtool.api.inputs import Inputs, bundle_of, given_or_only, optional_text
 from pdtool.api.model_settings import Settings, assignments, with_settings
 from pdtool.api.rescheduling import rescheduled
 from pdtool.api.resuming import as_asked, note_options, note_resumption, own_plan, plan_resumed, recorded
@@ -55,7 +55,7 @@ def codegen(plan: Plan | Path | str, *, model: Path | str | None = None, output:
     """
     inputs = Inputs.load(plan, optional_text(model))
     folder = optional_text(output)
-    return generated(inputs, Path(folder) if folder else inputs.folder)
+    return write_stages(inputs, Path(folder) if folder else inputs.folder)
 
 
 @unchanged_caller()
@@ -108,10 +108,10 @@ def run(
     given |= options
     asked = read_options("run", RunOptions, given)
     named = {name for name, option in declared(RunOptions).items() if given.get(option.keyword or name) is not None}
-    return trained(*to_train(plan, asked, named))[1]
+    return train_plan(*to_train(plan, asked, named))[1]
 
 
-def generated(inputs: Inputs, folder: Path) -> Bundle:
+def write_stages(inputs: Inputs, folder: Path) -> Bundle:
     """Generate the bundle, and note what was checked."""
     from pdtool.frontend.user_code import undoing_user_changes
     from pdtool.generator.generate import generate
@@ -149,7 +149,7 @@ def to_train(
     asked = as_asked(path, asked, given)
     if is_first_worker(os.environ):
         note_options(before, asked)
-    named = plan if isinstance(plan, Plan) else candidate("plan", path or own_plan(before))
+    named = plan if isinstance(plan, Plan) else given_or_only("plan", path or own_plan(before))
     inputs = Inputs.load(named, asked.model, starts_workers=not (is_dry or is_worker(os.environ)))
     from pdtool.frontend.user_code import check_trainable, find_source  # loads torch
 
@@ -158,7 +158,7 @@ def to_train(
     return inputs, rescheduled(inputs, asked), asked
 
 
-def trained(inputs: Inputs, plan: Plan, asked: RunOptions) -> tuple[RunConfig, Report]:
+def train_plan(inputs: Inputs, plan: Plan, asked: RunOptions) -> tuple[RunConfig, Report]:
     """Train as `asked` says, and return the configuration and the report.
 
     Args:
@@ -197,7 +197,7 @@ def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:
     if is_worker(os.environ):
         raise StaleError(folder, "contains no bundle of this plan", "run `pdtool codegen` before torchrun or srun")
     note(f"{folder}/ is missing or does not belong to this plan: generating it")
-    return generated(inputs, folder)
+    return write_stages(inputs, folder)
 
 
 def _check_functions_again(inputs: Inputs, bundle: Bundle) -> None:

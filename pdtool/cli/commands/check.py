@@ -46,10 +46,10 @@ def check(plan: str | None, fresh: bool, update: bool, as_json: bool) -> None:
     With --fresh, trace the current model and compare it with the profile, the plan and the stage files. Exit with 3 if
     one is stale.
     """
-    from pdtool.api.inputs import candidate
+    from pdtool.api.inputs import given_or_only
     from pdtool.files import quoted
 
-    path = candidate("plan", plan)
+    path = given_or_only("plan", plan)
     if fresh and update:
         raise UsageError("--fresh and --update cannot be combined", "pass only one")
     if fresh:

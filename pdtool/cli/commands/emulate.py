@@ -29,7 +29,7 @@ def emulate(plan: str | None, output: str | None, asked: EmulateOptions, as_json
     computing, and sends real tensors. This needs Linux, iproute2, and root or user namespaces.
     """
     from pdtool.api.emulating import check_emulation, emulated
-    from pdtool.api.inputs import candidate
+    from pdtool.api.inputs import given_or_only
     from pdtool.cli.run_view import emulation_view
 
     typed = options.typed(click.get_current_context())
@@ -38,7 +38,7 @@ def emulate(plan: str | None, output: str | None, asked: EmulateOptions, as_json
             what = f"--{name} has no effect: sleeping workers train no model"
             raise UsageError(what, f"add --compute real, or leave --{name} out")
     check_emulation(asked)
-    emulation, folder = emulated(candidate("plan", plan), output, asked)
+    emulation, folder = emulated(given_or_only("plan", plan), output, asked)
     if as_json:
         print_json(emulation)
     show(*emulation_view(emulation))

@@ -45,10 +45,10 @@ def report(what: tuple[str, ...], output: str | None, watch: bool) -> None:
 
     The page needs no server. It shows several plans and runs side by side.
     """
-    from pdtool.api.inputs import candidate
+    from pdtool.api.inputs import given_or_only
     from pdtool.api.reporting import check_page
 
-    names = what or (candidate("plan", None),)
+    names = what or (given_or_only("plan", None),)
     path = Path(output or "report.html")
     if watch and str(path) == "-":
         raise UsageError("--watch rewrites the page, so it needs a file instead of -o -", "name it with -o")

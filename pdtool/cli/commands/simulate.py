@@ -45,7 +45,7 @@ def simulate(
     """
     import json
 
-    from pdtool.api.inputs import candidate, planned
+    from pdtool.api.inputs import given_or_only, planned
     from pdtool.artifacts.chrome_trace import chrome_trace
     from pdtool.cli.artifact_views import comparison_view, simulation_data, simulation_view, sweep_view
     from pdtool.cli.terminal import write_text
@@ -57,7 +57,7 @@ def simulate(
 
     rates = _rates(sweep) if sweep else []
     piped = _is_piped(trace, svg, as_json)
-    chosen, profile = planned(candidate("plan", plan))
+    chosen, profile = planned(given_or_only("plan", plan))
     with status("simulating"):
         simulation = simulated(chosen, profile, asked.schedule, asked.minibatches, asked.against, rates)
     name, result, points = simulation.schedule, simulation.result, simulation.sweep

@@ -26,12 +26,12 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
 
     Without PLAN, it takes the only plan in plans/.
     """
-    from pdtool.api.inputs import candidate
+    from pdtool.api.inputs import given_or_only
     from pdtool.api.training import codegen as write
 
     if output == "-":
         raise UsageError("-o - is not possible: codegen writes a folder, not a file", "name a folder")
-    bundle = write(candidate("plan", plan), model=model, output=output)
+    bundle = write(given_or_only("plan", plan), model=model, output=output)
     if as_json:
         print_json(bundle)
 
@@ -54,11 +54,11 @@ def partition(profile: tuple[str, ...], asked: PartitionOptions, output: str | N
     To let pdtool choose the batch size, pass several profiles of the model with different batch sizes, and
     --samples-per-update. The plan is for the fastest of these sizes.
     """
-    from pdtool.api.inputs import candidate, default_plan_path
+    from pdtool.api.inputs import default_plan_path, given_or_only
     from pdtool.api.planning import keep_edits, planned_for
     from pdtool.cli.artifact_views import plan_view
 
-    plan = planned_for(profile or [candidate("profile", None)], asked)
+    plan = planned_for(profile or [given_or_only("profile", None)], asked)
     path = output or default_plan_path(plan)
     keep_edits(path)
     write_artifact(plan, path, as_json=as_json, view=plan_view(plan), is_named=output is not None)
@@ -106,7 +106,7 @@ def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> No
 
     Without PLAN, it takes the only plan in plans/.
     """
-    from pdtool.api.training import to_train, trained
+    from pdtool.api.training import to_train, train_plan
     from pdtool.artifacts.run_dir import RunDir
     from pdtool.cli.artifact_views import worker_table
     from pdtool.cli.run_view import report_view
@@ -121,7 +121,7 @@ def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> No
             raise UsageError("--json cannot be combined with --dry-run, which prints a table", "leave one out")
         show(worker_table(chosen, asked.nnodes), err=False)
         return
-    config, report = trained(inputs, chosen, asked)
+    config, report = train_plan(inputs, chosen, asked)
     if is_first_worker(os.environ):
         if as_json:
             print_json(report)
