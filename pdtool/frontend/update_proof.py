@@ -63,7 +63,8 @@ def set_mode(optimizer: Optimizer, *, training: bool) -> None:
 
 def user_code_in_step(file: ModelFile, optimizer: Optimizer) -> list[str]:
     """Name the code outside torch that takes part in a step of optimizer()'s result."""
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    # One that wraps another may not have called Optimizer.__init__, and so have none.
+    hooks = (vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post"))
     is_of_torch = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
     causes = [] if is_of_torch and not any(hooks) else [f"a step of {type(optimizer).__name__}"]
     return causes + ["after_update()"] * file.has("after_update")

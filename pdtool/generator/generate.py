@@ -38,6 +38,7 @@ from pdtool.generator.verify import (
     ModelFailedError,
     VerificationError,
     outputs_in_both_modes,
+    set_by_first_minibatch,
     verify_shapes,
     verify_values,
 )
@@ -67,7 +68,7 @@ def generate(
         TraceError: the model cannot be traced.
         StaleError: the model's operator graph has changed since it was profiled.
         ArtifactError: the plan does not fit the profile, or the profile not the model.
-        VerificationError: the stages are not equal to the model.
+        VerificationError: the stages are not equal to the model, or the model cannot have the plan's replicas.
         UsageError: `folder` has files of these names that codegen did not write.
     """
     _check_target(folder)
@@ -81,6 +82,7 @@ def generate(
     texts, bundle = _written(plan, stages, traced, "values" if fits else "shapes")
     progress("comparing the stages with the model" if fits else "checking shapes (the model is too large to run here)")
     bundle = bundle.model_copy(update={"differs_for_one_sample": _verify(traced, model_file, texts, bundle)})
+    _check_replicated_parameters(plan, bundle, model_file)
     check_user_functions(model_file, plan, bundle, lambda: traced.model)
     _write(folder, texts | {Bundle.FILE: bundle.dump()})
     return bundle
@@ -229,6 +231,31 @@ def _verify_values(model_file: ModelFile, texts: dict[str, str], bundle: Bundle,
     with suppress(PdtoolError):  # example_inputs cannot give one sample
         one_sample = model_file.example_inputs(1)
     return verify_values(model_file.build, texts, bundle, batches, after_forward, one_sample)
+
+
+def _check_replicated_parameters(plan: Plan, bundle: Bundle, model_file: ModelFile) -> None:
+    """Check that forward sets no parameter of a stage with replicas from its first minibatch: each replica would set
+    its own, and from then on only gradients are averaged.
+
+    Raises:
+        VerificationError: it does.
+    """
+    replicated = {
+        name: s for s, stage in enumerate(bundle.stages) if plan.stages[s].replicas > 1 for name in stage.parameters
+    }
+    if bundle.proof != "values" or not replicated:
+        return
+    size = min(bundle.batch_size, _VERIFIED_SAMPLES)
+    with suppress(ModelFailedError):  # the minibatch is too small
+        batches = [model_file.example_inputs(samples) for samples in (size, size + 1)]
+        for name in set_by_first_minibatch(model_file.build, batches):
+            if name in replicated:
+                s = replicated[name]
+                raise VerificationError(
+                    f"forward sets parameter {name} from its first minibatch, but stage {s} has "
+                    f"{plan.stages[s].replicas} replicas, and each would set it from another one",
+                    "set it in model() from fixed samples, or plan with one worker for this stage, such as --straight",
+                )
 
 
 def _check_after_update(model_file: ModelFile, bundle: Bundle) -> None:

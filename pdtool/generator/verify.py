@@ -34,6 +34,7 @@ from pdtool.frontend.random_numbers import derive_seed, random_state_kept, seed_
 from pdtool.frontend.user_code import line_of
 from pdtool.frontend.user_modules import user_modules_importable
 from pdtool.generator.kept_state import (
+    GENERATORS,
     TOLERANCE,
     KeptAttribute,
     changed_attributes,
@@ -220,6 +221,18 @@ def _compare_minibatches(
         )
 
 
+def set_by_first_minibatch(build: Callable[[], nn.Module], batches: Sequence[Any]) -> list[str]:
+    """Return the parameters that the first forward in training sets from its minibatch, as ActNorm does."""
+    weights = []
+    for inputs in (batches[0], batches[-1]):
+        model = build().train()
+        with _repeatable():
+            _run("the model", partial(_call, model, ModelInputs.of(inputs)), "the first minibatch")
+        weights.append({name: p.detach() for name, p in model.named_parameters()})
+    first, other = weights
+    return [name for name, weight in first.items() if not torch.equal(weight, other[name])]
+
+
 def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batches: Sequence[ModelInputs]) -> bool:
     """Whether an attribute, or the model's output, depends on minibatches before the last one: on their inputs,
     weights, or random numbers.
@@ -259,6 +272,12 @@ def _refuse_kept_state(
         if not _is_carried_over(kept, build, batches):
             continue
         where = f"{kept.location}: " if kept.location else ""
+        if isinstance(kept.value(build()), GENERATORS):
+            raise VerificationError(
+                f"{where}forward draws random numbers from {kept.described}: they would depend on the plan, and start "
+                "anew in a resumed run",
+                "draw from the global generators of torch, numpy or random, which pdtool seeds for each minibatch",
+            )
         raise VerificationError(
             f"{where}forward changes {kept.described} and reads it again: "
             "minibatches in flight together cannot share it",

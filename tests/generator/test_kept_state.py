@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import deque
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -542,3 +543,68 @@ def _generated_tied(function: str, folder: Path, replicas: int = 1) -> None:
     last = plan.stages[-1].model_copy(update={"replicas": replicas})
     plan = plan.model_copy(update={"stages": (*plan.stages[:-1], last)})
     assert generate(plan, profile, file, folder / "b").tied
+
+
+GENERATORS = [
+    "np.random.RandomState(0)",
+    "np.random.default_rng(0)",
+    "random.Random(0)",
+    "torch.Generator().manual_seed(0)",
+]
+OPAQUE = """
+import random
+import numpy as np
+
+class Noise(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rng = {generator}
+
+    def forward(self, x):
+        scale = torch.rand((), generator=self.rng).item() if hasattr(self.rng, "initial_seed") else self.rng.random()
+        return x * scale if x.sum().item() else x
+
+class ActNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.loc, self.is_set = nn.Parameter(torch.zeros(4)), nn.Buffer(torch.tensor(0))
+
+    def forward(self, x):
+        if self.is_set.item() == 0:
+            self.loc.data.copy_({first})
+            self.is_set.fill_(1)
+        return x - self.loc
+
+HINTS = {{"opaque": ["0"]}}
+
+def model():
+    return nn.Sequential({module}(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+"""
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_a_generator_that_a_module_draws_from_in_forward_is_refused(generator: str, tmp_path: Path) -> None:
+    """Replicas drew the same numbers for different minibatches, and a resumed run drew the first ones again."""
+    functions = OPAQUE.format(generator=generator, first="x.mean(0)", module="Noise")
+    file = _model(tmp_path, "        return x\n", functions=functions)
+    profile = skeleton(file)
+    with pytest.raises(VerificationError, match=r"forward draws random numbers from self.rng of 0: .*; draw from the"):
+        generate(plan_of(profile, 2), profile, file, tmp_path / "b")
+
+
+@pytest.mark.parametrize(("first", "is_refused"), [("x.mean(0)", True), ("torch.ones(4)", False)])
+def test_replicas_do_not_set_a_parameter_each_from_its_first_minibatch(
+    first: str, is_refused: bool, tmp_path: Path
+) -> None:
+    """As ActNorm does. They trained different weights, for only gradients are averaged."""
+    functions = OPAQUE.format(generator="None", first=first, module="ActNorm")
+    file = _model(tmp_path, "        return x\n", functions=functions)
+    profile = skeleton(file)
+    plan = plan_of(profile, 2)
+    generate(plan, profile, file, tmp_path / "one")
+    stage, last = plan.stages
+    stages = (stage.model_copy(update={"replicas": 2, "workers": (0, 2)}), last)
+    plan = plan.model_copy(update={"stages": stages})
+    said = r"^forward sets parameter 0\.loc from its first minibatch, but stage 0 has 2 replicas"
+    with pytest.raises(VerificationError, match=said) if is_refused else nullcontext():
+        generate(plan, profile, file, tmp_path / "two")
