@@ -102,6 +102,7 @@ class RunState(Artifact):
         asked: its options, by the names of RunOptions, in their form on the command line. An earlier pdtool did not
             record them.
         updates, samples: updates and samples of an epoch; None until the workers have opened the training set.
+        updates_before: updates of the resumed run, whose epochs may have had another number. Older files lack them.
         end: how it ended; None while it goes on, and if nobody could record it (a power cut).
         reason: why it stopped or failed.
     """
@@ -120,6 +121,7 @@ class RunState(Artifact):
     asked: dict[Label, str | int | float | bool | tuple[str, ...]] = Field(default_factory=dict)
     updates: Count | None = None
     samples: Count | None = None
+    updates_before: Number | None = None
     end: Literal["done", "stopped", "failed"] | None = None
     reason: Annotated[str, StringConstraints(max_length=10_000)] = ""
 
@@ -128,6 +130,14 @@ class RunState(Artifact):
         if version == 1 and "epochs_done" in content:  # there it meant the epochs of the run before
             return content | {"resumed_after": content["epochs_done"]}
         return content
+
+    @property
+    def total_updates(self) -> int | None:
+        """Updates in all epochs, including those of the resumed run; None until they are known."""
+        if self.updates is None:
+            return None
+        before = self.updates * self.resumed_after if self.updates_before is None else self.updates_before
+        return before + self.updates * (self.epochs - self.resumed_after)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ class _Training:
     Attributes:
         shown_s: time of the last line that was shown; None before the first.
         updates: of an epoch; None until the run's state says.
+        total_updates: of all epochs.
         samples: of an update, on average.
     """
 
@@ -70,6 +71,7 @@ class _Training:
     epochs: int
     shown_s: float | None = field(default=None, init=False)
     updates: int | None = field(default=None, init=False)
+    total_updates: int | None = field(default=None, init=False)
     samples: float = field(default=0.0, init=False)
     _recent: deque[tuple[float, int]] = field(default_factory=deque, init=False)  # time and step of updates
     _first: tuple[float, int] | None = field(default=None, init=False)
@@ -117,7 +119,8 @@ class _Training:
             if state is None:  # another machine may see it later
                 return None
             self.updates, self.samples = state.updates, (state.samples or 0) / (state.updates or 1)
-        return self.updates and self.updates * self.epochs
+            self.total_updates = state.total_updates
+        return self.total_updates
 
     def rate(self, update: UpdateLine) -> float:
         """Return samples per second, over the last seconds of the epoch."""
@@ -193,7 +196,7 @@ class _TrainingBar(_Training):
         self.bar.update(self._task, description=doing, total=self.total, completed=update.step, figures=figures)
 
     def _ends_epoch(self, update: UpdateLine) -> bool:
-        return update.step == update.epoch * (self.updates or 0)
+        return update.step == (self.total or 0) - (self.epochs - update.epoch) * (self.updates or 0)
 
 
 def report_view(report: Report) -> Lines:
@@ -371,7 +374,7 @@ def _end(state: RunState, *, is_running: bool) -> str:
 
 
 def _place(state: RunState, update: UpdateLine) -> str:
-    total = f"/{state.updates * state.epochs}" if state.updates else ""
+    total = f"/{state.total_updates}" if state.total_updates else ""
     rate = f", {format_throughput(update.samples_per_s)}" if update.samples_per_s else ""
     place = f"{update.step}{total}, in epoch {update.epoch}/{state.epochs}"
     return f"last update: {place}: training loss {update.loss:.4f}{rate}"

@@ -206,7 +206,11 @@ def _dynamic_dims(inputs: ModelInputs, larger: ModelInputs, size: int) -> Shapes
         dynamic[a] = {d: batch if a.shape[d] == size else (a.shape[d] // size) * batch for d in growing}
     if not any(dynamic[tensor] for tensor in inputs.tensors):
         shapes = [tuple(t.shape) for t in inputs.tensors]
-        raise TraceError(f"example_inputs gives shapes {shapes} for every batch size", "use its argument")
+        raise TraceError(
+            f"the inputs have shapes {shapes} whatever the number of samples",
+            "let their first dimension be the minibatch: use the argument of example_inputs(), or, without it, stack "
+            "the samples in collate()",
+        )
     return dynamic
 
 

@@ -132,6 +132,18 @@ def test_what_the_planner_would_choose_anyway_is_the_same_plan():
     assert (plan.stages, plan.predicted) == (free.stages, free.predicted)
 
 
+def test_2bw_has_no_more_in_flight_than_an_update_has_minibatches():
+    """It named the numbers in flight of a plan that nobody had."""
+    cluster = make_cluster((4,), (FAST,))
+    profile = chain([1.0] * 6)
+    plan = planned(profile, cluster, None, schedule="2bw", samples_per_update=2)
+    assert (plan.stages[0].in_flight, plan.asked.workers) == (2, None)
+    with pytest.raises(
+        UsageError, match="1-1-1-1 has more minibatches in flight than the 2 of an update; pass a larger"
+    ):
+        planned(profile, cluster, (1, 1, 1, 1), schedule="2bw", samples_per_update=2)
+
+
 def test_2bw_keeps_the_replicas():
     plan = planned(chain([1.0] * 6), make_cluster((4,), (FAST,)), (2, 1), schedule="2bw")
     assert (plan.config, plan.schedule) == ("2-1", "2bw")

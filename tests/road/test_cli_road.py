@@ -14,6 +14,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
+from pdtool.artifacts.run_dir import RunState
 from pdtool.errors import UsageError
 
 PLAN = "plans/model-2.yaml"
@@ -67,6 +68,8 @@ def test_another_seed_and_other_steps_on_resuming_are_told(road):
     result = road.pdtool(*resumed, "--epochs", "3", "--steps", "3", "--seed", "0")
     assert "was trained with --seed 3 and continues with --seed 0" in result.stderr
     assert "resumed after epoch 2, 1 epoch of 3 minibatches of 8" in result.stderr
+    state = RunState.load("runs/x/run.json")
+    assert (state.updates, state.updates_before, state.total_updates) == (3, 4, 7)
     said = "resumed after epoch 2: only the epochs since then are measured"
     assert said in " ".join(result.stderr.split())
     assert said in road.pdtool("show", "runs/x").stdout

@@ -163,7 +163,17 @@ def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, opt
         found = make_plan(profile, profile_path, replace(cluster, memory_bytes=memory_bytes), searched)
         return reschedule(found.model_copy(update={"cluster": cluster}), profile, changes)
 
-    plan = _fitting(plan_within, profile, cluster.memory_bytes)
+    try:
+        plan = _fitting(plan_within, profile, cluster.memory_bytes)
+    except ScheduleError:  # an update has fewer minibatches than are in flight: at most one for each worker
+        minibatches = options.update_every
+        if minibatches is None or minibatches >= (options.workers or cluster.workers):
+            raise
+        if options.replicas:
+            what = f"{options.replicas_text} has more minibatches in flight than the {minibatches} of an update"
+            raise UsageError(what, "pass a larger --samples-per-update, or other --replicas") from None
+        plan = _rescheduled_plan(profile, profile_path, cluster, replace(options, workers=minibatches))
+        return plan.model_copy(update={"asked": options})
     search = PlanSearch(profile, cluster, searched)
 
     def moved(placement: Placement) -> Iterator[Stages]:

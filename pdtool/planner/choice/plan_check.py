@@ -84,7 +84,7 @@ def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iter
     """Report what an edited plan is now. Its stored figures belong to the plan before, so none can be false."""
     stored = "the plan was edited by hand, its file still has the old ones"
     if plan.predicted is None:
-        stored = "there are none in the file"
+        stored = "the file has none for this profile"
     words = (
         f"{stored}; it now takes {format_seconds(recomputed.time_s)} per minibatch "
         f"({format_throughput(recomputed.throughput_samples_per_s)}), {recomputed.gain_over_data_parallel:.3g} times "
@@ -96,10 +96,11 @@ def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iter
             return
         fastest = found[0]
         best_s = fastest.time_per_minibatch_s
-        more = gap_to_bound(recomputed.bottleneck_s, best_s)
+        ratio = recomputed.bottleneck_s / best_s if best_s else 1.0
+        difference = f"{ratio - 1:.1%} more" if ratio >= 1 else f"{1 - ratio:.1%} less"
         words = (
-            f"by the formulas it takes {format_seconds(recomputed.bottleneck_s)}, {more:.1%} more than the fastest "
-            f"plan found ({fastest.placement.config}, {format_seconds(best_s)})"
+            f"by the formulas it takes {format_seconds(recomputed.bottleneck_s)}, {difference} than the fastest plan "
+            f"found with the options of the plan before ({fastest.placement.config}, {format_seconds(best_s)})"
         )
         yield Finding("lower bound", None, words, recomputed=best_s)
 

@@ -28,7 +28,7 @@ from pdtool.frontend.model_io import Structure, dtype_of
 from pdtool.frontend.random_numbers import derive_seed, random_state_kept, seed_generators
 from pdtool.frontend.user_code import is_stream
 from pdtool.runtime.loading.minibatches import VALIDATION_PASS, DatasetSplit, Shape, shapes_of, tensors_of_target
-from pdtool.units import format_seconds
+from pdtool.units import counted, format_seconds
 
 
 class MinibatchLoader:
@@ -147,8 +147,10 @@ class MinibatchLoader:
         expected = [((samples, *shape[1:]), dtype) for shape, dtype in self._described.shapes]
         loaded = shapes_of(leaves)
         if loaded != expected:
-            what = f"{self.where} gives targets {_shapes(loaded)}, but the first sample alone gives {_shapes(expected)}"
-            raise self.file.error(what, "give targets one row per sample, and pad to a fixed length")
+            given = f"{self.where} gives targets {_shapes(loaded)} for {counted(samples, 'sample')}"
+            raise self.file.error(
+                f"{given}, not {_shapes(expected)}", "give targets one row per sample, and pad to a fixed length"
+            )
         return leaves
 
 

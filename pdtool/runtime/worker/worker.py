@@ -214,7 +214,9 @@ class Worker:
     def _record_updates(self) -> None:
         """Write the updates and samples of an epoch to run.json, to show how far the run is."""
         updates = math.ceil(self._data.epoch_minibatches / self._shape.update_every[max(self.stages)])
-        RunDir(self._config.out).update_state(updates=updates, samples=self._data.epoch_samples)
+        before = self._of_last_stage.optimizer.updates if self._of_last_stage else 0
+        samples = self._data.epoch_samples
+        RunDir(self._config.out).update_state(updates=updates, samples=samples, updates_before=before)
 
     def _actions(self, minibatches: int) -> list[WorkerActions]:
         """The actions of all workers for a number of minibatches, made lazily."""
