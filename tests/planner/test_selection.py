@@ -232,6 +232,30 @@ def test_borders_are_moved_where_no_first_plan_of_a_configuration_is_fast(seed, 
     assert free.predicted.simulated_s <= narrow.predicted.simulated_s * (1 + bench_choice.MAX_LOSS)
 
 
+@pytest.mark.rows_of_the_day(days=3)
+@pytest.mark.parametrize(("seed", "workers"), [(10, 5), (30, 4), (67, 2)])
+def test_more_workers_are_no_slower_with_a_flush(seed, workers):
+    """It was up to 30 % slower: too few configurations were simulated."""
+    profile, cluster = bench_choice.question(seed)
+    asked = {"schedule": "1f1b-flush", "microbatches": 4}
+    free, few = (
+        bench_choice.planned(profile, cluster, PartitionOptions(**asked, **more)) for more in ({}, {"workers": workers})
+    )
+    assert free.predicted.simulated_s <= few.predicted.simulated_s * (1 + bench_choice.MAX_LOSS)
+
+
+@pytest.mark.rows_of_the_day(days=5)
+@pytest.mark.parametrize(("seed", "samples"), [(2, 3), (3, 6), (10, 3), (118, 3), (126, 3)])
+def test_auto_is_no_slower_than_a_schedule_that_it_compares(seed, samples):
+    """Borders were moved only if no schedule flushes."""
+    profile, cluster = bench_choice.question(seed)
+    auto, own = (
+        bench_choice.planned(profile, cluster, PartitionOptions(schedule=schedule, samples_per_update=samples))
+        for schedule in ("auto", "1f1b")
+    )
+    assert auto.predicted.simulated_s <= own.predicted.simulated_s * (1 + bench_choice.MAX_LOSS)
+
+
 @pytest.mark.rows_of_the_day(days=8)
 @pytest.mark.parametrize("seed", [9, 30, 35, 44, 106, 126, 235, 1013])
 def test_no_narrower_option_finds_a_faster_plan(seed):

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import TensorSpec
 from pdtool.artifacts.profile import Profile
-from pdtool.errors import ModelError, WorkerDiedError
+from pdtool.errors import ModelError, PdtoolError, WorkerDiedError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import Structure
 from pdtool.runtime.launch.launcher import launch
@@ -272,6 +272,13 @@ def test_a_dataset_that_uses_cuda_is_told_to_load_in_the_training_process(tmp_pa
     text = "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use 'spawn'"
     message = r"sample 0, raised RuntimeError: Cannot re-initialize CUDA in forked subprocess; make samples on"
     with source(tmp_path, 1, f'raise RuntimeError("{text}")') as minibatches, pytest.raises(ModelError, match=message):
+        loaded(minibatches, one_pass(), range(1))
+
+
+def test_a_full_shared_memory_is_not_blamed_on_the_samples(tmp_path: Path) -> None:
+    text = "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
+    message = r"^a loader worker found no room in /dev/shm for a minibatch; give /dev/shm more room"
+    with source(tmp_path, 1, f'raise RuntimeError("{text}")') as minibatches, pytest.raises(PdtoolError, match=message):
         loaded(minibatches, one_pass(), range(1))
 
 

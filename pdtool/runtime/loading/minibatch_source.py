@@ -48,9 +48,12 @@ _MARGIN = 1.2  # for minibatches that take longer than the median, and for handi
 _NO_CHILDREN = "daemonic processes are not allowed to have children"  # of multiprocessing
 _NO_CUDA = "Cannot re-initialize CUDA in forked subprocess"  # torch goes on with advice for its own DataLoader
 _REMEDY_FOR_CUDA = "make samples on the CPU, or load in the training process: --loader-workers 0"
+_NO_SHARED_MEMORY = "unable to allocate shared memory"  # of torch, in a minibatch that a loader worker makes
+_REMEDY_FOR_SHARED_MEMORY = (
+    "give /dev/shm more room (docker run --shm-size), or load in the training process: --loader-workers 0"
+)
 _REMEDIES = {
-    -signal.SIGBUS: "give /dev/shm more room (docker run --shm-size), or load in the training process: "
-    "--loader-workers 0",
+    -signal.SIGBUS: _REMEDY_FOR_SHARED_MEMORY,
     -signal.SIGKILL: "if memory ran out, pass a smaller --loader-workers",
 }
 _REMEDY_FOR_ENDS = "use --loader-workers 0: the training process then loads and names the sample"
@@ -291,6 +294,8 @@ def _portable(error: PdtoolError) -> BaseException:
     text = "".join(traceback.format_exception(error))
     if _NO_CUDA in error.what:
         error = ModelError(error.what.partition(_NO_CUDA)[0] + _NO_CUDA, _REMEDY_FOR_CUDA)
+    if _NO_SHARED_MEMORY in error.what:
+        error = PdtoolError("a loader worker found no room in /dev/shm for a minibatch", _REMEDY_FOR_SHARED_MEMORY)
     if _NO_CHILDREN in error.what:
         error = ModelError(error.what, "make samples without other processes, or use --loader-workers 0")
     error.add_note(text)
