@@ -177,7 +177,10 @@ class _Selection:
                 self._shortlist += self._first(sorted(self._with_lower_bounds(plans), key=_by_bound))
 
     def _first(self, plans: list[tuple[float, Candidate]]) -> list[tuple[float, Candidate]]:
-        """Return the first plans: more if all their simulations together are short."""
+        """Return the first plans. With a flush, whose time the formulas only guess, return more if simulations are
+        short."""
+        if not plans or not _flushes(plans[0][1]):
+            return plans[: self._most]
         sizes = (action_count(plan.placement) * plan.placement.used_workers for _, plan in plans)
         short = sum(total <= _MAX_ACTIONS_LISTED for total in accumulate(sizes))
         return plans[: max(self._most, short)]
