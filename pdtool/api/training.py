@@ -287,7 +287,7 @@ def check_run(asked: RunOptions, workers: int) -> None:
 
 def _with_loader_workers(config: RunConfig, loading_s: float | None, asked: int | None) -> RunConfig:
     """Set the run's loader workers: the requested number, else as many as the profile's loading time needs; note it."""
-    from pdtool.runtime.loading.minibatch_source import LoadingCost, at_most_the_cores
+    from pdtool.runtime.loading.loading_cost import LoadingCost, at_most_the_cores
 
     cost = LoadingCost.of(loading_s, config.plan)
     workers = asked if asked is not None else at_most_the_cores(cost.workers if cost else 0, config)

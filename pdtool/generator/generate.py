@@ -30,8 +30,8 @@ from pdtool.frontend.random_numbers import random_state_kept, seed_generators
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.trial import tried
 from pdtool.frontend.update_proof import TRIED_UPDATES, check_update
-from pdtool.generator.forward_writer import output_class_names
 from pdtool.generator.kept_state import has_same_content
+from pdtool.generator.output_writer import output_class_names
 from pdtool.generator.stage_file import StageWriter
 from pdtool.generator.variable_uses import changed_in_training, collected
 from pdtool.generator.verify import (

@@ -24,7 +24,8 @@ from pdtool.generator.expressions import (
     module_statements,
     set_parameter,
 )
-from pdtool.generator.forward_writer import ForwardWriter, output_classes, output_imports
+from pdtool.generator.forward_writer import ForwardWriter
+from pdtool.generator.output_writer import output_classes, output_imports
 from pdtool.generator.wiring import Wiring
 
 _SEED_OPERATOR = '''

@@ -34,7 +34,7 @@ from pdtool.frontend.user_modules import imported_digests
 from pdtool.options.declaration import declared
 from pdtool.options.run_options import RunOptions
 from pdtool.runtime.config import RunConfig
-from pdtool.runtime.memory import is_out_of_memory
+from pdtool.runtime.out_of_memory import is_out_of_memory
 from pdtool.runtime.ranks import assign_ranks
 from pdtool.runtime.status import ANY_PEER, PeerError, Status
 

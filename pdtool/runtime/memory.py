@@ -1,15 +1,9 @@
-"""Memory of a worker: its peak while it trains, and the error when it runs out.
-
-`PeakMemory` measures the peak. `is_out_of_memory` recognizes an allocation that failed, and the error says what the
-worker needed and what the machine had.
-"""
+"""Memory of a worker: what it does with freed memory, and its peak while it trains."""
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable
 from time import perf_counter
@@ -18,19 +12,9 @@ import torch
 from torch import nn
 
 from pdtool import host
-from pdtool.artifacts.plan import Plan
-from pdtool.errors import WorkerDiedError
 from pdtool.runtime.config import RunConfig
-from pdtool.runtime.ranks import RankAssignment, assign_ranks
+from pdtool.runtime.ranks import assign_ranks
 from pdtool.units import format_bytes
-
-# Messages of allocators: CUDA's, torch's for CPU tensors, C++'s and cuBLAS's.
-_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
-_PLACE = re.compile(r"^\[enforce fail at [^]]*\] err == 0\. ")  # in torch's sources
-_REMEDY = (
-    "partition with a smaller --memory, to get more stages or recomputation. Or profile with a smaller --batch-size, "
-    "or put fewer workers on this machine"
-)
 
 _NEAR_LIMIT = 0.8  # the rest is for the next action
 _LOOK_S = 0.01  # looking takes as long as a short action
@@ -156,52 +140,3 @@ def choose_heap(config: RunConfig, rank: int) -> None:
     limit, needed = plan.cluster.memory_bytes or 0, plan.memory_needed[assignments[rank].stage]
     what = f"the plan's limit is {format_bytes(limit)}, and it predicts {format_bytes(needed)}"
     sys.stderr.write(f"note: {assignments[rank]} returns freed memory at once, which is slower: {what}\n")
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether `error`, or one that it was raised from, is a failed allocation."""
-    while error:
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-            return True
-        if isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _TEXTS):
-            return True
-        error = error.__cause__
-    return False
-
-
-def out_of_memory_error(
-    error: BaseException, plan: Plan, assignment: RankAssignment, device: torch.device
-) -> WorkerDiedError:
-    """Return the error of a worker whose allocation failed with `error`."""
-    cause = error
-    while cause.__cause__ and is_out_of_memory(cause.__cause__):
-        cause = cause.__cause__
-    reason = _PLACE.sub("", str(cause) or type(cause).__name__).partition("\n")[0][:300]
-    return WorkerDiedError(f"out of memory ({reason}){memory_sentence(plan, assignment, device)}", _REMEDY)
-
-
-def killed_for_memory_error(what: str, plan: Plan, assignment: RankAssignment) -> WorkerDiedError:
-    """Return the error of a worker that the kernel killed, or seems to have killed, because memory ran out."""
-    return WorkerDiedError(f"{what}{memory_sentence(plan, assignment, torch.device('cpu'))}", _REMEDY)
-
-
-def memory_sentence(plan: Plan, assignment: RankAssignment, device: torch.device) -> str:
-    """Return `; the plan predicts 1.2 GB for stage 1, and this machine has 16 GB, of which 3 GB are free`."""
-    limits = [*_gpu_limits(device), *host.memory_limits()]
-    there_is = ", ".join(
-        f"{limit.name} has {format_bytes(limit.total_bytes)}, of which {format_bytes(limit.free_bytes)} are free now"
-        for limit in limits
-    )
-    stage = assignment.stage
-    needed = f"predicts {format_bytes(plan.predicted.memory_bytes[stage])}" if plan.predicted else "has no prediction"
-    return f"; the plan {needed} for stage {stage}" + (f", and {there_is}" if there_is else "")
-
-
-def _gpu_limits(device: torch.device) -> list[host.MemoryLimit]:
-    if device.type != "cuda":
-        return []
-    try:
-        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    except RuntimeError:  # the device itself has failed
-        return []
-    return [host.MemoryLimit(str(device), total_bytes, free_bytes)]

@@ -42,7 +42,7 @@ from pdtool.runtime.launch import diagnosis, launcher, worker_main
 from pdtool.runtime.launch import process_group as reaper
 from pdtool.runtime.launch.diagnosis import diagnose
 from pdtool.runtime.launch.launcher import launch
-from pdtool.runtime.memory import is_out_of_memory, out_of_memory_error
+from pdtool.runtime.out_of_memory import is_out_of_memory, out_of_memory_error
 from pdtool.runtime.ranks import assign_ranks
 from pdtool.runtime.status import (
     ANY_PEER,

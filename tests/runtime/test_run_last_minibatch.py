@@ -15,7 +15,7 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.launch.launcher import launch
 from pdtool.runtime.loading.minibatches import samples_in_epoch
-from pdtool.runtime.worker.start_worker import check_last_minibatch, check_single_samples
+from pdtool.runtime.worker.last_minibatch import check_last_minibatch, check_single_samples
 from pdtool.runtime.worker.worker_model import load_stage_module
 
 _NORMED = "self.fc = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4))"

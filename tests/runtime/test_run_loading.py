@@ -31,11 +31,12 @@ from pdtool.errors import ModelError, PdtoolError, WorkerDiedError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import Structure
 from pdtool.runtime.launch.launcher import launch
+from pdtool.runtime.loading.loading_cost import LoadingCost
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
-from pdtool.runtime.loading.minibatch_source import LoadingCost, MinibatchSource, _detached
+from pdtool.runtime.loading.minibatch_source import MinibatchSource, _detached
 from pdtool.runtime.loading.minibatches import DataPass, DatasetSplit, Minibatches
-from pdtool.runtime.memory import is_out_of_memory
 from pdtool.runtime.messages.stage_io import StageIO
+from pdtool.runtime.out_of_memory import is_out_of_memory
 from pdtool.units import format_seconds
 
 SYNC = {"weights": "vertical-sync"}

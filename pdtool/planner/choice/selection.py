@@ -2,11 +2,12 @@
 
 The formulas assume that messages always overlap with computing, the simulator does not.
 
-    shortlist   the fastest plans by the formulas, the baselines, and the best of each layout and number of stages
-    drop        plans that a lower bound shows to be slower than a plan that was simulated
-    simulate    the rest, each with few and with more minibatches in flight
-    take        the fastest, each with the fewest minibatches in flight; within the margin the fewest stages
-    move        each border to where it divides fewer modules, if the plan stays within the margin
+    (1) shortlist   the fastest plans by the formulas, the baselines, and the best of each layout and number of stages
+    (2) drop        plans that a lower bound shows to be slower than a plan that was simulated
+    (3) simulate    the rest, each with few and with more minibatches in flight
+    (4) vary        without a flush and on few workers: move borders of fast plans, and of each configuration's
+    (5) take        the fastest, each with the fewest minibatches in flight; within the margin the fewest stages
+    (6) move        each border to where it divides fewer modules, if the plan stays within the margin
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
         return by_formulas
     has_no_alternatives = options.straight or not options.simplest  # the optimum by the formulas was asked for
     shortlist = [simplest_plan] if has_no_alternatives else [simplest_plan, *optima, *baselines]
-    selection = _Selection(search, shortlist)
+    selection = _Selection(search, shortlist)  # (1)
     if not options.simplest:
         selection.simulate()
         return selection.selected() or by_formulas
@@ -99,21 +100,21 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
         selection.simulate_plan(simplest_plan, enough_s=simplest_plan.time_per_minibatch_s, patience=PATIENT)
     if selection.lowest_bound_s > goal_s:
         selection.add_plans_by_stage_count(selection.lowest_bound_s, with_slower_links=False)
-    selection.simulate()
+    selection.simulate()  # (2) and (3)
     flushes = {execution.kind.flushes for execution in options.executions}
     excess = _excess_of_formulas(search)
     error = _SIMULATION_ERROR if search.workers <= MAX_WORKERS_WITH_CONFIGURATIONS else 1.0  # time for more simulations
     # the formulas only guess for how long a flush drains the pipeline
     if True in flushes or selection.fastest_s > goal_s / (error * excess):
-        selection.add_plans_by_stage_count(selection.fastest_s * excess)
+        selection.add_plans_by_stage_count(selection.fastest_s * excess)  # (1) again
         selection.simulate()
         if False in flushes and search.workers <= MAX_WORKERS_WITH_CONFIGURATIONS:
-            selection.add_plans_with_freer_links()
+            selection.add_plans_with_freer_links()  # (4)
             selection.simulate()
             selection.move_borders_of_fast_plans()
             if search.workers <= _MAX_WORKERS_BY_CONFIGURATION:
                 selection.search_each_configuration()
-    return selection.selected() or by_formulas
+    return selection.selected() or by_formulas  # (5)
 
 
 def _excess_of_formulas(search: PlanSearch) -> float:
@@ -142,6 +143,19 @@ class SimulatedCandidate:
         return len(self.candidate.placement.stages)
 
 
+@dataclass(frozen=True)
+class _BoundedCandidate:
+    """A plan and seconds per minibatch that no simulation of it beats."""
+
+    candidate: Candidate
+    bound_s: float
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """By bound; ties: the fewest stages first."""
+        return self.bound_s, len(self.candidate.placement.stages)
+
+
 class _Selection:
     """The shortlist, and which of its plans were simulated.
 
@@ -155,14 +169,14 @@ class _Selection:
         self.fastest_s, self.simulated_plans, self._simulated_actions = math.inf, 0, 0
         self._most = max(_MIN_PLANS_PER_SEARCH, _PLANS_TIMES_WORKERS // search.workers)
         self._plans: list[SimulatedCandidate] = []
-        self._passed_over: list[tuple[float, Candidate]] = []
+        self._passed_over: list[_BoundedCandidate] = []
         self._seen: set[Placement] = set()
         self._shortlist = self._with_lower_bounds(candidates)
 
     @property
     def lowest_bound_s(self) -> float:
         """Seconds per minibatch that no plan of the shortlist beats."""
-        return min((bound_s for bound_s, _ in self._shortlist), default=math.inf)
+        return min((plan.bound_s for plan in self._shortlist), default=math.inf)
 
     def add_plans_by_stage_count(self, bound_s: float, *, with_slower_links: bool = True) -> None:
         """Add the best plans of each schedule, layout and number of stages that may take less than `bound_s`.
@@ -174,24 +188,25 @@ class _Selection:
             slowdowns = _LINK_SLOWDOWNS_OF_FLUSH if execution.kind.flushes else _LINK_SLOWDOWNS
             for slower in slowdowns if with_slower_links else slowdowns[:1]:
                 plans = self.search.plans_by_stage_count(execution, bound_s * slower, slower)
-                self._shortlist += self._first(sorted(self._with_lower_bounds(plans), key=_by_bound))
+                self._shortlist += self._first(_in_order(self._with_lower_bounds(plans)))
 
-    def _first(self, plans: list[tuple[float, Candidate]]) -> list[tuple[float, Candidate]]:
+    def _first(self, plans: list[_BoundedCandidate]) -> list[_BoundedCandidate]:
         """Return the first plans. With a flush, whose time the formulas only guess, return more if simulations are
         short."""
-        if not plans or not _flushes(plans[0][1]):
+        if not plans or not _flushes(plans[0].candidate):
             return plans[: self._most]
-        sizes = (action_count(plan.placement) * plan.placement.used_workers for _, plan in plans)
+        placements = (plan.candidate.placement for plan in plans)
+        sizes = (action_count(placement) * placement.used_workers for placement in placements)
         short = sum(total <= _MAX_ACTIONS_LISTED for total in accumulate(sizes))
         return plans[: max(self._most, short)]
 
     def simulate(self) -> None:
         """Simulate the plans of the shortlist that may be chosen, in order of their lower bounds."""
-        for bound_s, candidate in sorted(self._shortlist, key=_by_bound):
-            if self._may_win(bound_s, candidate):
-                self.simulate_plan(candidate, enough_s=bound_s, limit_s=self.fastest_s * (1 + self.margin))
+        for plan in _in_order(self._shortlist):
+            if self._may_win(plan):
+                self.simulate_plan(plan.candidate, enough_s=plan.bound_s, limit_s=self.fastest_s * (1 + self.margin))
             else:
-                self._passed_over.append((bound_s, candidate))
+                self._passed_over.append(plan)
         self._shortlist = []
 
     def add_plans_with_freer_links(self) -> None:
@@ -200,15 +215,15 @@ class _Selection:
         The formulas count each stage's traffic alone, so by them these plans are faster than any simulated one.
         """
         of_each_configuration = self._passed_over_by_configuration()
-        for plans in sorted(of_each_configuration, key=lambda plans: _by_bound(plans[0]))[: self._most]:
-            moved: list[tuple[float, Candidate]] = []
+        for plans in sorted(of_each_configuration, key=lambda plans: plans[0].order)[: self._most]:
+            moved: list[_BoundedCandidate] = []
             rest = plans[:_PLANS_PER_CONFIGURATION]
             for _ in range(_STEPS_TO_FREER_LINKS):
                 if rest:
-                    moves = with_moved_borders(self.search, rest.pop(0)[1])
+                    moves = with_moved_borders(self.search, rest.pop(0).candidate)
                     more = self._with_lower_bounds(m for m in moves if m.time_per_minibatch_s < self.fastest_s)
-                    moved, rest = [*moved, *more], sorted([*rest, *more], key=_by_bound)
-            self._shortlist += sorted(moved, key=_by_bound)[:_MIN_PLANS_PER_SEARCH]
+                    moved, rest = [*moved, *more], _in_order([*rest, *more])
+            self._shortlist += _in_order(moved)[:_MIN_PLANS_PER_SEARCH]
 
     def move_borders_of_fast_plans(self, steps_without_gain: float = math.inf) -> None:
         """Move the borders of the fastest plans without a flush to cuts near by, and go on from those that are fast,
@@ -235,9 +250,9 @@ class _Selection:
         """
         limit = self._simulated_actions + _MAX_ACTIONS_OF_CONFIGURATIONS
         of_each_configuration = self._passed_over_by_configuration()
-        for plans in sorted(of_each_configuration, key=lambda plans: plans[0][1].time_per_minibatch_s):
+        for plans in sorted(of_each_configuration, key=lambda plans: plans[0].candidate.time_per_minibatch_s):
             if self._simulated_actions < limit:
-                own = _Selection(self.search, [plan for _, plan in plans[:_PLANS_PER_CONFIGURATION]])
+                own = _Selection(self.search, [plan.candidate for plan in plans[:_PLANS_PER_CONFIGURATION]])
                 own.simulate()
                 if own.fastest_s < self.fastest_s * _MAX_SLOWDOWN_OF_CONFIGURATION:
                     own.move_borders_of_fast_plans(_STEPS_WITHOUT_GAIN)
@@ -246,14 +261,15 @@ class _Selection:
                 self.simulated_plans += own.simulated_plans
                 self._simulated_actions += own._simulated_actions
 
-    def _passed_over_by_configuration(self) -> Iterable[list[tuple[float, Candidate]]]:
+    def _passed_over_by_configuration(self) -> Iterable[list[_BoundedCandidate]]:
         """Return, for each configuration, its passed-over plans without a flush of several stages that are faster by
         the formulas than any simulated plan, in order of their lower bounds."""
         plans = defaultdict(list)
-        for bound_s, plan in sorted(self._passed_over, key=_by_bound):
-            is_fast = plan.time_per_minibatch_s < self.fastest_s
-            if len(plan.placement.stages) > 1 and is_fast and not _flushes(plan):
-                plans[plan.placement.workers].append((bound_s, plan))
+        for plan in _in_order(self._passed_over):
+            candidate, placement = plan.candidate, plan.candidate.placement
+            is_fast = candidate.time_per_minibatch_s < self.fastest_s
+            if len(placement.stages) > 1 and is_fast and not _flushes(candidate):
+                plans[placement.workers].append(plan)
         return plans.values()
 
     def selected(self) -> Selected | None:
@@ -274,22 +290,22 @@ class _Selection:
         """The plans within the margin of the fastest."""
         return [plan for plan in self._plans if plan.time_s <= self.fastest_s * (1 + self.margin)]
 
-    def _with_lower_bounds(self, candidates: Iterable[Candidate]) -> list[tuple[float, Candidate]]:
+    def _with_lower_bounds(self, candidates: Iterable[Candidate]) -> list[_BoundedCandidate]:
         """Return the plans that fit, each once, with their lower bounds."""
         evaluator, shortlist = self.search.evaluator, []
         for candidate in candidates:
             placement = candidate.placement
             alike = _renumbered(placement, self.search.cluster)
             if alike not in self._seen and evaluator.fits(candidate) and self.search.allows(placement):
-                shortlist.append((lower_bound_s(evaluator, candidate), candidate))
+                shortlist.append(_BoundedCandidate(candidate, lower_bound_s(evaluator, candidate)))
             self._seen.add(alike)
         return shortlist
 
-    def _may_win(self, bound_s: float, candidate: Candidate) -> bool:
+    def _may_win(self, plan: _BoundedCandidate) -> bool:
         """Whether it may be the fastest, or be within the margin and have fewer stages than all others there."""
-        fewest_stages = min((plan.stages for plan in self._near), default=math.inf)
-        has_fewer_stages = len(candidate.placement.stages) < fewest_stages
-        return bound_s < self.fastest_s * ((1 + self.margin) if has_fewer_stages else 1.0)
+        fewest_stages = min((near.stages for near in self._near), default=math.inf)
+        has_fewer_stages = len(plan.candidate.placement.stages) < fewest_stages
+        return plan.bound_s < self.fastest_s * ((1 + self.margin) if has_fewer_stages else 1.0)
 
     def simulate_plan(self, candidate: Candidate, **limits: float) -> None:
         """Simulate a plan, and keep it if it may be chosen."""
@@ -300,7 +316,11 @@ class _Selection:
         if time_s < math.inf:
             self._plans.append(SimulatedCandidate(chosen, time_s))
         else:
-            self._passed_over.append((lower_bound_s(self.search.evaluator, candidate), candidate))
+            self._passed_over.append(_BoundedCandidate(candidate, lower_bound_s(self.search.evaluator, candidate)))
+
+
+def _in_order(plans: Iterable[_BoundedCandidate]) -> list[_BoundedCandidate]:
+    return sorted(plans, key=lambda plan: plan.order)
 
 
 def _flushes(plan: Candidate) -> bool:
@@ -322,11 +342,6 @@ def _renumbered(placement: Placement, cluster: Cluster) -> Placement:
         for stage in placement.workers
     )
     return replace(placement, workers=workers, execution=replace(placement.execution, copies=1))
-
-
-def _by_bound(entry: tuple[float, Candidate]) -> tuple[float, int]:
-    bound_s, candidate = entry
-    return bound_s, len(candidate.placement.stages)
 
 
 def with_moved_borders(search: PlanSearch, plan: Candidate) -> Iterator[Candidate]:
@@ -365,7 +380,7 @@ def move_to_faster_cuts(search: PlanSearch, selected: Selected) -> Selected:
 
 
 def move_to_module_borders(search: PlanSearch, selected: Selected) -> Selected:
-    """Return the plan with borders that divide the fewest modules while it stays within `limit_s`.
+    """(6) Return the plan with borders that divide the fewest modules while it stays within `limit_s`.
 
     The fastest border may lie inside an attention, and a slightly slower one between two layers. With the second one,
     the model's author can read and edit stages as parts of the model. A border moves to the nearest place where it

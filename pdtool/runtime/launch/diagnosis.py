@@ -28,7 +28,7 @@ from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import PdtoolError, WorkerDiedError
 from pdtool.files import quoted, write_atomically
 from pdtool.runtime.config import RunConfig
-from pdtool.runtime.memory import killed_for_memory_error
+from pdtool.runtime.out_of_memory import killed_for_memory_error
 from pdtool.runtime.ranks import RankAssignment, assign_ranks
 from pdtool.runtime.status import ANY_PEER, LastStatus, WorkerFailure, read_failure, read_status
 from pdtool.runtime.worker_end import describe_end

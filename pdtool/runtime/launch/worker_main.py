@@ -23,7 +23,8 @@ from pdtool.runtime import worker_end
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.groups import PeerErrorContext, check_agreement, check_shared, run_settings
 from pdtool.runtime.launch.process_group import join_group
-from pdtool.runtime.memory import choose_heap, is_out_of_memory, out_of_memory_error
+from pdtool.runtime.memory import choose_heap
+from pdtool.runtime.out_of_memory import is_out_of_memory, out_of_memory_error
 from pdtool.runtime.ranks import assign_ranks
 from pdtool.runtime.status import Status
 from pdtool.runtime.worker.start_worker import start_worker

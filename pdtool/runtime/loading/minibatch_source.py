@@ -11,7 +11,6 @@ same function, with one thread and the same seed, so N changes no value. `Loadin
 from __future__ import annotations
 
 import gc
-import math
 import signal
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,25 +25,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from pdtool.artifacts.plan import Plan
 from pdtool.errors import ModelError, PdtoolError, WorkerDiedError, describe_error
-from pdtool.host import end_with_parent, usable_cores
-from pdtool.runtime.config import RunConfig
+from pdtool.host import end_with_parent
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatches import DataPass
-from pdtool.runtime.memory import is_out_of_memory
+from pdtool.runtime.out_of_memory import is_out_of_memory
 from pdtool.runtime.worker_end import describe_end, exit_error
-from pdtool.units import counted, format_seconds
+from pdtool.units import format_seconds
 
 LoadedMinibatch = tuple[list[Tensor], list[Tensor]]  # the inputs and the tensors of the target, [samples, ...] each
 _T = TypeVar("_T")
 
 _AHEAD = 2  # minibatches that each loader worker loads ahead
 _ENDING_S = 1.0  # a killed process closes its connections a little before it is gone
-_SMALL = 0.02  # the part of a replica's time that it may spend on loading by itself
-_FETCH_S = 1e-3  # about the cost of taking a minibatch from a loader worker
 _OWN_USES = 2  # of a storage by one tensor
-_MARGIN = 1.2  # for minibatches that take longer than the median, and for handing them over
 _NO_CHILDREN = "daemonic processes are not allowed to have children"  # of multiprocessing
 _NO_CUDA = "Cannot re-initialize CUDA in forked subprocess"  # torch goes on with advice for its own DataLoader
 _REMEDY_FOR_CUDA = "make samples on the CPU, or load in the training process: --loader-workers 0"
@@ -300,60 +294,6 @@ def _portable(error: PdtoolError) -> BaseException:
         error = ModelError(error.what, "make samples without other processes, or use --loader-workers 0")
     error.add_note(text)
     return error
-
-
-@dataclass(frozen=True)
-class LoadingCost:
-    """The cost of loading, compared with the pace of a plan.
-
-    Attributes:
-        loading_s: seconds of loading one minibatch in one process.
-        period_s: seconds between two minibatches of one replica of the first stage.
-    """
-
-    loading_s: float
-    period_s: float
-
-    @classmethod
-    def of(cls, loading_s: float | None, plan: Plan) -> LoadingCost | None:
-        """Return the cost from the profile's loading time; None if that or the plan's pace is unknown."""
-        if loading_s is None or plan.predicted is None or not plan.predicted.bottleneck_s:
-            return None
-        return cls(loading_s, plan.predicted.bottleneck_s * plan.stages[0].replicas)
-
-    @property
-    def workers(self) -> int:
-        """Loader workers that suffice for each replica; 0 if loading takes less than 1 ms, or 2 % of its time."""
-        if self.loading_s < max(_FETCH_S, _SMALL * self.period_s):
-            return 0
-        return math.ceil(self.loading_s / self.period_s * _MARGIN)
-
-    def sentence(self, workers: int) -> str:
-        """Say what loading costs and how many loader workers suffice, given that `workers` are used; "" for none."""
-        if not self.workers and not workers:
-            return ""
-        workers_suffice = "loader worker suffices" if self.workers == 1 else "loader workers suffice"
-        need = f"{self.workers} {workers_suffice}" if self.workers else "none is needed"
-        used = "" if workers == self.workers else f"; {workers} {'is' if workers == 1 else 'are'} used"
-        if 0 < workers < self.workers:
-            cores = counted(len(usable_cores()), "core")
-            used += (
-                f", because this machine has {cores}. If loading waits for a network, pass a larger --loader-workers"
-            )
-        return (
-            f"loading takes {format_seconds(self.loading_s)} per minibatch in the profile, and each replica of the "
-            f"first stage needs one every {format_seconds(self.period_s)}, so {need}{used}"
-        )
-
-
-def at_most_the_cores(workers: int, config: RunConfig) -> int:
-    """Return a number of loader workers for each replica of the first stage, at most the share of the machine's cores.
-
-    Args:
-        workers: how many a replica could use.
-    """
-    replicas_here = math.ceil(config.plan.stages[0].replicas / config.machines.count)
-    return min(workers, max(1, len(usable_cores()) // replicas_here))
 
 
 def usable_workers(asked: int, loaders: Collection[MinibatchLoader]) -> tuple[int, str]:

@@ -1,13 +1,11 @@
 """Start of a worker, in phases that each return what the next ones need: place, model, data, stage modules, stages.
 
 All workers start together, after torch.distributed is initialized, and wait for each other in each phase.
-`StageBuilder` builds the worker's stage replicas. `check_last_minibatch` and `check_single_samples` detect at the
-start what would come at the end of the first epoch.
+`StageBuilder` builds the worker's stage replicas.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,13 +13,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
 
-from pdtool.artifacts.bundle import Bundle, TensorSpec
 from pdtool.artifacts.plan import ASKED_AHEAD
 from pdtool.artifacts.run_dir import Checkpoint, CheckpointManifest, RunDir
-from pdtool.errors import ModelError, printable
+from pdtool.errors import printable
 from pdtool.frontend.graph_digest import check_bundle
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import dtype_of
@@ -41,11 +37,12 @@ from pdtool.runtime.stage.averaging import ReplicaAverager
 from pdtool.runtime.stage.component import ModuleState
 from pdtool.runtime.stage.losses import LossReader
 from pdtool.runtime.stage.optimizer import NamedOptimizer, RunLength, without_changes
-from pdtool.runtime.stage.pipeline_stage import Autocast, PipelineStage, as_tuple
+from pdtool.runtime.stage.pipeline_stage import Autocast, PipelineStage
 from pdtool.runtime.stage.stage_replica import ClippedUpdates, StageReplica
 from pdtool.runtime.stage.tied_parameters import TiedParameterSync
 from pdtool.runtime.status import Status
 from pdtool.runtime.worker import checkpoint
+from pdtool.runtime.worker.last_minibatch import check_last_minibatch, check_single_samples
 from pdtool.runtime.worker.run_report import Progress
 from pdtool.runtime.worker.worker import Place, Worker
 from pdtool.runtime.worker.worker_model import WorkerModel, equalize_weights, is_small, load_stage_module
@@ -53,7 +50,6 @@ from pdtool.schedule import gradient_delays, tied_update_lag
 
 _SPLITS = ("train", "valid")
 _COUNTING = 0.5  # the part of --timeout in which a validation set without a length is counted
-_REFUSED = "Expected more than 1 value per channel"  # of torch.nn.functional.batch_norm
 
 
 def start_worker(config: RunConfig, rank: int, device: torch.device, local_workers: int) -> Worker:
@@ -375,77 +371,3 @@ def warn_of_length(config: RunConfig, data: TrainingData, manifest: CheckpointMa
             f"{manifest.epoch + 1} on, it continues as a schedule of {config.epochs} epochs: learning rates differ"
             f"{remedy}\n"
         )
-
-
-def check_last_minibatch(modules: Mapping[int, nn.Module], bundle: Bundle, samples: int, device: torch.device) -> None:
-    """Check that the stages can train with the last minibatch of an epoch.
-
-    If it has one sample, batch norm finds a single value per channel, and squeeze() removes the batch dimension.
-
-    Args:
-        modules: modules of stages, by number.
-        samples: samples of an epoch.
-
-    Raises:
-        ModelError: it has one sample, and a batch norm would see a single value per channel, or a stage's tensor has a
-            different shape than the bundle says.
-    """
-    size = bundle.batch_size
-    if (samples - 1) % size:
-        return
-    what = f"the last of an epoch's minibatches has one sample ({samples} samples in minibatches of {size})"
-    remedy = "set DROP_LAST = True in the model file to skip a short last minibatch"
-    for s, module in modules.items():
-        spec = bundle.stages[s]
-        inputs, expected = ([bundle.by_name[name] for name in names] for names in (spec.inputs, spec.outputs))
-        try:
-            shapes = _shapes_of_single_sample(module, inputs, device)
-        except ValueError as error:
-            if _REFUSED in str(error):
-                why = "so a batch norm has a single value per channel and cannot train with it"
-                remedy = remedy if size > 1 else "profile and plan with a larger --batch-size"
-                raise ModelError(f"{what}, {why}", remedy) from error
-            continue
-        except Exception:
-            continue  # training finds it
-        for tensor, shape in zip(expected, shapes, strict=False):
-            if shape != tensor.sizes(1):
-                why = (
-                    f"for which {spec.file} returns {tensor.name} with shape {list(shape)}, not {list(tensor.sizes(1))}"
-                )
-                raise ModelError(f"{what}, {why}", f"if forward calls squeeze(), pass it the dimension; or {remedy}")
-
-
-def check_single_samples(bundle: Bundle, trained: int, validated: int) -> None:
-    """Check that no minibatch has one sample if codegen has found that the stages differ from the model for it.
-
-    Args:
-        trained, validated: samples of an epoch, and of a validation.
-
-    Raises:
-        ModelError: one has.
-    """
-    size = bundle.batch_size
-    for samples, where, leave_out in (
-        (trained, "an epoch", "or set DROP_LAST = True"),
-        (validated, "a validation", "or give dataset('valid') another number of samples"),
-    ):
-        if bundle.differs_for_one_sample and samples and not (samples - 1) % size:
-            raise ModelError(
-                f"the last minibatch of {where} has one sample ({samples} samples in minibatches of {size}), and for "
-                "one sample the model computes something else than for several",
-                "if forward branches on the number of samples, move that line into a module of its own and name the "
-                f"module in HINTS = {{'opaque': [...]}}, {leave_out}",
-            )
-
-
-def _shapes_of_single_sample(
-    module: nn.Module, inputs: Sequence[TensorSpec], device: torch.device
-) -> list[tuple[int, ...]]:
-    """Run a copy of a stage's module on one sample, with empty tensors; return the shapes of its outputs."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    tensors = {id(t): fake.from_tensor(t) for t in (*module.parameters(), *module.buffers())}
-    with fake, torch.no_grad():
-        copied = copy.deepcopy(module, tensors)  # deepcopy does not copy entries that it finds there
-        returned = copied(*(torch.zeros(spec.sizes(1), dtype=dtype_of(spec), device=device) for spec in inputs))
-    return [tuple(tensor.shape) for tensor in as_tuple(returned) if isinstance(tensor, Tensor)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import harness
 
 from pdtool.runtime.launch.launcher import launch
-from pdtool.runtime.loading.minibatch_source import LoadingCost
+from pdtool.runtime.loading.loading_cost import LoadingCost
 from runtime_bench.rows import Row, medians
 from runtime_bench.toys import Emulated
 
