@@ -12,6 +12,7 @@ from pdtool.api.console import note
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.run_dir import Checkpoint, RunDir, RunState
 from pdtool.errors import ArtifactError, UsageError
+from pdtool.machines import is_first_worker
 from pdtool.options.declaration import Option, declared
 from pdtool.options.run_options import RunOptions, excluded_by
 from pdtool.units import counted
@@ -88,7 +89,7 @@ def own_plan(asked: RunOptions) -> str | None:
         return path
     if not run.plan_file.is_file():
         raise UsageError(f"{path or run.plan_file}, the plan of {run.path}, is missing", "name another plan")
-    if path:
+    if path and is_first_worker(os.environ):
         note(f"{path} is missing, so {run.path} continues with its own copy of the plan, {run.plan_file}")
     return str(run.plan_file)
 

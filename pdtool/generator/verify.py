@@ -223,14 +223,16 @@ def _compare_minibatches(
 
 def set_by_first_minibatch(build: Callable[[], nn.Module], batches: Sequence[Any]) -> list[str]:
     """Return the parameters that the first forward in training sets from its minibatch, as ActNorm does."""
-    weights = []
+    changed: list[dict[str, Tensor]] = []
     for inputs in (batches[0], batches[-1]):
         model = build().train()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
         with _repeatable():
             _run("the model", partial(_call, model, ModelInputs.of(inputs)), "the first minibatch")
-        weights.append({name: p.detach() for name, p in model.named_parameters()})
-    first, other = weights
-    return [name for name, weight in first.items() if not torch.equal(weight, other[name])]
+        after = ((name, p.detach()) for name, p in model.named_parameters() if name in before)
+        changed.append({name: weight for name, weight in after if not torch.equal(weight, before[name])})
+    first, other = changed  # a mask that is applied to a weight changes both alike
+    return [n for n in first | other if n not in first or n not in other or not torch.equal(first[n], other[n])]
 
 
 def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batches: Sequence[ModelInputs]) -> bool:
