@@ -33,6 +33,7 @@ OPTIMIZERS = {name: f"torch.optim.{name}(parameters, lr=0.01)" for name in (*OF_
     "schedule-free RAdam": "schedulefree.RAdamScheduleFree(parameters, lr=0.01)",
     "Lion": "lion_pytorch.Lion(parameters, lr=0.001, weight_decay=0.1)",
     "Lookahead": "Lookahead(torch.optim.Adam(parameters, lr=0.01))",
+    "Lookahead without Optimizer.__init__": "BareLookahead(torch.optim.Adam(parameters, lr=0.01))",
 }
 # As timm has it: the state of both is in the wrapped optimizer.
 LOOKAHEAD = """
@@ -53,6 +54,15 @@ class Lookahead(torch.optim.Optimizer):
                 slow = state.setdefault("slow", p.clone())
                 if group["calls"] % 2 == 0:
                     p.copy_(slow.lerp_(p, 0.5))
+
+class BareLookahead(Lookahead):  # as in the version that is copied most
+    def __init__(self, base):
+        self.base, self.param_groups, self.state, self.defaults = base, base.param_groups, base.state, base.defaults
+        for group in self.param_groups:
+            group["calls"] = 0
+
+    def zero_grad(self, set_to_none=True):
+        self.base.zero_grad(set_to_none)
 """
 
 

@@ -473,6 +473,15 @@ def test_check_and_show_compute_what_an_edited_plan_says_now(edited, net):
     assert Plan.parse(edited.pdtool("show", "plans/net.yaml", "--json").stdout).predicted == now
 
 
+def test_an_edited_plan_may_be_faster_than_its_options_allow():
+    """It was `0.0% more` than the fastest plan with them."""
+    profile, cluster = chain([1.0] * 4), make_cluster((2,), (1e9,))
+    alone, free = (make_plan(profile, "p.json", cluster, PlanOptions(workers=workers)) for workers in (1, None))
+    edited = alone.model_copy(update={"stages": free.stages})
+    findings = {finding.claim: finding.words for finding in check_plan(edited, profile)}
+    assert "50.0% less than the fastest plan found with the options of the plan before (1, " in findings["lower bound"]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "match"),
     [
