@@ -147,6 +147,10 @@ class Profile(Artifact):
                 if name not in positions:
                     raise FieldError(field, f"{name!r} is not a node")
 
+    def __hash__(self) -> int:
+        """Hash by name and size: figures that are computed from a profile are remembered by it."""
+        return hash((self.name, len(self.nodes)))
+
     @property
     def threads(self) -> int | None:
         """The CPU threads that the times were measured with; None if they were not measured on a CPU."""

@@ -98,7 +98,7 @@ def _time_per_minibatch_s(plan: Plan) -> float:
 
 def _shape(plan: Plan, profile: Profile) -> PipelineShape:
     """Return the shape that the workers build their schedule for: stages that share a parameter update together."""
-    return plan.shape(tuple(tied_bytes(profile, plan.stage_nodes(profile))))
+    return plan.shape(tuple(tied_bytes(profile, tuple(map(tuple, plan.stage_nodes(profile))))))
 
 
 def _core_s(plan: Plan, profile: Profile) -> float:

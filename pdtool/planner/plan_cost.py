@@ -8,7 +8,7 @@ adds it up. No simulation of the plan beats `lower_bound_s`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -158,7 +158,8 @@ class Evaluator:
             in_flight: minibatches in flight at each replica of each stage; None: what the schedule wants.
             recompute: for each stage; None: where memory demands it.
         """
-        model, loads = self.model_of(workers, execution), stage_loads(self.profile, stages)
+        placed_stages = tuple(map(tuple, stages))
+        model, loads = self.model_of(workers, execution), stage_loads(self.profile, placed_stages)
         replicas = [len(numbers) // execution.copies for numbers in workers]
         if in_flight is None and self.first_in_flight and execution.has_choice_in_flight:
             in_flight = execution.in_flight_from([*map(len, workers)], self.first_in_flight)
@@ -169,7 +170,7 @@ class Evaluator:
             held = zip(loads, replicas, in_flight, strict=True)
             recompute = [bool(model.must_recompute(*args)) for args in held]
         placement = Placement(
-            stages=tuple(map(tuple, stages)),
+            stages=placed_stages,
             workers=tuple(map(tuple, workers)),
             in_flight=tuple(in_flight),
             recompute=tuple(recompute),
@@ -204,7 +205,7 @@ def samples_per_update(placement: Placement, profile: Profile) -> int:
 
 
 def _plan_cost(
-    model: CostModel, loads: Sequence[StageLoad], placement: Placement, tied: dict[tuple[int, ...], int]
+    model: CostModel, loads: Sequence[StageLoad], placement: Placement, tied: Mapping[tuple[int, ...], int]
 ) -> PlanCost:
     shape = placement.shape(tied)
     compute_s, allreduce_s, stage_s, passes_s = [], [], [], []
@@ -248,7 +249,7 @@ def _transfers_s(model: CostModel, loads: Sequence[StageLoad], placement: Placem
     return transfers_s
 
 
-def _traffic_bytes(loads: Sequence[StageLoad], placement: Placement, tied: dict[tuple[int, ...], int]) -> int:
+def _traffic_bytes(loads: Sequence[StageLoad], placement: Placement, tied: Mapping[tuple[int, ...], int]) -> int:
     """Add up tensors, once to each stage that takes them, gradients back, and 2 (n-1) P per round of a ring of n."""
     rings = [
         2 * (sum(len(placement.workers[s]) for s in stages) - 1) * size_bytes / interval
@@ -312,7 +313,7 @@ def link_times_s(evaluator: Evaluator, placement: Placement, loads: Sequence[Sta
 
 
 def _rings(
-    placement: Placement, loads: Sequence[StageLoad], tied: dict[tuple[int, ...], int]
+    placement: Placement, loads: Sequence[StageLoad], tied: Mapping[tuple[int, ...], int]
 ) -> list[tuple[Sequence[int], int, int]]:
     """Return (stages, bytes, minibatches in a round) of each average: one for each stage's own parameters, and one for
     each group of stages that share some. Such a group updates after the same number of minibatches."""

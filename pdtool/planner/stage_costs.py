@@ -11,10 +11,10 @@ The stages of one plan are the pairs of consecutive cuts of that plan.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,9 @@ from pdtool.planner.stash_table import StashTable
 
 Array = NDArray[Any]
 Number = Any  # one number, or a numpy array of them
+Stages: TypeAlias = tuple[tuple[str, ...], ...]  # names of operators
+
+_REMEMBERED_PLANS = 1024  # bounds, formulas and simulations of a plan each ask for its loads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +188,9 @@ class StageLoadTable:
         return np.asarray(self._crossing @ (self._producer_bytes[0] * is_computed))
 
 
-def stage_loads(profile: Profile, stages: Sequence[Sequence[str]]) -> list[StageLoad]:
-    """Return the load of each stage of one plan, as plain numbers; `stages` hold node names."""
+@lru_cache(_REMEMBERED_PLANS)
+def stage_loads(profile: Profile, stages: Stages) -> Sequence[StageLoad]:
+    """Return the load of each stage of one plan, as plain numbers."""
     prefixes = np.tri(len(stages) + 1, len(stages), -1, dtype=bool)
     table = StageLoadTable(profile, stages, prefixes)
     loads = (table.stages_from(s, np.array([s + 1])) for s in range(len(stages)))
@@ -212,7 +216,8 @@ class StageEdge:
     has_gradient: bool = True
 
 
-def stage_edges(profile: Profile, stages: Sequence[Collection[str]]) -> list[StageEdge]:
+@lru_cache(_REMEMBERED_PLANS)
+def stage_edges(profile: Profile, stages: Stages) -> Sequence[StageEdge]:
     """Return the tensors that go from each node's stage straight to every stage that takes them; inputs come from stage
     0."""
     stage_of = _stage_of(stages)
@@ -236,7 +241,8 @@ def stage_edges(profile: Profile, stages: Sequence[Collection[str]]) -> list[Sta
     return edges
 
 
-def tied_bytes(profile: Profile, stages: Sequence[Collection[str]]) -> dict[tuple[int, ...], int]:
+@lru_cache(_REMEMBERED_PLANS)
+def tied_bytes(profile: Profile, stages: Stages) -> Mapping[tuple[int, ...], int]:
     """Return the bytes of tied parameters by the group of stages that hold them, where these are several."""
     stage_of = _stage_of(stages)
     sizes: dict[tuple[int, ...], int] = {}
@@ -247,5 +253,5 @@ def tied_bytes(profile: Profile, stages: Sequence[Collection[str]]) -> dict[tupl
     return sizes
 
 
-def _stage_of(stages: Sequence[Collection[str]]) -> dict[str, int]:
+def _stage_of(stages: Stages) -> dict[str, int]:
     return {name: s for s, nodes in enumerate(stages) for name in nodes}

@@ -82,7 +82,7 @@ def test_a_stage_keeps_what_the_formulas_count(name: str, settings: dict[str, An
     data, target = file.example_batch(BATCH)
     tensors = dict(zip(bundle.inputs, file.as_inputs(data).tensors, strict=True))
     for s, (stage, spec, load) in enumerate(
-        zip(stages, bundle.stages, stage_loads(profile, plan.stage_nodes(profile)), strict=True)
+        zip(stages, bundle.stages, stage_loads(profile, tuple(map(tuple, plan.stage_nodes(profile)))), strict=True)
     ):
         inputs = [
             tensors[n].detach().clone(memory_format=CONTIGUOUS).requires_grad_(bundle.by_name[n].gradient)

@@ -302,7 +302,7 @@ def test_the_search_knows_what_each_border_of_a_plan_costs(cost_model):
     evaluator, execution = Evaluator(profile, cluster, cost_model), ExecutionConfig()
     model = evaluator.model(cluster, execution, (2, 4, 12), (1, 1, 1))
     program = DynamicProgram(find_cuts(profile, 100), model, cluster.workers)
-    load = stage_loads(profile, stages)[1]
+    load = stage_loads(profile, tuple(map(tuple, stages)))[1]
     for first in range(1, cluster.workers):
         for before in [first] if model.requires_all_workers else range(1, first + 1):
             for after in range(1, cluster.workers - first + 1):

@@ -49,7 +49,7 @@ def test_every_row_of_the_tables_is_the_load_of_that_stage(seed):
             continue
         parts = [space.nodes(0, i), space.nodes(i, j), space.nodes(j, last)]
         assert profile.graph.stage_faults(parts) == []
-        wanted = stage_loads(profile, parts)[1]
+        wanted = stage_loads(profile, tuple(map(tuple, parts)))[1]
         ends, found = space.stages_from[i]
         at = list(ends).index(j)
         assert {key: float(value[at]) for key, value in vars(found).items()} == pytest.approx(vars(wanted), abs=1e-9)

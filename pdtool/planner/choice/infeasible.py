@@ -5,12 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 from pdtool.artifacts.cluster import Cluster
 from pdtool.errors import NoPlanError
-from pdtool.planner.plan_cost import Candidate
 from pdtool.planner.search.search import PlanSearch
 from pdtool.schedule import ONE_F_ONE_B, SCHEDULES, STRATEGIES
 from pdtool.units import bytes_option, format_bytes
@@ -27,7 +25,7 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
             f"into {max_stages} at most",
             f"pass --workers {max_stages}{', or remove pins of HINTS and profile again' if search.profile.pin else ''}",
         )
-    smallest, limit = _smallest(search), search.cluster.memory_bytes
+    smallest, limit = search.smallest_plan, search.cluster.memory_bytes
     if smallest is None or limit is None:
         what = "no split into stages puts every pinned module of HINTS into its stage"
         return NoPlanError(
@@ -49,25 +47,6 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
         f"give each worker at least --memory {bytes_option(least)}{recompute}"
         f"{_more_workers(search)}{_other_schedules(search)}{_other_replicas(search)}, or use smaller minibatches",
     )
-
-
-def _smallest(search: PlanSearch) -> Candidate | None:
-    """Return the plan whose most loaded worker needs the least memory; links do not matter, so the largest block has
-    the plans of all smaller ones."""
-    executions = search.options.executions
-    found: list[Candidate | None] = [search.data_parallel(execution) for execution in executions]
-    if STRATEGIES[search.options.strategy].is_searched:
-        layouts = search.layouts if search.options.straight else search.layouts[-1:]
-        found = [search.search_layout(*pair).least_memory() for pair in product(layouts, executions)]
-    plans = [_recomputing(search, plan) for plan in found if plan]
-    return min(plans, key=lambda plan: max(plan.cost.searched_memory_bytes), default=None)
-
-
-def _recomputing(search: PlanSearch, plan: Candidate) -> Candidate:
-    """Return the same plan with every stage recomputing, where that is allowed."""
-    placement = plan.placement
-    recompute = [search.options.recompute] * len(placement.stages)
-    return search.evaluator.place(placement.stages, placement.workers, placement.execution, recompute=recompute)
 
 
 def _more_workers(search: PlanSearch) -> str:
@@ -109,5 +88,4 @@ def _fits_on(search: PlanSearch, cluster: Cluster) -> bool:
 
 def _is_possible(search: PlanSearch, **changes: Any) -> bool:
     """Return whether a plan fits under other options."""
-    smallest = _smallest(replace(search, options=replace(search.options, **changes)))
-    return smallest is not None and max(smallest.cost.searched_memory_bytes) <= (search.cluster.memory_bytes or 0)
+    return replace(search, options=replace(search.options, **changes)).may_fit

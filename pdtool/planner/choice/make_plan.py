@@ -34,7 +34,7 @@ from pdtool.planner.search.layouts import MAX_WORKERS_PER_COPY
 from pdtool.planner.search.search import PlanSearch
 from pdtool.planner.simulator.engine import simulate, steady_state_s
 from pdtool.planner.simulator.job import SimulationJob, action_count
-from pdtool.planner.stage_costs import tied_bytes
+from pdtool.planner.stage_costs import Stages, tied_bytes
 from pdtool.schedule import SCHEDULES, STRATEGIES, ExecutionConfig
 from pdtool.units import bytes_option, counted, format_bytes, format_seconds, format_throughput
 
@@ -44,8 +44,6 @@ _MAX_ACTIONS = 500_000  # times workers, of the simulations of a plan with other
 _STEPS_OF_BORDER = (1, -1, 2, -2)  # operators, or groups that no border divides
 _MIN_GAIN = 0.0005  # of the time per minibatch: a smaller one rounds to 0.0%
 _LOG = logging.getLogger(__name__)
-
-Stages = tuple[tuple[str, ...], ...]  # names of operators
 
 
 def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: PlanOptions | None = None) -> Plan:
@@ -198,7 +196,13 @@ def _fitting(plan_within: Callable[[int | None], Plan], profile: Profile, limit:
     Raises:
         NoPlanError: none fits.
     """
-    plan, memory_bytes = plan_within(limit), limit or 0
+    memory_bytes = limit or 0
+    try:
+        plan = plan_within(limit)
+    except NoPlanError:  # under its own schedule the fastest may need less than any under the other
+        if limit is None:
+            raise
+        plan = plan_within(None)
     for _ in range(_TIGHTENED):
         if not (lacking_bytes := _lacking_bytes(plan)):
             return plan

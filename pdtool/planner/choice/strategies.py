@@ -111,7 +111,7 @@ class Planner:
         workers = None
         if self.strategy.is_straight:
             max_stages = PlanSearch(profile, cluster, PlanOptions()).whole_space.max_stages
-            workers = min(cluster.workers, max_stages, MAX_WORKERS_PER_COPY)
+            workers = min(cluster.workers, max(max_stages, self.strategy.min_workers), MAX_WORKERS_PER_COPY)
         options = self.options(PartitionOptions(workers=workers), cluster.workers)
         return self.averaging(options, self.rival_minibatches(plan.execution.minibatches_per_update, cluster.workers))
 
@@ -225,7 +225,9 @@ class Planner:
             raise UsageError(f"{asked} and --workers {options.workers} cannot be combined", "leave --workers out")
         kind = SCHEDULES.get(options.schedule)
         if kind and kind.chunked:
-            allowed = ", ".join(name for name, kind in SCHEDULES.items() if not kind.chunked)
+            is_uneven = len(set(options.replicas or ())) > 1
+            others = {name for name, kind in SCHEDULES.items() if kind.chunked or (kind.equal_replicas and is_uneven)}
+            allowed = ", ".join(name for name in SCHEDULES if name not in others)
             raise UsageError(f"--schedule {options.schedule} cannot be combined with {asked}", f"choose from {allowed}")
         if kind and kind.planned_as and kind.equal_replicas and len(set(options.replicas or ())) > 1:
             remedy = f"give every stage the same number, or pass --schedule {kind.planned_as.name}"

@@ -79,7 +79,7 @@ class DynamicProgram:
     Args:
         workers: U.
         replicas: of each stage, on all U workers, so that a stage's first worker says which it is; None: any.
-        bound_s: plans that take longer per minibatch are not looked for.
+        bound_s: plans that take longer per minibatch are not looked for; bytes where memory is minimised.
         minimize_memory: minimise the largest memory of a stage instead of the time, and ignore the limit.
         min_stages: 2 leaves out the plan of one stage.
         spare: number of last workers that may stay idle; 0 with a memory limit, because minibatches in flight are
@@ -249,7 +249,7 @@ class DynamicProgram:
         """
         model = self.model
         ends, load = self.space.stages_from[i]
-        first, replicas, slot, end = self._possible(i, np.flatnonzero(is_continued[ends]))
+        first, replicas, slot, end = self._possible(i, np.flatnonzero(is_continued[ends] & self._may_fit(load)))
         follows = values[ends[end], (first + replicas)[slot], replicas[slot]] <= self.bound_s
         slot, end = slot[follows], end[follows]
         load = load.select(end)
@@ -258,7 +258,7 @@ class DynamicProgram:
         spans = np.full(len(end), i), ends[end], first, replicas
         if self.minimize_memory:
             memory = model.memory_bytes(load, replicas, in_flight, model.may_recompute)
-            return CandidateStages(*spans, memory, np.zeros(len(end)))
+            return CandidateStages(*spans, memory, np.zeros(len(end))).select(memory <= self.bound_s)
         recompute = model.must_recompute(load, replicas, in_flight)
         compute_s = model.compute_s(load, replicas, recompute)
         allreduce_s = model.allreduce_s(load, replicas, members_between(model.cluster, first, first + replicas))
@@ -267,6 +267,15 @@ class DynamicProgram:
         if model.cluster.memory_bytes is not None:
             is_possible &= model.memory_bytes(load, replicas, in_flight, recompute) <= model.cluster.memory_bytes
         return CandidateStages(*spans, stage_s, model.border_bytes(load)).select(is_possible)
+
+    def _may_fit(self, load: StageLoad) -> Array:
+        """Whether stages fit in memory with a single minibatch in flight, recomputed if need be."""
+        limit = self.bound_s if self.minimize_memory else self.model.cluster.memory_bytes
+        if limit is None:
+            return np.ones_like(load.forward_s, dtype=bool)
+        least = [self.model.memory(load, recompute).peak_bytes(1, 1) for recompute in (False, self.model.may_recompute)]
+        may_fit: Array = np.minimum(*least) <= limit
+        return may_fit
 
     def _possible(self, i: int, candidates: Array) -> tuple[Array, Array, Array, Array]:
         """Slots (first worker, replicas), and the pairs of a slot and one of the `candidates` for the end of the stage

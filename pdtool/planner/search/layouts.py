@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from pdtool.artifacts.cluster import Cluster
-from pdtool.planner.formulas import CostModel, members_between, members_of
+from pdtool.planner.formulas import TOLERANCE, CostModel, members_between, members_of
 from pdtool.planner.plan_cost import Candidate, Evaluator
 from pdtool.planner.search.configurations import Configurations
 from pdtool.planner.search.cuts import CutSpace
@@ -163,9 +163,9 @@ class LayoutSearch:
         """The recurrence, solved as far as it was asked for."""
         return self._program()
 
-    def _program(self, *, minimize_memory: bool = False) -> DynamicProgram:
+    def _program(self, *, minimize_memory: bool = False, limit_bytes: float = np.inf) -> DynamicProgram:
         layout = self.layout
-        bounds = self.bound_s, minimize_memory, self.min_stages, layout.spare
+        bounds = limit_bytes if minimize_memory else self.bound_s, minimize_memory, self.min_stages, layout.spare
         return DynamicProgram(self.space, self.model, layout.workers, self.replicas, *bounds)
 
     @property
@@ -244,7 +244,11 @@ class LayoutSearch:
 
     def least_memory(self) -> Candidate | None:
         """Return the plan whose largest stage needs the least memory, whatever time it takes; None: there is none."""
-        program = self._program(minimize_memory=True)
+        coarser, limit_bytes = self.coarser, np.inf
+        if coarser.space is not self.space and not self.space.has_counted_pins:
+            rough = coarser._program(minimize_memory=True)
+            limit_bytes = rough.best(rough.any_number_of_stages) * TOLERANCE
+        program = self._program(minimize_memory=True, limit_bytes=limit_bytes)
         if self.space.has_counted_pins:
             tables_by_count = (self._tables(program, stages) for stages in self._stage_counts)
             tables = min(tables_by_count, key=lambda tables: program.best(tables[-1]))

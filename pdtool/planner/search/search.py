@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
+from itertools import islice, product
 
 import numpy as np
 
@@ -129,6 +129,29 @@ class PlanSearch:
             return self
         return PlanSearch(self.profile, replace(self.cluster, memory_bytes=None), self.options, self._spaces)
 
+    @cached_property
+    def smallest_plan(self) -> Candidate | None:
+        """The plan whose most loaded worker needs the least memory, with every stage recomputing where that is allowed.
+
+        Links do not matter, so the largest block has the plans of all smaller ones.
+        """
+        executions = self.options.executions
+        found: list[Candidate | None] = [self.data_parallel(execution) for execution in executions]
+        if STRATEGIES[self.options.strategy].is_searched:
+            layouts = self.layouts if self.options.straight else self.layouts[-1:]
+            found = [self.search_layout(*pair).least_memory() for pair in product(layouts, executions)]
+        placements = [plan.placement for plan in found if plan]
+        plans = (
+            self.evaluator.place(p.stages, p.workers, p.execution, recompute=[self.options.recompute] * len(p.stages))
+            for p in placements
+        )
+        return min(plans, key=lambda plan: max(plan.cost.searched_memory_bytes), default=None)
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether some plan fits in memory, however slow it is."""
+        return self.smallest_plan is not None and self.evaluator.fits(self.smallest_plan)
+
     def search_layout(
         self, layout: Layout, execution: ExecutionConfig, bound_s: float = np.inf, *, straight: bool = False
     ) -> LayoutSearch:
@@ -220,6 +243,8 @@ class PlanSearch:
         pairs = [(layout, execution) for layout in self.layouts for execution in self.options.executions]
         for layout, execution in pairs:  # the small ones first: their bounds spare most of the work on the large ones
             best_s = min(best_s, self.search_layout(layout, execution, best_s).rough_time_s())
+        if best_s == np.inf and not self.may_fit:
+            return []  # without a bound, all these searches would take long
         searches = []
         for layout, execution in reversed(pairs):
             search = self.search_layout(layout, execution, best_s * (1 + self.options.simplest))
