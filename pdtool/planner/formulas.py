@@ -193,20 +193,28 @@ class CostModel:
         return StageMemory.of(load, self.optimizer_state_ratio, recompute)
 
     def memory_bytes(self, load: StageLoad, replicas: Number, in_flight: Number, recompute: Number = False) -> Number:
-        """Bytes on one worker: without a flush one weight version for each minibatch in flight (section 3.3), fewer
-        if a replica has several minibatches in an update."""
+        """Bytes on one worker."""
+        return self.memory(load, recompute).peak_bytes(self.versions(replicas, in_flight), in_flight)
+
+    def versions(self, replicas: Number, in_flight: Number) -> Number:
+        """Weight versions: without a flush one for each minibatch in flight (section 3.3), fewer if a replica has
+        several minibatches in an update."""
         stage_replicas, first = replicas * self.execution.copies, 0  # no policy with formulas asks for the first stage
         interval, policy = self.update_interval(replicas), self.execution.kind.policies[0]
-        versions = policy.max_versions(stage_replicas, in_flight, interval, first)
-        return self.memory(load, recompute).peak_bytes(versions, in_flight)
+        return policy.max_versions(stage_replicas, in_flight, interval, first)
 
-    def must_recompute(self, load: StageLoad, replicas: Number, in_flight: Number) -> Number:
-        """Whether a stage must run its forward twice: allowed, and the only way to fit."""
-        if not self.may_recompute or self.cluster.memory_bytes is None:
-            return np.zeros_like(in_flight, dtype=bool)
+    def fit(self, load: StageLoad, replicas: Number, in_flight: Number) -> tuple[Number, Number]:
+        """Return whether a stage must run its forward twice, because that is allowed and the only way to fit; and
+        whether it fits then."""
         limit = self.cluster.memory_bytes
-        stashed, recomputed = (self.memory_bytes(load, replicas, in_flight, recompute) for recompute in (False, True))
-        return (stashed > limit) & (recomputed <= limit)
+        if limit is None:
+            return np.zeros_like(in_flight, dtype=bool), np.ones_like(in_flight, dtype=bool)
+        versions = self.versions(replicas, in_flight)
+        stashed, recomputed = (
+            self.memory(load, recompute).peak_bytes(versions, in_flight) <= limit
+            for recompute in (False, self.may_recompute)
+        )
+        return recomputed > stashed, recomputed | stashed
 
 
 @dataclass(frozen=True, kw_only=True)

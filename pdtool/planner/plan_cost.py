@@ -168,7 +168,7 @@ class Evaluator:
             in_flight = [int(model.in_flight(r, n)) for r, n in zip(replicas, workers_from_here, strict=True)]
         if recompute is None:
             held = zip(loads, replicas, in_flight, strict=True)
-            recompute = [bool(model.must_recompute(*args)) for args in held]
+            recompute = [bool(model.fit(*args)[0]) for args in held]
         placement = Placement(
             stages=placed_stages,
             workers=tuple(map(tuple, workers)),

@@ -1,6 +1,7 @@
 """Law 4: the search finds what brute force finds, and nothing that a person writes is better under the same cost."""
 
 import random
+import re
 from contextlib import suppress
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ from pdtool.planner.search.cuts import find_cuts
 from pdtool.planner.search.dynamic_programming import DynamicProgram
 from pdtool.planner.search.search import PlanSearch
 from pdtool.planner.stage_costs import stage_loads
-from pdtool.schedule import ExecutionConfig
+from pdtool.schedule import SCHEDULES, ExecutionConfig
 from pdtool.units import parse_bytes
 
 FAST = 1e12
@@ -264,6 +265,36 @@ def test_too_little_memory_says_what_lacks_and_what_would_do():
     make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=enough))
     with pytest.raises(NoPlanError):
         make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=enough - 1))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-flush", "gpipe", "2bw", "zb-h1", "interleaved", "looped-bfs"])
+def test_the_memory_that_a_refusal_names_is_enough(schedule):
+    """2bw named the memory of a plan for 1f1b, and was refused once more."""
+    refused = 0
+    for seed in range(20):
+        profile, cluster = random_profile(random.Random(seed), 6), make_cluster((2,), (FAST,))
+        kind = SCHEDULES[schedule]
+        options = PlanOptions(schedule=schedule, microbatches=4 if kind.flushes else 1)
+        with suppress(UsageError):  # too few operators for the chunks
+            try:
+                make_plan(profile, "p", replace(cluster, memory_bytes=1500), options)
+            except NoPlanError as error:
+                refused += 1
+                enough = parse_bytes(re.search(r"at least --memory ([\d.]+\w*B)", error.remedy)[1])
+                plan = make_plan(profile, "p", replace(cluster, memory_bytes=enough), options)
+                assert max(plan.predicted.memory_bytes) <= enough, f"seed {seed}"
+    assert refused > 5
+
+
+def test_a_large_model_that_does_not_fit_is_refused_after_one_search(monkeypatch):
+    """It took minutes: one search of each layout, without a bound."""
+    searched, solved = [], DynamicProgram._solved
+    monkeypatch.setattr(DynamicProgram, "_solved", lambda program: searched.append(program) or solved(program))
+    cluster = make_cluster((4, 4), (FAST, FAST), memory_bytes=150)
+    with pytest.raises(NoPlanError):
+        make_plan(chain([1.0] * 100, parameters=100), "p", cluster, PlanOptions(max_cuts=400))
+    sizes = [len(program.space.inside) for program in searched if not program.minimize_memory]
+    assert max(sizes) < 100
 
 
 def test_more_stages_than_operators_are_refused():

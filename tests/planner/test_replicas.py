@@ -175,7 +175,8 @@ def test_there_is_no_such_plan():
         (["2-1", "--strategy", "hybrid"], "--replicas 2-1 and --strategy hybrid cannot be combined; pass only one"),
         (["2-1", "--workers", "3"], "--replicas 2-1 and --workers 3 cannot be combined; leave --workers out"),
         (["2-1", "--schedule", "zb-h1"], "--schedule zb-h1 cannot be combined with --replicas 2-1"),
-        (["1-1", "--schedule", "interleaved"], "--schedule interleaved cannot be combined with --replicas 1-1; choose"),
+        (["1-1", "--schedule", "interleaved"], "--replicas 1-1; choose from 1f1b, 1f1b-flush, gpipe, 2bw, zb-h1\n"),
+        (["2-1", "--schedule", "interleaved"], "--replicas 2-1; choose from 1f1b, 1f1b-flush, gpipe, 2bw\n"),
         (
             ["4", "--strategy", "pipeline"],
             "--replicas 4 is one stage, but --strategy pipeline needs 2 or more; name two stages",

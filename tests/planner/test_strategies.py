@@ -298,6 +298,14 @@ def test_a_model_in_one_piece_has_no_pipeline():
         planned(chain([1.0]), make_cluster((2,), (FAST,)), "pipeline")
 
 
+def test_rivals_of_a_model_in_one_piece_say_so():
+    """GPipe "cannot use 1 worker", it said of a cluster of two."""
+    profile = chain([1.0])
+    plan = planned(profile, make_cluster((2,), (FAST,)), "auto")
+    left_out = simulated(plan, profile, against=["gpipe", "model-parallel"]).comparison.left_out
+    assert sum("needs 2 stages, but the model can be cut into at most 1" in line for line in left_out) == 2
+
+
 def test_where_a_strategy_does_not_fit_another_one_may():
     net = chain([1.0] * 4, parameters=1000)
     with pytest.raises(NoPlanError, match=r"is short of 4 kB in stage 0: .* --memory 8kB, or use --strategy auto"):

@@ -161,8 +161,9 @@ def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, opt
         found = make_plan(profile, profile_path, replace(cluster, memory_bytes=memory_bytes), searched)
         return reschedule(found.model_copy(update={"cluster": cluster}), profile, changes)
 
+    search = PlanSearch(profile, cluster, searched)
     try:
-        plan = _fitting(plan_within, profile, cluster.memory_bytes)
+        plan = _fitting(plan_within, search)
     except ScheduleError:  # an update has fewer minibatches than are in flight: at most one for each worker
         minibatches = options.update_every
         if minibatches is None or minibatches >= (options.workers or cluster.workers):
@@ -172,7 +173,6 @@ def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, opt
             raise UsageError(what, "pass a larger --samples-per-update, or other --replicas") from None
         plan = _rescheduled_plan(profile, profile_path, cluster, replace(options, workers=minibatches))
         return plan.model_copy(update={"asked": options})
-    search = PlanSearch(profile, cluster, searched)
 
     def moved(placement: Placement) -> Iterator[Stages]:
         [execution] = searched.executions
@@ -186,33 +186,31 @@ def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, opt
     return _with_faster_cuts(plan, profile, moved, plan_of)
 
 
-def _fitting(plan_within: Callable[[int | None], Plan], profile: Profile, limit: int | None) -> Plan:
+def _fitting(plan_within: Callable[[int | None], Plan], search: PlanSearch) -> Plan:
     """Search with less and less memory until the plan fits under its own schedule, which may need more than the one
-    that was searched under.
+    that was searched under. Last, search with the least that any plan needs, so that what a refusal asks for is enough.
 
     Args:
         plan_within: returns the plan from a search with so many bytes on each worker; None: without a limit.
+        search: under the other schedule.
 
     Raises:
         NoPlanError: none fits.
     """
-    memory_bytes = limit or 0
+    memory_bytes = search.cluster.memory_bytes
     try:
-        plan = plan_within(limit)
-    except NoPlanError:  # under its own schedule the fastest may need less than any under the other
-        if limit is None:
+        for _ in range(_TIGHTENED):
+            plan = plan_within(memory_bytes)
+            if memory_bytes is None or not (lacking_bytes := _lacking_bytes(plan)):
+                return plan
+            memory_bytes = max(1, memory_bytes - lacking_bytes)
+    except NoPlanError:
+        if memory_bytes is None or search.smallest_plan is None:
             raise
-        plan = plan_within(None)
-    for _ in range(_TIGHTENED):
-        if not (lacking_bytes := _lacking_bytes(plan)):
-            return plan
-        memory_bytes -= lacking_bytes
-        try:
-            plan = plan_within(max(1, memory_bytes))
-        except NoPlanError:
-            break
+    assert search.smallest_plan
+    plan = plan_within(max(search.smallest_plan.cost.searched_memory_bytes))
     if _lacking_bytes(plan):
-        raise _does_not_fit(plan, profile)
+        raise _does_not_fit(plan, search.profile)
     return plan
 
 

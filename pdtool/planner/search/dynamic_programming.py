@@ -259,14 +259,11 @@ class DynamicProgram:
         if self.minimize_memory:
             memory = model.memory_bytes(load, replicas, in_flight, model.may_recompute)
             return CandidateStages(*spans, memory, np.zeros(len(end))).select(memory <= self.bound_s)
-        recompute = model.must_recompute(load, replicas, in_flight)
+        recompute, fits = model.fit(load, replicas, in_flight)
         compute_s = model.compute_s(load, replicas, recompute)
         allreduce_s = model.allreduce_s(load, replicas, members_between(model.cluster, first, first + replicas))
         stage_s = model.stage_s(load, replicas, compute_s, allreduce_s)
-        is_possible = stage_s <= self.bound_s
-        if model.cluster.memory_bytes is not None:
-            is_possible &= model.memory_bytes(load, replicas, in_flight, recompute) <= model.cluster.memory_bytes
-        return CandidateStages(*spans, stage_s, model.border_bytes(load)).select(is_possible)
+        return CandidateStages(*spans, stage_s, model.border_bytes(load)).select(fits & (stage_s <= self.bound_s))
 
     def _may_fit(self, load: StageLoad) -> Array:
         """Whether stages fit in memory with a single minibatch in flight, recomputed if need be."""
