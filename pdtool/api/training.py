@@ -213,7 +213,8 @@ def _check_functions_again(inputs: Inputs, bundle: Bundle) -> None:
 
         with undoing_user_changes(), status("checking the functions of the model file"):
             model_file = inputs.model_file()
-            check_user_functions(model_file, inputs.plan, bundle, model_file.build)
+            texts = {stage.file: (inputs.folder / stage.file).read_text("utf-8") for stage in bundle.stages}
+            check_user_functions(model_file, inputs.plan, bundle, texts, model_file.build)
 
 
 def _edited_files(folder: Path) -> list[Path]:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from pdtool.errors import PdtoolError, StaleError, UsageError
 from pdtool.files import write_atomically, write_remedy
 from pdtool.frontend.graph_digest import check_profile, graph_sha256
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.model_io import ModelInputs
+from pdtool.frontend.model_io import ModelInputs, named_leaves
 from pdtool.frontend.operators import Traced, Value, first_names, named_state, registered_state
 from pdtool.frontend.random_numbers import random_state_kept, seed_generators
 from pdtool.frontend.tracing import trace_file
@@ -32,6 +32,7 @@ from pdtool.frontend.trial import tried
 from pdtool.frontend.update_proof import TRIED_UPDATES, check_update
 from pdtool.generator.kept_state import has_same_content
 from pdtool.generator.output_writer import output_class_names
+from pdtool.generator.outputs_only import check_outputs_only
 from pdtool.generator.stage_file import StageWriter
 from pdtool.generator.variable_uses import changed_in_training, collected
 from pdtool.generator.verify import (
@@ -83,7 +84,8 @@ def generate(
     progress("comparing the stages with the model" if fits else "checking shapes (the model is too large to run here)")
     bundle = bundle.model_copy(update={"differs_for_one_sample": _verify(traced, model_file, texts, bundle)})
     _check_replicated_parameters(plan, bundle, model_file)
-    check_user_functions(model_file, plan, bundle, lambda: traced.model)
+    outputs = len([leaf for _, leaf in named_leaves(traced.output, "output") if isinstance(leaf, Value)])
+    check_user_functions(model_file, plan, bundle, texts, lambda: traced.model, outputs)
     _write(folder, texts | {Bundle.FILE: bundle.dump()})
     return bundle
 
@@ -111,18 +113,28 @@ def _check_metrics(model_file: ModelFile, replicas: int) -> None:
         )
 
 
-def check_user_functions(model_file: ModelFile, plan: Plan, bundle: Bundle, build: Callable[[], nn.Module]) -> None:
-    """Check what metrics(), after_update(), scheduler() and the optimizer do in the stages of a plan.
+def check_user_functions(
+    model_file: ModelFile,
+    plan: Plan,
+    bundle: Bundle,
+    texts: Mapping[str, str],
+    build: Callable[[], nn.Module],
+    outputs: int | None = None,
+) -> None:
+    """Check what loss(), metrics(), after_update(), scheduler() and the optimizer do in the stages of a plan.
 
     codegen does this, and a run whose model.py has changed since.
 
     Args:
+        texts: texts of the stage files, by name.
         build: returns the model; its parameters are not changed.
+        outputs: number of tensors that the model returns; None: unknown.
 
     Raises:
         ModelError: it differs from what they do in a plain loop.
     """
     _check_metrics(model_file, plan.stages[-1].replicas)
+    check_outputs_only(model_file, bundle, texts, outputs)
     _check_after_update(model_file, bundle)
     if bundle.tied or plan.chunks > 1:
         _check_repeated_calls(model_file, bundle)

@@ -107,10 +107,13 @@ def copy_state(model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle) ->
                 tensor.copy_(state[name])
 
 
-def compose(stages: Sequence[nn.Module], bundle: Bundle, inputs: Sequence[Tensor]) -> Any:
+def compose(stages: Sequence[nn.Module], bundle: Bundle, inputs: Sequence[Tensor], *, cuts_graph: bool = False) -> Any:
     """Run all stages in this process, one after the other, and return the last one's output.
 
     As in a run, only tensors with a gradient in the bundle send one back over a border.
+
+    Args:
+        cuts_graph: whether tensors lose their graph at each border, as in a run.
     """
     tensors = dict(zip(bundle.inputs, inputs, strict=True))
     result: Any = None
@@ -119,7 +122,10 @@ def compose(stages: Sequence[nn.Module], bundle: Bundle, inputs: Sequence[Tensor
         if spec.outputs:
             outputs = result if len(spec.outputs) > 1 else (result,)
             for name, tensor in zip(spec.outputs, outputs, strict=True):
-                tensors[name] = tensor if bundle.by_name[name].gradient else tensor.detach()
+                has_gradient = bundle.by_name[name].gradient
+                if cuts_graph or not has_gradient:
+                    tensor = tensor.detach().requires_grad_(has_gradient and tensor.requires_grad)
+                tensors[name] = tensor
     return result
 
 
@@ -199,9 +205,9 @@ def _compare_minibatches(
     first, *rest = enumerate(batches)
     for number, inputs in [first, *rest] if training else rest:
         where = f"{mode}, minibatch {number} of {len(batches)}"
-        with torch.set_grad_enabled(training), _repeatable(), _hooks_noted() as in_model:
+        with torch.set_grad_enabled(training), repeatable(), _hooks_noted() as in_model:
             expected = _run("the model", partial(_call, model, inputs), where)
-        with torch.set_grad_enabled(training), _repeatable(), _hooks_noted() as in_stages:
+        with torch.set_grad_enabled(training), repeatable(), _hooks_noted() as in_stages:
             composed = _run(_STAGES, partial(compose, stages, bundle, _copy(inputs).tensors), where)
         if lost := sorted(in_model - in_stages):
             remedy = 'move this line into a module of its own, and name it in HINTS = {"opaque": [...]}'
@@ -227,7 +233,7 @@ def set_by_first_minibatch(build: Callable[[], nn.Module], batches: Sequence[Any
     for inputs in (batches[0], batches[-1]):
         model = build().train()
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        with _repeatable():
+        with repeatable():
             _run("the model", partial(_call, model, ModelInputs.of(inputs)), "the first minibatch")
         after = ((name, p.detach()) for name, p in model.named_parameters() if name in before)
         changed.append({name: weight for name, weight in after if not torch.equal(weight, before[name])})
@@ -256,7 +262,7 @@ def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batche
             for name, tensor in registered_state(new).items():
                 if name in state and state[name].shape == tensor.shape:
                     tensor.copy_(state[name])
-        with torch.set_grad_enabled(training), _repeatable():
+        with torch.set_grad_enabled(training), repeatable():
             results = []
             for model, value in ((old, kept.value(old)), (new, fresh)):
                 kept.restore(model, value)
@@ -348,7 +354,7 @@ def outputs_in_both_modes(model: nn.Module, batch: Any) -> list[list[Tensor]]:
     outputs, inputs = [], ModelInputs.of(batch)
     for training in (True, False):
         model.train(training)
-        with torch.no_grad(), _repeatable():
+        with torch.no_grad(), repeatable():
             outputs.append(tensors_of(_run("the model", partial(_call, model, inputs), "a minibatch")))
     return outputs
 
@@ -442,9 +448,9 @@ def _compare_in_double(
     inputs = inputs.map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
     try:
         model, *stages = _run("the model", lambda: [deepcopy(module).double() for module in (model, *stages)], where)
-        with _repeatable():
+        with repeatable():
             expected = _run("the model", partial(_call, model, inputs), where)
-        with _repeatable():
+        with repeatable():
             composed = _run(_STAGES, partial(compose, stages, bundle, _copy(inputs).tensors), where)
         gradients = _gradients(model, stages, expected, composed, where)
     except VerificationError:  # the user's code, or the trace, has a dtype of its own, or modules cannot be copied
@@ -460,7 +466,7 @@ def _backward(outputs: Sequence[Tensor]) -> None:
     differentiable = [t for t in outputs if t.requires_grad]
     gradients = [torch.randn(t.shape, generator=generator, dtype=torch.float32).to(t) for t in differentiable]
     if differentiable:
-        with _repeatable():  # torch.autograd.backward would leave that mode for checkpoints that compute again
+        with repeatable():  # torch.autograd.backward would leave that mode for checkpoints that compute again
             _engine_run_backward(tuple(differentiable), tuple(gradients), False, False, (), True, True)
 
 
@@ -542,7 +548,8 @@ class _SeedByInput(TorchFunctionMode):
 
 
 @contextmanager
-def _repeatable() -> Iterator[None]:
+def repeatable() -> Iterator[None]:
+    """Draw the same random numbers for the same inputs, and keep the generators' state."""
     with random_state_kept(), _SeedByInput():
         yield
 

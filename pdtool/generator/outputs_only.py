@@ -1,0 +1,133 @@
+"""Check that loss() and metrics() compute from the model's output and the target alone.
+
+In a plain loop they may see more: how one output was computed from another (`torch.autograd.grad`), and the model's
+weights, if a variable such as NET refers to it. In a pipeline, outputs of earlier stages arrive without their graph,
+and each stage has weights of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pdtool.artifacts.bundle import Bundle
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.model_io import ModelInputs
+from pdtool.frontend.operators import registered_state
+from pdtool.frontend.trial import tried
+from pdtool.generator.kept_state import has_same_content
+from pdtool.generator.verify import compose, copy_state, load_stages, repeatable
+
+_SAMPLES = 2
+_Sight = tuple[str, Literal["graph", "weights"]]  # a function, and what it sees
+
+
+def check_outputs_only(model_file: ModelFile, bundle: Bundle, texts: Mapping[str, str], outputs: int | None) -> None:
+    """Check loss() and metrics(), unless neither can see more.
+
+    Args:
+        texts: texts of the stage files, by name.
+        outputs: number of tensors that the model returns; None: unknown.
+
+    Raises:
+        ModelError: one of them gives other values in the last stage.
+    """
+    may_see = outputs != 1 or any(map(_has_tensors, vars(model_file.module).values()))
+    is_complete = bundle.proof == "values" and all(map(model_file.has, ("loss", "dataset")))
+    if len(bundle.stages) < 2 or not may_see or not is_complete:
+        return
+    seen = None
+    with suppress(Exception):  # of user code; others tell
+        inputs, target = model_file.example_batch(min(bundle.batch_size, _SAMPLES))
+        seen = tried(partial(_seen, model_file, bundle, texts, model_file.as_inputs(inputs), target))
+    match seen:
+        case function, "graph":
+            what = (
+                f"{function}() depends on how the model computed its outputs, as torch.autograd.grad does, but outputs "
+                "of earlier stages reach it without their graph"
+            )
+            remedy = "train without stages, as with `pdtool partition --strategy data-parallel`"
+            raise model_file.error_in(function, what, remedy)
+        case function, "weights":
+            what = (
+                f"{function}() reads parameters or buffers of the model from a variable, but in the last stage "
+                "this variable does not follow the training"
+            )
+            raise model_file.error_in(function, what, "let forward return what it needs as part of the output")
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether a variable refers to tensors, which may be the model's."""
+    if isinstance(value, nn.Module):
+        return bool(registered_state(value))
+    if isinstance(value, (list, tuple, dict)):
+        return any(map(_has_tensors, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Tensor)
+
+
+def _seen(
+    model_file: ModelFile, bundle: Bundle, texts: Mapping[str, str], inputs: ModelInputs, target: Any
+) -> _Sight | None:
+    """Return what loss() or metrics() sees besides outputs and target; None if nothing, or if it is not known."""
+    stages = load_stages(texts, bundle, build=model_file.build)
+    model = model_file.build()  # the newest one, to which variables of model.py refer
+    copy_state(model, stages, bundle)
+    figures = partial(_figures, model_file, bundle, stages, inputs, target)
+    connected, again = figures(cuts_graph=False), figures(cuts_graph=False)
+    if not has_same_content(connected, again):
+        return None  # it draws random numbers of its own, or counts its calls
+    try:
+        alone = figures(cuts_graph=True)
+    except Exception:  # such as torch's "One of the differentiated Tensors appears to not have been used in the graph"
+        return "loss", "graph"
+    if not has_same_content(connected, alone):
+        return "loss", "graph"
+    _change_as_training_does(model, inputs)
+    changed = figures(cuts_graph=True)
+    different = [function for function in alone if not has_same_content(alone[function], changed[function])]
+    return (different[0], "weights") if different else None
+
+
+def _figures(
+    model_file: ModelFile,
+    bundle: Bundle,
+    stages: Sequence[nn.Module],
+    inputs: ModelInputs,
+    target: Any,
+    *,
+    cuts_graph: bool,
+) -> dict[str, Any]:
+    """Return the loss of a minibatch in training, and its metrics in evaluation; the stages' state stays as it is."""
+    with torch.no_grad():
+        before = [{name: t.clone() for name, t in registered_state(stage).items()} for stage in stages]
+
+    def output(training: bool) -> Any:
+        for stage in stages:
+            stage.train(training)
+        return compose(stages, bundle, inputs.map(torch.clone).tensors, cuts_graph=cuts_graph)
+
+    with repeatable():
+        loss = float(model_file.loss(output(True), target).detach())
+        with torch.no_grad():
+            figures = {"loss": loss, "metrics": model_file.metrics(output(False), target)}
+            for stage, state in zip(stages, before, strict=True):
+                for name, tensor in registered_state(stage).items():
+                    tensor.copy_(state[name])
+    return figures
+
+
+def _change_as_training_does(model: nn.Module, inputs: ModelInputs) -> None:
+    """Change the parameters that are trained, and the buffers that forward changes."""
+    model.train()
+    state = registered_state(model)
+    with torch.no_grad(), repeatable():
+        before = {name: tensor.clone() for name, tensor in state.items()}
+        inputs.map(torch.clone).call(model)
+        for name, tensor in state.items():
+            if tensor.requires_grad or not torch.equal(tensor, before[name]):
+                tensor.copy_(tensor.logical_not() if tensor.dtype == torch.bool else 2 * tensor + 1)

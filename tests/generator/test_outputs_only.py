@@ -1,0 +1,91 @@
+"""What loss() and metrics() may see besides the output and the target: in the last stage, nothing."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from skeletons import plan_of, skeleton
+
+from pdtool.artifacts.artifact import ModelRef
+from pdtool.errors import ModelError
+from pdtool.frontend.model_file import ModelFile
+from pdtool.generator.generate import generate
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x):
+        h = self.a(x).relu()
+        if self.training:
+            self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        z = self.b(h).tanh()
+        return h, z, self.c(z)
+
+NET = None
+STEPS = 0
+def model():
+    global NET
+    NET = Net()
+    return NET
+
+def dataset(split): return [(torch.randn(4), torch.tensor(i % 3)) for i in range(8)]
+def optimizer(named): return torch.optim.SGD([p for _, p in named], lr=0.1)
+"""
+PENALTY = """
+def loss(output, target):
+    h, z, y = output
+    value = cross_entropy(y, target)
+    if y.requires_grad:
+        slope, = torch.autograd.grad(y.sum(), FROM, create_graph=True, allow_unused=UNUSED)
+        value = value if slope is None else value + 0.1 * slope.pow(2).sum()
+    return value
+"""
+
+
+def penalty(by: str, unused: bool) -> str:
+    return PENALTY.replace("FROM", by).replace("UNUSED", str(unused))
+
+
+def plain(loss: str = "", metrics: str = "output[2].mean()") -> str:
+    return (
+        f"def loss(output, target): return cross_entropy(output[2]{loss}, target)\n"
+        f"def metrics(output, target): return {{'m': ({metrics}, 1)}}\n"
+    )
+
+
+GRAPH, WEIGHTS = "depends on how the model computed its outputs", "reads parameters or buffers of the model"
+CASES = {
+    "another output by one of an earlier stage": (penalty("h", True), rf"model.py:\d+: loss\(\) {GRAPH}"),
+    "the same, and torch refuses": (penalty("h", False), rf"model.py:\d+: loss\(\) {GRAPH}"),
+    "another output of the last stage": (penalty("z", True), None),
+    "a buffer that forward changes": (plain(" * (1 + NET.mean.mean())"), rf"model.py:\d+: loss\(\) {WEIGHTS}"),
+    "weights without a gradient": (plain(" * NET.a.weight.detach().norm()"), rf"loss\(\) {WEIGHTS}"),
+    "weights in metrics": (plain(metrics="sum(p.norm() for p in NET.parameters())"), rf"metrics\(\) {WEIGHTS}"),
+    "a buffer that stays as it is": (plain(" / NET.scale"), None),
+    "a method of the model": (plain(metrics="len([*NET.modules()])"), None),
+    "random numbers": (plain(" + torch.rand(1)", "NET.scale"), None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_only_a_plain_loop_has_is_refused(case: str, tmp_path: Path) -> None:
+    """They gave other losses and metrics in stages than in a plain loop, without a word."""
+    code, match = CASES[case]
+    (tmp_path / "model.py").write_text(MODEL + code)
+    file = ModelFile.load(ModelRef(source=str(tmp_path / "model.py")), trusted=True)
+    profile = skeleton(file)
+    plan = plan_of(profile, 3)
+    assert "b" in plan.stages[1].nodes
+    with pytest.raises(ModelError, match=match) if match else nullcontext():
+        generate(plan, profile, file, tmp_path / "stages")
