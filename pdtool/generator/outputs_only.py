@@ -1,8 +1,8 @@
 """Check that loss() and metrics() compute from the model's output and the target alone.
 
 In a plain loop they may see more: how one output was computed from another (`torch.autograd.grad`), and the model's
-weights, if a variable such as NET refers to it. In a pipeline, outputs of earlier stages arrive without their graph,
-and each stage has weights of its own.
+weights and attributes, if a variable such as NET refers to it. In a pipeline, outputs of earlier stages arrive without
+their graph, each stage has weights of its own, and no stage sets an attribute.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pdtool.generator.kept_state import has_same_content
 from pdtool.generator.verify import compose, copy_state, load_stages, repeatable
 
 _SAMPLES = 2
-_Sight = tuple[str, Literal["graph", "weights"]]  # a function, and what it sees
+_Sight = tuple[str, Literal["graph", "model"]]  # a function, and what it sees
 
 
 def check_outputs_only(model_file: ModelFile, bundle: Bundle, texts: Mapping[str, str], outputs: int | None) -> None:
@@ -37,9 +37,10 @@ def check_outputs_only(model_file: ModelFile, bundle: Bundle, texts: Mapping[str
     Raises:
         ModelError: one of them gives other values in the last stage.
     """
-    may_see = outputs != 1 or any(map(_has_tensors, vars(model_file.module).values()))
+    may_see_graph = outputs != 1 and len(bundle.stages) > 1
+    may_see_model = any(map(_has_tensors, vars(model_file.module).values()))
     is_complete = bundle.proof == "values" and all(map(model_file.has, ("loss", "dataset")))
-    if len(bundle.stages) < 2 or not may_see or not is_complete:
+    if not is_complete or not (may_see_graph or may_see_model):
         return
     seen = None
     with suppress(Exception):  # of user code; others tell
@@ -53,10 +54,10 @@ def check_outputs_only(model_file: ModelFile, bundle: Bundle, texts: Mapping[str
             )
             remedy = "train without stages, as with `pdtool partition --strategy data-parallel`"
             raise model_file.error_in(function, what, remedy)
-        case function, "weights":
+        case function, "model":
             what = (
-                f"{function}() reads parameters or buffers of the model from a variable, but in the last stage "
-                "this variable does not follow the training"
+                f"{function}() reads from a variable what training changes in the model, but in the last stage this "
+                "variable does not follow the training"
             )
             raise model_file.error_in(function, what, "let forward return what it needs as part of the output")
 
@@ -65,6 +66,8 @@ def _has_tensors(value: Any) -> bool:
     """Whether a variable refers to tensors, which may be the model's."""
     if isinstance(value, nn.Module):
         return bool(registered_state(value))
+    if isinstance(value, type):
+        return value.__module__ != Tensor.__module__ and any(isinstance(v, nn.Module) for v in vars(value).values())
     if isinstance(value, (list, tuple, dict)):
         return any(map(_has_tensors, value.values() if isinstance(value, dict) else value))
     return isinstance(value, Tensor)
@@ -87,10 +90,10 @@ def _seen(
         return "loss", "graph"
     if not has_same_content(connected, alone):
         return "loss", "graph"
-    _change_as_training_does(model, inputs)
+    _change_as_training_does(model, inputs, with_state=len(stages) > 1)
     changed = figures(cuts_graph=True)
     different = [function for function in alone if not has_same_content(alone[function], changed[function])]
-    return (different[0], "weights") if different else None
+    return (different[0], "model") if different else None
 
 
 def _figures(
@@ -121,13 +124,16 @@ def _figures(
     return figures
 
 
-def _change_as_training_does(model: nn.Module, inputs: ModelInputs) -> None:
-    """Change the parameters that are trained, and the buffers that forward changes."""
+def _change_as_training_does(model: nn.Module, inputs: ModelInputs, *, with_state: bool) -> None:
+    """Change the attributes that forward sets; with state, the parameters that are trained, and the buffers that
+    forward changes, too (a model in one stage follows the training)."""
     model.train()
     state = registered_state(model)
     with torch.no_grad(), repeatable():
         before = {name: tensor.clone() for name, tensor in state.items()}
         inputs.map(torch.clone).call(model)
         for name, tensor in state.items():
-            if tensor.requires_grad or not torch.equal(tensor, before[name]):
+            if not with_state:
+                tensor.copy_(before[name])
+            elif tensor.requires_grad or not torch.equal(tensor, before[name]):
                 tensor.copy_(tensor.logical_not() if tensor.dtype == torch.bool else 2 * tensor + 1)

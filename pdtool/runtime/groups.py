@@ -29,6 +29,7 @@ from pdtool.artifacts.run_dir import RunDir
 from pdtool.artifacts.text_formats import FormatError, read_message, write_message
 from pdtool.errors import UsageError, printable
 from pdtool.files import file_sha256, open_in_place
+from pdtool.frontend.model_rules import TrainingOptions
 from pdtool.frontend.user_code import find_source
 from pdtool.frontend.user_modules import imported_digests
 from pdtool.options.declaration import declared
@@ -262,14 +263,10 @@ def run_settings(config: RunConfig) -> dict[str, str]:
     return settings | {name: digest[:_DIGITS] for name, digest in digests.items()} | versions
 
 
-def user_code_settings(optimizer: str) -> dict[str, str]:
-    """Return what must be the same of the user's code, as far as this worker has executed it.
-
-    Args:
-        optimizer: the settings of optimizer()'s result.
-    """
+def user_code_settings(training: TrainingOptions) -> dict[str, str]:
+    """Return what must be the same of the user's code, as far as this worker has executed it."""
     files = {f"the file of module {name}": digest[:_DIGITS] for name, digest in imported_digests().items()}
-    return files | ({"optimizer()": optimizer} if optimizer else {})
+    return files | {name.upper(): str(value) for name, value in vars(training).items()}
 
 
 def check_agreement(own_settings: Mapping[str, str], group: object, missing: str | None = "none") -> None:

@@ -24,16 +24,17 @@ class Net(nn.Module):
         self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("scale", torch.tensor(2.0))
+        self.penalty = 0.0
 
     def forward(self, x):
         h = self.a(x).relu()
+        self.penalty = h.pow(2).mean()
         if self.training:
             self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
         z = self.b(h).tanh()
         return h, z, self.c(z)
 
 NET = None
-STEPS = 0
 def model():
     global NET
     NET = Net()
@@ -64,7 +65,10 @@ def plain(loss: str = "", metrics: str = "output[2].mean()") -> str:
     )
 
 
-GRAPH, WEIGHTS = "depends on how the model computed its outputs", "reads parameters or buffers of the model"
+GRAPH, WEIGHTS = (
+    "depends on how the model computed its outputs",
+    "reads from a variable what training changes in the model",
+)
 CASES = {
     "another output by one of an earlier stage": (penalty("h", True), rf"model.py:\d+: loss\(\) {GRAPH}"),
     "the same, and torch refuses": (penalty("h", False), rf"model.py:\d+: loss\(\) {GRAPH}"),
@@ -72,20 +76,39 @@ CASES = {
     "a buffer that forward changes": (plain(" * (1 + NET.mean.mean())"), rf"model.py:\d+: loss\(\) {WEIGHTS}"),
     "weights without a gradient": (plain(" * NET.a.weight.detach().norm()"), rf"loss\(\) {WEIGHTS}"),
     "weights in metrics": (plain(metrics="sum(p.norm() for p in NET.parameters())"), rf"metrics\(\) {WEIGHTS}"),
+    "an attribute that forward sets": (plain(" * (1 + NET.penalty)"), rf"loss\(\) {WEIGHTS}"),
     "a buffer that stays as it is": (plain(" / NET.scale"), None),
     "a method of the model": (plain(metrics="len([*NET.modules()])"), None),
     "random numbers": (plain(" + torch.rand(1)", "NET.scale"), None),
 }
 
 
+@pytest.mark.parametrize(
+    ("code", "stages"), [(" * (1 + NET.penalty)", 1), (" * (1 + NETS[0].penalty)", 2), (" * (1 + Net.last.penalty)", 1)]
+)
+def test_a_loss_that_forward_leaves_on_the_model_is_refused(code: str, stages: int, tmp_path: Path) -> None:
+    """Whatever refers to the model; even a single stage sets no attribute."""
+    kept = "    global NETS\n    NET = Net()\n    NETS = [NET]\n    Net.last = NET\n"
+    with pytest.raises(ModelError, match=rf"loss\(\) {WEIGHTS}"):
+        _generate(MODEL.replace("    NET = Net()\n", kept) + plain(code), stages, tmp_path)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_loss_may_read_what_no_training_changes(stages: int, tmp_path: Path) -> None:
+    """In one stage also weights: that model follows the training."""
+    _generate(MODEL + plain(" / NET.scale" if stages > 1 else " * NET.a.weight.detach().norm()"), stages, tmp_path)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_what_only_a_plain_loop_has_is_refused(case: str, tmp_path: Path) -> None:
     """They gave other losses and metrics in stages than in a plain loop, without a word."""
     code, match = CASES[case]
-    (tmp_path / "model.py").write_text(MODEL + code)
-    file = ModelFile.load(ModelRef(source=str(tmp_path / "model.py")), trusted=True)
-    profile = skeleton(file)
-    plan = plan_of(profile, 3)
-    assert "b" in plan.stages[1].nodes
     with pytest.raises(ModelError, match=match) if match else nullcontext():
-        generate(plan, profile, file, tmp_path / "stages")
+        _generate(MODEL + code, 3, tmp_path)
+
+
+def _generate(text: str, stages: int, folder: Path) -> None:
+    (folder / "model.py").write_text(text)
+    file = ModelFile.load(ModelRef(source=str(folder / "model.py")), trusted=True)
+    profile = skeleton(file)
+    generate(plan_of(profile, stages), profile, file, folder / "stages")

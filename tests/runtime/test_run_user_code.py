@@ -14,6 +14,7 @@ from pdtool.artifacts.bundle import TensorSpec
 from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import Structure
+from pdtool.runtime.groups import user_code_settings
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatches import DatasetSplit, TrainingData
 from pdtool.runtime.stage.component import pack, unpack
@@ -380,6 +381,31 @@ def test_a_schedule_of_the_whole_run_goes_on_at_the_same_part_of_it(tmp_path):
     for _ in range(3):
         expected.step()
     assert resumed.optimizer.param_groups[0]["lr"] == expected.optimizer.param_groups[0]["lr"] != 0.1
+
+
+def test_what_a_machine_may_set_otherwise_is_compared(tmp_path, monkeypatch):
+    """Machines whose environments differ trained with different constants and schedules, without a word."""
+    more = """import os
+if "NORM" in os.environ: MAX_GRAD_NORM = float(os.environ["NORM"])
+DROP_LAST, SCHEDULER_STEP = "DROP" in os.environ, os.environ.get("STEP", "update")
+def scheduler(o):
+    lr = torch.optim.lr_scheduler
+    parts = [lr.ConstantLR(o, 0.5, 2), lr.ExponentialLR(o, float(os.environ.get("GAMMA", 0.9)))]
+    return lr.SequentialLR(o, parts, [2])
+"""
+
+    def settings() -> dict[str, str]:
+        file, model = load(tmp_path, more=more), parameters()
+        return user_code_settings(file.training) | NamedOptimizer(file, model, model).schedule.settings
+
+    usual = settings()
+    assert settings() == usual
+    for variable, value in (("NORM", "2"), ("DROP", "1"), ("STEP", "epoch"), ("GAMMA", "0.8")):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            name, *more_names = [key for key, other in settings().items() if other != usual.get(key)]
+        assert not more_names
+        assert variable in name or name == "scheduler() for 1 steps"
 
 
 def test_a_one_cycle_schedule_of_another_length_than_the_run_is_told(tmp_path, capsys):

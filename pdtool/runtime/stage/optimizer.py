@@ -295,7 +295,20 @@ def _settings_of(optimizer: Optimizer) -> str:
         )
         for group in optimizer.param_groups
     ]
-    text = f"{type(optimizer).__name__}({'; '.join(dict.fromkeys(groups))})"
+    return _shortened(f"{type(optimizer).__name__}({'; '.join(dict.fromkeys(groups))})")
+
+
+def _schedule_settings(scheduler: object) -> str:
+    """The same of a learning-rate schedule and of those that it is made of; what a function computes is not known."""
+    attributes: dict[str, Any] = getattr(scheduler, "__dict__", {})
+    values = ", ".join(
+        f"{key}={value!r}" for key, value in sorted(attributes.items()) if _is_plain(value) and key[0] != "_"
+    )
+    parts = [f"{type(scheduler).__name__}({values})", *map(_schedule_settings, attributes.get("_schedulers", ()))]
+    return _shortened(" of ".join(parts))
+
+
+def _shortened(text: str) -> str:
     return text if len(text) < _MAX_SETTINGS else f"{text[:_MAX_SETTINGS]}... {derive_seed(text):x}"
 
 
@@ -393,6 +406,9 @@ class LearningRateSchedule:
 
     It steps after each update, or with `SCHEDULER_STEP = "epoch"` at the end of each epoch. ReduceLROnPlateau steps at
     the end of each epoch, with the loss of its validation.
+
+    Attributes:
+        settings: its class and its numbers as scheduler() makes it, for comparison.
     """
 
     def __init__(self, file: ModelFile, optimizer: Optimizer | None, length: RunLength) -> None:
@@ -409,6 +425,8 @@ class LearningRateSchedule:
         self.is_by_user_code = schedules_by_user_code(self._scheduler)
         self._takes_loss = isinstance(self._scheduler, ReduceLROnPlateau)
         self._is_by_epoch = is_by_epoch or self._takes_loss
+        name = f"scheduler() for {self._steps} steps"
+        self.settings = {name: _schedule_settings(self._scheduler)} if self._scheduler else {}
 
     @property
     def length_warning(self) -> str:

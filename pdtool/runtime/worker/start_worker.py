@@ -222,8 +222,12 @@ class StageBuilder:
         memory.received_bytes, memory.sent_bytes = channels.device_bytes, channels.sent_bytes
         memory.limit_bytes = self.config.plan.cluster.memory_bytes
         stages = {s: self._replica(s, module, channels) for s, module in self.modules.items()}
-        optimizer = next(filter(None, (replica.optimizer.settings for replica in stages.values())), "")
-        check_agreement(user_code_settings(optimizer), self.place.groups.world, missing=None)
+        settings = user_code_settings(self._file.training)
+        for optimizer in (replica.optimizer for replica in stages.values()):
+            settings |= optimizer.schedule.settings | (
+                {"optimizer()": optimizer.settings} if optimizer.settings else {}
+            )
+        check_agreement(settings, self.place.groups.world, missing=None)
         warning = next(replica.optimizer.schedule.length_warning for replica in stages.values())
         if warning and self.place.assignment.rank == 0:
             sys.stderr.write(f"warning: {warning}\n")
