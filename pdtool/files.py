@@ -70,7 +70,7 @@ def _opened(path: Path, may_be_pipe: bool) -> BufferedReader:
     """Open a file to read; raises ArtifactError for endless files, and for those above MAX_FILE_BYTES."""
     status = path.stat()
     is_file = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)  # open() says that it is a folder
-    if not is_file and not (may_be_pipe and stat.S_ISFIFO(status.st_mode)):
+    if not is_file and not (may_be_pipe and (stat.S_ISFIFO(status.st_mode) or str(path) == os.devnull)):
         raise ArtifactError(path, "cannot be read (it is not a regular file)")
     if status.st_size > MAX_FILE_BYTES:
         raise _too_large(path)

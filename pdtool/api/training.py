@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pdtool.api.caller import unchanged_caller
 from pdtool.api.console import note, status, training_progress
-from pdtool.api.inputs import Inputs, bundle_of, given_or_only, optional_text
+from pdtool.api.inputs import Inputs, bundle_of, given_or_only, optional_text, path_text
 from pdtool.api.model_settings import Settings, assignments, with_settings
 from pdtool.api.rescheduling import rescheduled
 from pdtool.api.resuming import as_asked, note_options, note_resumption, own_plan, plan_resumed, recorded
@@ -145,7 +145,7 @@ def to_train(
         given: names of the options on the command line, or in the call.
         is_dry: whether no workers will follow.
     """
-    before, path = asked, None if plan is None or isinstance(plan, Plan) else str(plan)
+    before, path = asked, None if plan is None or isinstance(plan, Plan) else path_text(plan)
     asked = as_asked(path, asked, given)
     if is_first_worker(os.environ):
         note_options(before, asked)
@@ -292,7 +292,7 @@ def _with_loader_workers(config: RunConfig, loading_s: float | None, asked: int 
 
     cost = LoadingCost.of(loading_s, config.plan)
     workers = asked if asked is not None else at_most_the_cores(cost.workers if cost else 0, config)
-    if cost and is_first_worker(os.environ) and (sentence := cost.sentence(workers)):
+    if cost and is_first_worker(os.environ) and (sentence := cost.sentence(workers, are_asked=asked is not None)):
         note(sentence)
     return replace(config, loader_workers=workers)
 

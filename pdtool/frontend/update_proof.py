@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from pdtool.frontend.trial import tried
 
 NAMES_OF_GROUP = {"params", "param_names"}  # keys of a parameter group that say which parameters it has
 TRIED_UPDATES = 40  # before training, to see what the optimizer and after_update() do
+_LAST_SIZES = {-2: 1e-6, -1: 1e3}  # number of an update, from the end -> factor on its gradients
 _LARGE, _CORNER = 1_000_000, 8  # numbers in all parameters; of larger models, the most in each dimension of one
 _RTOL, _ATOL = 1e-3, 1e-5  # for an optimizer that does not compute the same bits twice
 _CALLS_USER_CODE = (LambdaLR, MultiplicativeLR)
@@ -108,8 +109,8 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
     expected, again = (update.of(parameters) for _ in range(2))
     if update.draws_random_numbers:
         return
-    is_same = torch.equal
-    if not all(torch.equal(expected[name], again[name]) for name in expected):
+    is_same: Callable[[Tensor, Tensor], bool] = partial(torch.allclose, rtol=0.0, atol=0.0, equal_nan=True)
+    if not all(is_same(expected[name], again[name]) for name in expected):
         is_same = partial(torch.allclose, rtol=_RTOL, atol=_ATOL, equal_nan=True)
     for parts, owner in ((stages, "each stage"), (list(layers.values()), "each layer")):
         found: dict[str, Tensor] = {}
@@ -179,7 +180,8 @@ class _Update:
     def _of(self, part: Collection[str]) -> tuple[dict[str, Tensor], bool]:
         """Return the values of `of`, and whether the updates draw random numbers.
 
-        The gradients point the same way in each update, so that a search for a step size finds one.
+        The gradients point the same way in each update, so that a search for a step size finds one. Their size grows
+        slowly. In the last two updates they are tiny and huge, because user code may act only on such gradients.
         """
         parameters = {n: nn.Parameter(p.detach().clone(), p.requires_grad) for n, p in self._parameters.items()}
         own = {name: parameters[name] for name in parameters if name in part}
@@ -191,8 +193,9 @@ class _Update:
         try:
             set_mode(optimizer, training=True)
             for update in range(TRIED_UPDATES):
+                size = _LAST_SIZES.get(update - TRIED_UPDATES, 1 + 0.1 * update)
                 for name, gradient in gradients.items():
-                    own[name].grad = gradient * (1 + 0.1 * update) if own[name].requires_grad else None
+                    own[name].grad = gradient * size if own[name].requires_grad else None
                 optimizer.step()
                 self._file.after_update(list(own.items()), update + 1)
                 if scheduler:

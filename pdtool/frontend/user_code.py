@@ -137,14 +137,19 @@ def import_source(source: str, path: Path) -> ModuleType:
 @contextmanager
 def undoing_user_changes() -> Iterator[None]:
     """Undo at the end what the user's code and its import changed in this process: the current folder, signal handlers,
-    torch's default dtype, and imports (see undoing_imports)."""
-    dtype = torch.get_default_dtype()
+    torch's default dtype, and imports (see undoing_imports). It begins with torch's own defaults, as a worker does."""
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    torch.set_default_dtype(torch.float32)
+    if device.type != "cpu":
+        torch.set_default_device(None)
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     with chdir("."), undoing_imports(), torch.inference_mode(False), torch.enable_grad():  # or the caller's modes
         try:
             yield
         finally:
             torch.set_default_dtype(dtype)
+            if device.type != "cpu":
+                torch.set_default_device(device)
             for number, handler in handlers.items():
                 if handler is not None and signal.getsignal(number) is not handler:  # None: not set from Python
                     signal.signal(number, handler)

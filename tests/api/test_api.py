@@ -112,8 +112,9 @@ def test_show_takes_what_the_command_takes(road, capsys):
         assert capsys.readouterr().out == road.pdtool("show", str(what)).stdout
     with pytest.raises(ArtifactError, match=r"nothing\.yaml"):
         pdtool.show("nothing.yaml")
-    with pytest.raises(TypeError, match="a path is needed, not an int"):
-        pdtool.show(3)
+    for function in (pdtool.show, pdtool.run):
+        with pytest.raises(TypeError, match="a path is needed, not an int"):
+            function(3)
 
 
 def test_errors_are_those_of_the_commands(road):

@@ -63,6 +63,7 @@ def call(name, *args, **kwargs):
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     logging.getLogger("app").setLevel(logging.DEBUG)
+    torch.set_default_dtype(torch.float64)  # which is no default of the model file
     profile = call("profile", "model.py", batch_size=8, threads=1, device="cpu")
     call("profile", "model.py", batch_size=8, device="h100", output="estimated.json")
     plan = call("partition", profile, topology="2", strategy="straight", bandwidth="1GB/s", simplest="0%")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 
 import click
 import pytest
@@ -164,6 +165,7 @@ def test_what_defaults_cannot_mean_is_refused_with_a_suggestion(profiled, text, 
     assert words in stderr
     assert "pdtool.toml" in stderr
     assert "cannot be read" in profiled.pdtool("--config", "nowhere.toml", "devices", code=3).stderr
+    profiled.pdtool("--config", os.devnull, "devices")
 
 
 def test_a_refused_command_line_names_the_options_that_the_file_gave(profiled):

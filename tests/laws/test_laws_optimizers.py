@@ -153,6 +153,16 @@ class Clipping(torch.optim.SGD):
     def step(self):
         torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
         return super().step()
+class Rarely(torch.optim.SGD):
+    def __init__(self, parameters, lr, normalizes):
+        super().__init__(parameters, lr)
+        self.normalizes = normalizes
+    def step(self):
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        norm = sum(gradient.norm() for gradient in gradients)
+        for gradient in gradients if self.normalizes(norm) else ():
+            gradient /= norm
+        return super().step()
 class Scaled(torch.optim.SGD):
     @torch.no_grad()
     def step(self):
@@ -197,6 +207,8 @@ PROVED = [
         CLIPPING,
         r"a step of Clipping depends .*, a.weight, a.bias, b.weight and 5 others get",
     ),
+    ("Rarely(parameters, 0.1, lambda norm: norm > 300)", CLIPPING, r"a step of Rarely depends"),  # on huge gradients
+    ("Rarely(parameters, 0.1, lambda norm: norm < 1e-3)", CLIPPING, r"a step of Rarely depends"),  # on tiny ones
     (
         "hooked(parameters)",
         CLIPPING,

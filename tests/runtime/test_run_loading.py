@@ -422,6 +422,7 @@ def test_the_sentence_says_whether_they_suffice(loading_s: float, workers: int, 
     assert end in sentence
     assert sentence.endswith("pass a larger --loader-workers") == (0 < workers < LoadingCost(loading_s, 6e-3).workers)
     assert LoadingCost(1e-4, 6e-3).sentence(0) == ""
+    assert "because" not in LoadingCost(loading_s, 6e-3).sentence(workers, are_asked=True)
 
 
 def test_a_profile_measures_loading_and_a_run_takes_loader_workers_for_it(folder: Folder) -> None:

@@ -41,14 +41,14 @@ class LoadingCost:
             return 0
         return math.ceil(self.loading_s / self.period_s * _LOADER_MARGIN)
 
-    def sentence(self, workers: int) -> str:
+    def sentence(self, workers: int, *, are_asked: bool = False) -> str:
         """Say what loading costs and how many loader workers suffice, given that `workers` are used; "" for none."""
         if not self.workers and not workers:
             return ""
         workers_suffice = "loader worker suffices" if self.workers == 1 else "loader workers suffice"
         need = f"{self.workers} {workers_suffice}" if self.workers else "none is needed"
         used = "" if workers == self.workers else f"; {workers} {'is' if workers == 1 else 'are'} used"
-        if 0 < workers < self.workers:
+        if 0 < workers < self.workers and not are_asked:
             cores = counted(len(usable_cores()), "core")
             used += (
                 f", because this machine has {cores}. If loading waits for a network, pass a larger --loader-workers"

@@ -119,6 +119,7 @@ class TrainingData:
     Args:
         sampled: returns an epoch's samples, in order, if model.py has a sampler(); all workers call it together.
         loads: whether this worker loads minibatches; others only need to know the number of samples in each.
+        loader_workers: number of its loader workers.
 
     Attributes:
         splits: the training set and the validation set, `train` and `valid`.
@@ -137,8 +138,9 @@ class TrainingData:
         sampled: Callable[[int], Sequence[int]] | None,
         *,
         loads: bool = True,
+        loader_workers: int = 0,
     ) -> None:
-        self.file, self.splits, self._loads = file, splits, loads
+        self.file, self.splits, self._loads, self.loader_workers = file, splits, loads, loader_workers
         self._seed, self._sampled = config.seed, sampled
         self._first_order = sampled(1) if sampled else None  # for its length; sampler() is called once for each epoch
         self._chosen = splits["train"].samples if self._first_order is None else len(self._first_order)

@@ -42,6 +42,7 @@ class WorkerMeasurements:
         epochs: the time of these epochs, without validation and checkpoints, and what was trained in them.
         peak_memory_bytes, peak_reserved_bytes: see PeakMemory.
         cores: cores that the worker may use; none if a GPU computes.
+        loader_workers: number of its loader workers.
     """
 
     name: str
@@ -54,6 +55,7 @@ class WorkerMeasurements:
     peak_memory_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     cores: frozenset[int] = frozenset()
+    loader_workers: int = 0
 
 
 def assemble_report(
@@ -100,7 +102,7 @@ def assemble_report(
         stages=tuple(_stage_report([w for w in workers if w.stage == s]) for s in range(plan.pipeline_depth)),
         cores=len(frozenset().union(*(worker.cores for worker in workers[:local_workers]))) or None,
         local_workers=local_workers,
-        loader_workers=config.loader_workers,
+        loader_workers=max(worker.loader_workers for worker in workers),
         includes_compilation=config.compiled and len(progress.minibatches) == resumed_after + 1,
         digests=dict(config.bundle.digests),
     )

@@ -162,7 +162,7 @@ def open_data(config: RunConfig, place: Place, file: ModelFile) -> tuple[Trainin
         name: MinibatchLoader(file, name, inputs, bundle.arguments, seed=config.seed)
         for name in (_SPLITS if place.assignment.stage == 0 else ())
     }
-    source = None
+    source, workers = None, 0
     if loaders:
         workers, warning = usable_workers(config.loader_workers, loaders.values())
         if warning and place.is_replica_0:
@@ -184,7 +184,7 @@ def open_data(config: RunConfig, place: Place, file: ModelFile) -> tuple[Trainin
         return broadcast(own, list[int], first_rank, "the order of the samples")
 
     sampler = sampled if file.has("sampler") else None
-    return TrainingData(config, file, splits, sampler, loads=bool(loaders)), source
+    return TrainingData(config, file, splits, sampler, loads=bool(loaders), loader_workers=workers), source
 
 
 @dataclass

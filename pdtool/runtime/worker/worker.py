@@ -297,6 +297,7 @@ class Worker:
             peak_memory_bytes=meter.memory.peak_bytes,
             peak_reserved_bytes=meter.memory.peak_reserved_bytes,
             cores=frozenset() if is_on_gpu else usable_cores(),
+            loader_workers=self._data.loader_workers,
         )
         workers = all_gather(measured, WorkerMeasurements, place.groups.world, "the measurements")
         report = assemble_report(
