@@ -77,6 +77,14 @@ def schedules_by_user_code(scheduler: object) -> bool:
     return not is_of_torch or isinstance(scheduler, _CALLS_USER_CODE)
 
 
+def _user_code_in_update(file: ModelFile, parameters: Mapping[str, nn.Parameter]) -> str:
+    """Name the code outside torch that takes part in an update; "" for none."""
+    optimizer = file.optimizer(list(parameters.items()))
+    causes = user_code_in_step(file, optimizer)  # before a scheduler wraps the optimizer's step
+    by_user_code = schedules_by_user_code(file.scheduler(optimizer, TRIED_UPDATES))
+    return " or ".join(causes) or "scheduler()" * by_user_code
+
+
 def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[str]]) -> None:
     """Check that updates of each stage, and of each layer alone, give the same weights as updates of the whole model.
 
@@ -91,12 +99,9 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
         ModelError: parameters get other values.
     """
     parameters = dict(model.named_parameters())
-    optimizer = file.optimizer(list(parameters.items()))
-    causes = user_code_in_step(file, optimizer)  # before a scheduler wraps the optimizer's step
-    by_user_code = bool(causes) or schedules_by_user_code(file.scheduler(optimizer, TRIED_UPDATES))
-    if len(stages) < 2 or not by_user_code:
+    cause = tried(partial(_user_code_in_update, file, parameters), parameters.values()) if len(stages) > 1 else ""
+    if not cause:
         return
-    cause = " or ".join(causes) or "scheduler()"
     update = _Update(file, cause, parameters)
     if sum(p.numel() for p in parameters.values()) > _LARGE:
         corners = _Update(file, cause, {name: _corner(p) for name, p in parameters.items()}, parameters)

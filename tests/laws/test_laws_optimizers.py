@@ -261,6 +261,16 @@ def parts(tmp_path: Path, toy: Toy) -> tuple[ModelFile, list[set[str]]]:
     return file, [{n for n, at in stage_of(spec).items() if at == s} for s in range(3)]
 
 
+def test_a_trial_of_the_update_leaves_nothing_behind(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """optimizer() and scheduler() were called once in this process."""
+    note = f"open('{tmp_path}/noted.txt', 'a').write('tried')"
+    more = f"def scheduler(o):\n    {note}\n    print('tried')\n    return torch.optim.lr_scheduler.ConstantLR(o)\n"
+    file, stages = parts(tmp_path, with_optimizer(f"print('tried') or {note} and {SGD}", more))
+    update_proof.check_update(file, file.build(), stages)
+    assert "tried" not in capfd.readouterr().out
+    assert not (tmp_path / "noted.txt").exists()
+
+
 @pytest.mark.parametrize(("code", "more", "words"), PROVED)
 def test_an_update_that_looks_at_several_stages_is_refused(tmp_path: Path, code: str, more: str, words: str) -> None:
     file, stages = parts(tmp_path, with_optimizer(code, more))

@@ -307,7 +307,7 @@ class _OwnPlanner(Planner):
         if selected.simulated_s is not None:
             time_s = steady_state_s(rival.placement, search.profile, search.cluster, selected.simulated_s)
         if time_s is not None and time_s < (selected.simulated_s or math.inf):
-            return f", but less simple, and within --simplest {search.options.simplest:.1%}"
+            return f", but less simple, and at most {search.options.simplest:.1%} faster in the simulation (--simplest)"
         return super()._why_slower(search, rival, selected)
 
 
