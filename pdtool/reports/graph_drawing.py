@@ -6,7 +6,7 @@ stand from left to right, in lines like a text. A block's colour shows its stage
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby, pairwise, takewhile
 
@@ -23,6 +23,8 @@ _MIN_HEIGHT, _EXTRA_HEIGHT = 42, 54  # pixels, of a box without cost, and the ex
 _STACK_GAP, _LANE, _HEADER, _LINE_GAP = 8, 7, 22, 20
 _MARGIN = 16  # on both sides, where edges leave a line and enter the next
 MAX_BLOCKS = 24
+_Atom = tuple[str, ...]  # an operator with its followers
+_Group = tuple[_Atom, ...]  # of one stage, under one path
 
 
 @dataclass(eq=False)
@@ -318,18 +320,6 @@ class ModuleBlock:
     inputs: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Atoms (operators with their followers) of one stage that share the first `depth` parts of their paths."""
-
-    atoms: tuple[tuple[str, ...], ...]
-    path: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> list[str]:
-        return [name for atom in self.atoms for name in atom]
-
-
 def module_blocks(profile: Profile, stages: Sequence[Collection[str]], most: int = MAX_BLOCKS) -> list[ModuleBlock]:
     """Return about `most` blocks, or one for each stage if those are more, in topological order.
 
@@ -338,8 +328,8 @@ def module_blocks(profile: Profile, stages: Sequence[Collection[str]], most: int
     """
     stage_of = _stages_of(profile, stages)
     atoms = _atoms(profile, stage_of)
-    groups = [_Group(tuple(atom for atom in atoms if stage_of[atom[0]] == s)) for s in range(len(stages))]
-    return _blocks(profile, stage_of, _opened(profile, groups, most))
+    groups = [tuple(atom for atom in atoms if stage_of[atom[0]] == s) for s in range(len(stages))]
+    return _blocks(profile, stage_of, map(_names, _opened(profile, groups, most)))
 
 
 def _stages_of(profile: Profile, stages: Sequence[Collection[str]]) -> dict[str, int]:
@@ -355,8 +345,8 @@ def _stages_of(profile: Profile, stages: Sequence[Collection[str]]) -> dict[str,
 def _opened(profile: Profile, groups: list[_Group], most: int) -> list[_Group]:
     """Repeatedly open the costliest group that still fits."""
     groups, closed = [*groups], set[_Group]()
-    while candidates := [group for group in groups if len(group.atoms) > 1 and group not in closed]:
-        costliest = max(candidates, key=lambda group: _seconds(profile, group.names))
+    while candidates := [group for group in groups if len(group) > 1 and group not in closed]:
+        costliest = max(candidates, key=lambda group: _seconds(profile, _names(group)))
         parts = _parts(profile.graph, costliest)
         if len(groups) - 1 + len(parts) > most:
             closed.add(costliest)
@@ -367,15 +357,16 @@ def _opened(profile: Profile, groups: list[_Group], most: int) -> list[_Group]:
 
 
 def _parts(graph: Graph, group: _Group) -> list[_Group]:
-    """Divide a group by the next part of its atoms' paths; an operator at the end of its path is a part by itself."""
-    depth = len(group.path) + 1
-    parts: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-    for atom in group.atoms:
+    """Divide a group by the modules just inside the innermost one that holds all of it."""
+    depth = len(_common_path(graph, [atom[0] for atom in group])) + 1
+    parts: dict[tuple[str, ...], list[_Atom]] = {}
+    for atom in group:
         parts.setdefault(_path(graph, atom[0])[:depth], []).append(atom)
-    opened = [_Group(tuple(atoms), path) for path, atoms in parts.items()]
-    if len(opened) == 1 and len(opened[0].path) == depth:
-        return _parts(graph, opened[0])
-    return opened if len(opened) > 1 else [_Group((atom,), group.path) for atom in group.atoms]
+    return [tuple(atoms) for atoms in parts.values()] if len(parts) > 1 else [(atom,) for atom in group]
+
+
+def _names(group: _Group) -> list[str]:
+    return [name for atom in group for name in atom]
 
 
 def _path(graph: Graph, name: str) -> tuple[str, ...]:
@@ -385,7 +376,7 @@ def _path(graph: Graph, name: str) -> tuple[str, ...]:
     return parts if name == module else (*parts, name)
 
 
-def _atoms(profile: Profile, stage_of: dict[str, int]) -> list[tuple[str, ...]]:
+def _atoms(profile: Profile, stage_of: dict[str, int]) -> list[_Atom]:
     """Join operators without parameters to the only one before them, if they are its only user and beside it."""
     graph, first_of = profile.graph, dict[str, str]()
     atoms: dict[str, list[str]] = {}
@@ -404,9 +395,9 @@ def _atoms(profile: Profile, stage_of: dict[str, int]) -> list[tuple[str, ...]]:
     return [tuple(names) for names in atoms.values()]
 
 
-def _blocks(profile: Profile, stage_of: dict[str, int], groups: Sequence[_Group]) -> list[ModuleBlock]:
+def _blocks(profile: Profile, stage_of: dict[str, int], groups: Iterable[Sequence[str]]) -> list[ModuleBlock]:
     """Make blocks of groups; groups that need each other become one, so that no edge goes backwards."""
-    merged = profile.graph.contracted([group.names for group in groups])
+    merged = profile.graph.contracted(groups)
     merged.sort(key=lambda names: stage_of[names[0]])  # keeps the order within a stage
     number = {name: i for i, names in enumerate(merged) for name in names}
     blocks = []
