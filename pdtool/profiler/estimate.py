@@ -38,7 +38,6 @@ from pdtool.profiler.execute import OnProgress, ProfiledModel, disable_inplace_m
 from pdtool.profiler.graph_costs import GraphCosts, count_stash_and_flops, make_profile, minibatch_errors
 from pdtool.profiler.kernels import PRECISIONS, Kernel, KernelRecorder, recurrent_costs, roofline_s
 
-Kernels = dict[str, list[Kernel]]  # node -> the kernels of its forward or backward
 _KINDS: tuple[tuple[OperatorKind, re.Pattern[str]], ...] = (
     ("conv", re.compile(r"[Cc]onv")),
     ("rnn", re.compile(r"LSTM|GRU|RNN|^(lstm|gru|rnn_)")),
@@ -80,7 +79,7 @@ def estimate(
         as_written = traced if cast is None else _FakeTensors(mode, None).trace(model_file, batch_size)
         disable_inplace_modules(traced.model)
         profiled = ProfiledModel.of(model_file, traced, batch_size, torch.device("cpu"), fakes.tensor)
-        profile = _Estimate(profiled, fakes.mode, device, precision, progress).profile()
+        profile = _estimated(profiled, mode, device, precision, progress)
         return profile.with_graph(graph_sha256(as_written))
 
 
@@ -185,58 +184,45 @@ class _FakeTensors:
         return fake.to(self.cast) if self.cast and fake.is_floating_point() else fake
 
 
-@dataclass(frozen=True)
-class _Estimate:
-    """The estimation of one profile."""
+def _estimated(
+    model: ProfiledModel, mode: FakeTensorMode, device: DeviceSpec, precision: Precision | None, progress: OnProgress
+) -> Profile:
+    """Estimate all nodes and the optimizer step."""
 
-    model: ProfiledModel
-    mode: FakeTensorMode
-    device: DeviceSpec
-    precision: Precision | None
-    progress: OnProgress
+    def seconds(kernels: list[Kernel], kind: OperatorKind = "elementwise", launch_s: float = device.launch_s) -> float:
+        factor = device.factors.get(kind, 1.0)
+        return factor * roofline_s(kernels, device, tf32=precision == "tf32", launch_s=launch_s)
 
-    def profile(self) -> Profile:
-        """Estimate all nodes and the optimizer step."""
-        with self.mode:
-            stash_bytes, saved_by, flops = count_stash_and_flops(self.model)
-            forward, backward = self.model.replay(lambda _, work: _recorded(work), self.progress)
-        recurrent = self._set_recurrent(forward, backward, stash_bytes)
-        saved_by = {name: saver for name, saver in saved_by.items() if saver not in recurrent}
-        kinds = {op.name: operator_kind(op.op) for op in self.model.computed}
-        # outside the mode: an optimizer may read its step count; without launches: it is fused over all parameters
-        update_s, state_bytes = self.model.update(
-            lambda step: self._seconds(_recorded(step)[1], "update", launch_s=0.0)
-        )
-        details = [self.device.name, *([self.precision] if self.precision else [])]
-        costs = GraphCosts(
-            forward_s={name: self._seconds(kernels, kinds.get(name)) for name, kernels in forward.items()},
-            backward_s={name: self._seconds(kernels, kinds.get(name)) for name, kernels in backward.items()},
-            stash_bytes=stash_bytes,
-            saved_by=saved_by,
-            flops=flops,
-            update_s=update_s,
-            optimizer_state_bytes=state_bytes,
-        )
-        name = ", ".join(details + ["calibrated"] * bool(self.device.factors))
-        device = Device(name=name, kind="estimated", memory_bytes=self.device.memory_bytes)
-        precision, reserved_bytes = self.precision or "fp32", self.device.reserved_bytes
-        return make_profile(self.model, device, costs, precision=precision, reserved_bytes=reserved_bytes)
-
-    def _seconds(self, kernels: list[Kernel], kind: OperatorKind | None, launch_s: float | None = None) -> float:
-        launch_s = self.device.launch_s if launch_s is None else launch_s
-        factor = self.device.factors.get(kind or "elementwise", 1.0)
-        return factor * roofline_s(kernels, self.device, tf32=self.precision == "tf32", launch_s=launch_s)
-
-    def _set_recurrent(self, forward: Kernels, backward: Kernels, stash_bytes: dict[str, int]) -> set[str]:
-        """Set the kernels and the stash of recurrent nodes to those of cuDNN; return these nodes."""
-        recurrent = set()
-        for op in self.model.computed:
-            module = None if op.target else self.model.traced.model.get_submodule(op.module)
-            if isinstance(module, nn.RNNBase):
-                inputs = op.values[0].meta(self.model.batch)
-                forward[op.name], backward[op.name], stash_bytes[op.name] = recurrent_costs(module, inputs)
-                recurrent.add(op.name)
-        return recurrent
+    with mode:
+        stash_bytes, saved_by, flops = count_stash_and_flops(model)
+        forward, backward = model.replay(lambda _, work: _recorded(work), progress)
+    kinds: dict[str, OperatorKind] = {"loss": "elementwise"}
+    for op in model.computed:
+        kinds[op.name] = operator_kind(op.op)
+        module = model.traced.model.get_submodule(op.module) if op.is_module else None
+        if isinstance(module, nn.RNNBase):  # as in cuDNN
+            inputs = op.values[0].meta(model.batch)
+            forward[op.name], backward[op.name], stash_bytes[op.name] = recurrent_costs(module, inputs)
+            saved_by = {name: saver for name, saver in saved_by.items() if saver != op.name}
+    # outside the mode: an optimizer may read its step count; without launches: it is fused over all parameters
+    update_s, state_bytes = model.update(lambda step: seconds(_recorded(step)[1], "update", launch_s=0.0))
+    costs = GraphCosts(
+        forward_s={name: seconds(kernels, kinds[name]) for name, kernels in forward.items()},
+        backward_s={name: seconds(kernels, kinds[name]) for name, kernels in backward.items()},
+        stash_bytes=stash_bytes,
+        saved_by=saved_by,
+        flops=flops,
+        update_s=update_s,
+        optimizer_state_bytes=state_bytes,
+    )
+    name = ", ".join([device.name, *filter(None, [precision]), *["calibrated"] * bool(device.factors)])
+    return make_profile(
+        model,
+        Device(name=name, kind="estimated", memory_bytes=device.memory_bytes),
+        costs,
+        precision=precision or "fp32",
+        reserved_bytes=device.reserved_bytes,
+    )
 
 
 def _recorded(work: Callable[[], Any]) -> tuple[Any, list[Kernel]]:
