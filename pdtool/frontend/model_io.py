@@ -102,8 +102,8 @@ def register_containers(value: Any) -> None:
     """Make the dataclasses and subclasses of dict in `value` known to torch's pytrees."""
     kind = type(value)
     if kind not in pytree.SUPPORTED_NODES and (isinstance(value, dict) or _is_dataclass(value)):
-        unflatten = _made_dict if isinstance(value, dict) else _made_dataclass
-        pytree.register_pytree_node(kind, _flatten, partial(unflatten, kind), flatten_with_keys_fn=_flatten_with_keys)
+        unflatten = partial(_made_container, kind)
+        pytree.register_pytree_node(kind, _flatten, unflatten, flatten_with_keys_fn=_flatten_with_keys)
     for _, child in children(value) or ():
         register_containers(child)
 
@@ -269,23 +269,15 @@ def _flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], list[Any]]:
 
 
 def _made_container(kind: type, values: Sequence[Any], keys: Sequence[Any]) -> Any:
+    """Make a container. A dataclass is made without __init__, which may check its arguments, because the graph has
+    other objects in place of tensors."""
     if issubclass(kind, dict):
-        return _made_dict(kind, values, keys)
+        return kind(dict(zip(keys, values, strict=True)))
     if hasattr(kind, "__dataclass_fields__"):
-        return _made_dataclass(kind, values, keys)
+        made: Any = object.__new__(kind)
+        for key, value in zip(keys, values, strict=True):
+            object.__setattr__(made, key, value)
+        return made
     if not issubclass(kind, (tuple, list)):
         raise TypeError("it is not a container")
     return kind._make(values) if hasattr(kind, "_make") else kind(values)
-
-
-def _made_dict(kind: type, values: Sequence[Any], keys: Sequence[Any]) -> Any:
-    return kind(dict(zip(keys, values, strict=True)))
-
-
-def _made_dataclass(kind: type, values: Sequence[Any], keys: Sequence[Any]) -> Any:
-    """Make it without __init__, which may check its arguments, because the graph has other objects in place of
-    tensors."""
-    made: Any = object.__new__(kind)
-    for key, value in zip(keys, values, strict=True):
-        object.__setattr__(made, key, value)
-    return made
