@@ -45,15 +45,17 @@ class ProjectDefaults:
         Raises:
             ArtifactError: it cannot be read, or holds a command, an option or a value that pdtool does not know.
         """
-        path = Path(given) if given is not None else _found()
+        path = Path(given) if given is not None else _of_current_folder()
         if path is None:
             return cls()
-        content = _toml(path)
+        content: Any = _toml(path)
         if path.name == _SHARED_FILE:
-            own = _own_table(content)
-            if own is None:
+            tools = content.get("tool")
+            content = tools.get("pdtool") if isinstance(tools, dict) else None
+            if not isinstance(content, dict):
+                if given is None:
+                    return cls()
                 raise ArtifactError(path, "has no [tool.pdtool]", "add it, or name another file with --config")
-            content = own
         return cls(path, {name: _table(path, name, values, commands) for name, values in content.items()})
 
     def sentence(self, command: click.Command, error: str) -> str:
@@ -65,22 +67,12 @@ class ProjectDefaults:
         return f"{self.path} gives {command.name} these options: {options}" if options else ""
 
 
-def _found() -> Path | None:
-    """Find the file of the current folder: pdtool.toml, or a pyproject.toml that has a [tool.pdtool]."""
-    own = Path(_OWN_FILE)
+def _of_current_folder() -> Path | None:
+    """Find the current folder's pdtool.toml, or a pyproject.toml that may have a [tool.pdtool]."""
+    own, shared = Path(_OWN_FILE), Path(_SHARED_FILE)
     if own.is_file() or own.is_symlink():  # a link to nothing is an error, not a missing file
         return own
-    shared = Path(_SHARED_FILE)
-    if shared.is_file() and b"pdtool" in shared.read_bytes() and _own_table(_toml(shared)) is not None:
-        return shared
-    return None
-
-
-def _own_table(content: dict[str, Any]) -> dict[str, Any] | None:
-    """Return [tool.pdtool] of a pyproject.toml; None where there is none."""
-    tools = content.get("tool")
-    own = tools.get("pdtool") if isinstance(tools, dict) else None
-    return own if isinstance(own, dict) else None
+    return shared if shared.is_file() and b"pdtool" in shared.read_bytes() else None
 
 
 def _toml(path: Path) -> dict[str, Any]:
