@@ -134,6 +134,23 @@ def example_inputs(n): return torch.randn({"n, 5" if "batch_first" in layer else
     assert node.stash_bytes > 0
 
 
+def test_a_function_inside_a_subclass_of_a_recurrent_layer_is_not_the_layer(tmp_path):
+    text = """
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x * 2
+    @staticmethod
+    def backward(ctx, gradient): return gradient * 2
+class Layer(nn.LSTM):
+    def forward(self, x): return Twice.apply(super().forward(x)[0])
+def model(): return nn.Sequential(Layer(64, 256), nn.Linear(256, 1))
+def example_inputs(n): return torch.randn(20, n, 64)
+"""
+    nodes = estimate(write(tmp_path, HEAD + text), batch_size=8, device=DEVICE).by_name
+    twice, lstm = (next(node for node in nodes.values() if node.op == op) for op in ("Twice", "lstm"))
+    assert 0 < twice.forward_s < 0.1 * lstm.forward_s
+
+
 def test_cudnn_counts_the_same_flops_as_onednn():
     inputs, matrices, biases = (5, 3, 6), [(32, 6), (32, 8)], [(32,), (32,)]
     forward, backward = FLOP_FORMULAS[torch.ops.aten._cudnn_rnn], FLOP_FORMULAS[torch.ops.aten._cudnn_rnn_backward]
