@@ -88,8 +88,13 @@ def format_rate(bytes_per_s: float) -> str:
 
 
 def format_throughput(samples_per_s: float) -> str:
-    """Write `6.906 samples/s` or `10,070 samples/s`: four significant figures, or all before the point."""
-    return f"{samples_per_s:.4g} samples/s" if samples_per_s < 9999.5 else f"{samples_per_s:,.0f} samples/s"
+    """Write `6.906 samples/s` or `10,070 samples/s`."""
+    return f"{format_number(samples_per_s)} samples/s"
+
+
+def format_number(value: float) -> str:
+    """Write `6.906` or `10,070`: four significant figures, or all before the point."""
+    return f"{value:.4g}" if value < 9999.5 else f"{value:,.0f}"
 
 
 def format_bits_rate(bytes_per_s: float) -> str:

@@ -16,7 +16,15 @@ from pdtool.artifacts.profile import Node, Profile
 from pdtool.cli.table import Lines, Table, abbreviated
 from pdtool.machines import check_even_shares
 from pdtool.schedule import SCHEDULES
-from pdtool.units import counted, format_bits_rate, format_bytes, format_rate, format_seconds, format_throughput
+from pdtool.units import (
+    counted,
+    format_bits_rate,
+    format_bytes,
+    format_number,
+    format_rate,
+    format_seconds,
+    format_throughput,
+)
 
 if TYPE_CHECKING:
     from pdtool.planner.choice.comparison import Comparison, SimulatedPlan, SweepPoint
@@ -329,7 +337,7 @@ def comparison_view(comparison: Comparison) -> Lines:
     """Compare the plan with its rivals in steady state, whatever number of minibatches was asked for."""
     plan_row, rows = comparison.plans[0], []
     for row in comparison.plans:
-        speed, gain = f"{row.throughput_samples_per_s:.4g}", ""
+        speed, gain = format_number(row.throughput_samples_per_s), ""
         if row is not plan_row and plan_row.time_per_minibatch_s:
             gain = f"{row.time_per_minibatch_s / plan_row.time_per_minibatch_s:.3g} ×"
         memory = format_bytes(row.memory_bytes) + ("" if row.fits else ": does not fit")

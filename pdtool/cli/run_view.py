@@ -23,7 +23,7 @@ from pdtool.errors import ArtifactError
 from pdtool.files import quoted
 from pdtool.reports.sentences import caveats, crowded, not_steady, scaling_phrase
 from pdtool.reports.slowness import slowness_lines
-from pdtool.units import counted, format_bits_rate, format_bytes, format_seconds, format_throughput
+from pdtool.units import counted, format_bits_rate, format_bytes, format_number, format_seconds, format_throughput
 
 _NOTE_S = 10.0  # between two lines, without --log-every
 _BAR_S = 0.1  # between two changes of the bar
@@ -287,7 +287,7 @@ def emulation_view(emulation: Emulation) -> Lines:
         has_gain = plan is not own and own.bottleneck_s
         gain = f"{plan.bottleneck_s / own.bottleneck_s:.3g} ×" if has_gain else ""
         times = map(format_seconds, (plan.bottleneck_s, plan.simulated_s))
-        speed = f"{plan.throughput_samples_per_s:.4g}"
+        speed = format_number(plan.throughput_samples_per_s)
         rows.append([plan.name, plan.config, *times, error, speed, gain, format_bytes(plan.sent_bytes)])
     columns = ("emulated", "plan", "per minibatch", "simulated", "error", "samples/s", "gain", "sent")
     cluster = emulation.cluster

@@ -298,6 +298,8 @@ def error_at(path: Path, error: BaseException, what: str) -> ModelError:
         remedy = "run pip install '.[zoo]' in your clone of pdtool"
     elif isinstance(error, RuntimeError) and "Double" in str(error) and "Float" in str(error):
         remedy = "numpy's numbers are float64: cast them to float32 in dataset()"
+    elif isinstance(error, ImportError) and "relative import" in str(error):
+        remedy = f"name the file as a module of its package, such as {path.parent.name}.{path.stem}"
     return ModelError(f"{user_line(error, path)}{what} raised {describe_error(error)}", remedy)
 
 

@@ -273,7 +273,14 @@ def test_faulty_model_function_is_explained(text, what, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "what"),
-    [("def model(:\n", r"model.py:1: "), ("import os\n1 / 0\n", r"model.py:2: importing it raised ZeroDivisionError")],
+    [
+        ("def model(:\n", r"model.py:1: "),
+        ("import os\n1 / 0\n", r"model.py:2: importing it raised ZeroDivisionError"),
+        (
+            "from . import nets\n",
+            r"model.py:1: .*relative import.*; name the file as a module of its package, such as \w+\.model",
+        ),
+    ],
 )
 def test_file_that_cannot_be_imported_is_explained(text, what, tmp_path):
     with pytest.raises(ModelError, match=what):

@@ -17,7 +17,7 @@ import click
 from pdtool.cli.command_line import command
 from pdtool.cli.terminal import print_data, show
 from pdtool.errors import ArtifactError, UsageError, with_article
-from pdtool.units import format_bytes, format_rate, format_seconds
+from pdtool.units import format_bytes, format_number, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from pdtool.artifacts.artifact import Artifact
@@ -46,7 +46,7 @@ _OF_STAGE = r"(?P<what>stage)s\[(?P<number>\d+)\]\.(?P<name>\w+)"
 _OF_LEVEL = r"cluster\.(?P<what>level)s\[(?P<number>\d+)\]\.(?P<name>\w+)"
 _LISTED = r"predicted\.(?P<name>\w+)\[(?P<number>\d+)\]"
 _WRITERS = {  # unit of a figure, by the end of its field; the first match
-    "_samples_per_s": "{:.4g}".format,
+    "_samples_per_s": format_number,
     "_bytes_per_s": format_rate,
     "_bytes": format_bytes,
     "_s": format_seconds,

@@ -36,7 +36,7 @@ from pdtool.planner.simulator.engine import simulate, steady_state_s
 from pdtool.planner.simulator.job import SimulationJob, action_count
 from pdtool.planner.stage_costs import Stages, tied_bytes
 from pdtool.schedule import SCHEDULES, STRATEGIES, ExecutionConfig
-from pdtool.units import bytes_option, counted, format_bytes, format_seconds, format_throughput
+from pdtool.units import bytes_option, counted, format_bytes, format_number, format_seconds, format_throughput
 
 MICROBATCHES_PER_STAGE = 4  # in one update of GPipe: its paper's advice (NeurIPS'19, section 2.3)
 _TIGHTENED = 6  # searches with less and less memory, for a plan that is run under another schedule
@@ -94,7 +94,7 @@ def with_fastest_size(plans: Sequence[Plan]) -> Plan:
         why, figures, size = plan.why or Why(bottleneck=""), plan.predicted, plan.batch_size
         assert figures
         own = {"data parallelism": figures.data_parallel_s, ONE_WORKER: why.one_worker_s}
-        rates = [f"{name} {size / time_s:.4g}" for name, time_s in own.items() if time_s]
+        rates = [f"{name} {format_number(size / time_s)}" for name, time_s in own.items() if time_s]
         rivals.append(
             Rival(
                 plan=f"{plan.config} with minibatches of {size}",

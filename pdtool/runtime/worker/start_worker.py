@@ -47,6 +47,7 @@ from pdtool.runtime.worker.run_report import Progress
 from pdtool.runtime.worker.worker import Place, Worker
 from pdtool.runtime.worker.worker_model import WorkerModel, equalize_weights, is_small, load_stage_module
 from pdtool.schedule import gradient_delays, tied_update_lag
+from pdtool.units import counted
 
 _SPLITS = ("train", "valid")
 _COUNTING = 0.5  # the part of --timeout in which a validation set without a length is counted
@@ -370,8 +371,8 @@ def warn_of_length(config: RunConfig, data: TrainingData, manifest: CheckpointMa
         if epochs_before != config.epochs:
             same.append(f"--epochs {epochs_before}")
         remedy = f". To keep the old schedule, use {' and '.join(same)}" if epochs_before > manifest.epoch else ""
+        old, new = (counted(epochs, "epoch") for epochs in (epochs_before, config.epochs))
         sys.stderr.write(
-            f"warning: the learning-rate schedule was made for {epochs_before} epochs{other_length}. From epoch "
-            f"{manifest.epoch + 1} on, it continues as a schedule of {config.epochs} epochs: learning rates differ"
-            f"{remedy}\n"
+            f"warning: the learning-rate schedule was made for {old}{other_length}. From epoch {manifest.epoch + 1} "
+            f"on, it continues as a schedule of {new}: learning rates differ{remedy}\n"
         )
