@@ -9,10 +9,15 @@ import multiprocessing
 import os
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
+
+from pdtool.errors import UsageError
+
+_calling = threading.RLock()
 
 
 @contextmanager
@@ -21,11 +26,19 @@ def unchanged_caller() -> Iterator[None]:
 
     Its fork server and resource tracker end if they were not running before, unless the program has started processes
     meanwhile.
+
+    Raises:
+        UsageError: another thread is in such a function: both would change the state of one process.
     """
-    with ExitStack() as undo:
-        for restore in (_random_state(), _environment(), _multiprocessing()):
-            undo.callback(restore)
-        yield
+    if not _calling.acquire(blocking=False):
+        raise UsageError("another thread of this program is calling pdtool", "call it from one thread at a time")
+    try:
+        with ExitStack() as undo:
+            for restore in (_random_state(), _environment(), _multiprocessing()):
+                undo.callback(restore)
+            yield
+    finally:
+        _calling.release()
 
 
 def _random_state() -> Callable[[], None]:

@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import pytest
 from conftest import NET, Folder
 from namespaces import CAN_EMULATE
+
+import pdtool
+from pdtool.api.caller import unchanged_caller
+from pdtool.errors import UsageError
 
 # Prints what is another than before, after each call.
 LAW = """
@@ -105,6 +111,22 @@ def output_of(path: Path, law: str) -> str:
 def test_each_function_leaves_the_process_as_it_was(tmp_path: Path) -> None:
     """First in a plain program, then in one that has processes of its own; with an emulation where there may be one."""
     assert output_of(tmp_path, LAW.replace("EMULATE", REAL if CAN_EMULATE else "")) == "done\n"
+
+
+def test_a_second_thread_is_refused() -> None:
+    """Both would change one process; the message was that the model file calls pdtool."""
+    refused: list[str] = []
+
+    def other() -> None:
+        with pytest.raises(UsageError) as error:
+            pdtool.show("nothing.yaml")
+        refused.append(str(error.value))
+
+    with unchanged_caller():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert refused == ["another thread of this program is calling pdtool; call it from one thread at a time"]
 
 
 IN_A_POOL = """
