@@ -136,7 +136,7 @@ def interfering(number: signal.Signals, rank: int, at: str):
 def test_a_worker_that_never_answers_is_named_when_the_time_is_over(sizes, rank, at):
     start = time.monotonic()
     with pytest.raises(WorkerDiedError, match=rf"level .* waited for worker {rank}, which did not answer") as caught:
-        probe(request(*sizes, timeout_s=2.0), Machines(), interfering(signal.SIGSTOP, rank, at))
+        probe(request(*sizes, timeout_s=4.0), Machines(), interfering(signal.SIGSTOP, rank, at))
     assert caught.value.exit_code == 5
     assert time.monotonic() - start < 60
     assert multiprocessing.active_children() == []
