@@ -243,7 +243,7 @@ class PlanSearch:
         pairs = [(layout, execution) for layout in self.layouts for execution in self.options.executions]
         for layout, execution in pairs:  # the small ones first: their bounds spare most of the work on the large ones
             best_s = min(best_s, self.search_layout(layout, execution, best_s).rough_time_s())
-        if best_s == np.inf and not self.may_fit:
+        if best_s == np.inf and not self.options.in_flight and not self.may_fit:
             return []  # without a bound, all these searches would take long
         searches = []
         for layout, execution in reversed(pairs):
