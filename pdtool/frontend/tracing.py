@@ -256,4 +256,8 @@ def _explained(
         what = f"{path.name}: forward takes a tensor from an object or cache where an earlier call has put it"
         return TraceError(what, f"make that tensor in __init__ and register it as a buffer; or {remedy}", module=module)
     what = f"{user_line(error, path)}torch.export cannot trace this line: {name}: {reason}"
-    return TraceError(what, f"move this line {module_of_its_own}", module=module)
+    remedy = f"move this line {module_of_its_own}"
+    if "SymIntArrayRef" in reason:  # of torch.randn(x.shape, generator=...), for one
+        global_ones = "the global generators of torch, numpy or random, which pdtool seeds for each minibatch"
+        remedy = f"if it draws from a generator of its own, draw from {global_ones}; otherwise {remedy}"
+    return TraceError(what, remedy, module=module)

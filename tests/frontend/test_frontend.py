@@ -159,6 +159,23 @@ def test_what_no_stage_could_keep_over_the_memory_of_a_parameter_is_refused(how,
         trace(Views(how), lambda n: (torch.randn(n, 8),), 4, MODELS)
 
 
+class OwnGenerator(torch.nn.Linear):
+    """A layer with noise from a generator of its own."""
+
+    def forward(self, x):
+        return super().forward(x + torch.randn(x.shape, generator=self.generator))
+
+
+def test_a_generator_of_a_models_own_is_told_from_what_cannot_be_traced():
+    """The advice was a module of its own, which is refused as well."""
+    model = OwnGenerator(8, 8)
+    model.generator = torch.Generator()
+    with pytest.raises(
+        TraceError, match=r"(?s)cannot trace this line.*; if it draws from a generator of its own, draw f"
+    ):
+        trace(model, lambda n: (torch.randn(n, 8),), 4, MODELS)
+
+
 def test_tracing_leaves_the_model_usable():
     model_file = load("branchy")
     model = model_file.build()
