@@ -398,6 +398,10 @@ def scheduler(o):
         file, model = load(tmp_path, more=more), parameters()
         return user_code_settings(file.training) | NamedOptimizer(file, model, model).schedule.settings
 
+    own = "import time\nclass Own(torch.optim.lr_scheduler.LRScheduler):\n    def get_lr(self): return [0.1]\n"
+    own += "def scheduler(o):\n    made = Own(o)\n    made.begun = time.time()\n    return made\n"
+    file, model = load(tmp_path, more=own), parameters()
+    assert NamedOptimizer(file, model, model).schedule.settings == {"scheduler() for 1 steps": "Own()"}
     usual = settings()
     assert settings() == usual
     for variable, value in (("NORM", "2"), ("DROP", "1"), ("STEP", "epoch"), ("GAMMA", "0.8")):

@@ -299,8 +299,10 @@ def _settings_of(optimizer: Optimizer) -> str:
 
 
 def _schedule_settings(scheduler: object) -> str:
-    """The same of a learning-rate schedule and of those that it is made of; what a function computes is not known."""
-    attributes: dict[str, Any] = getattr(scheduler, "__dict__", {})
+    """The same of a learning-rate schedule and of those that it is made of. What a function computes is not known; a
+    schedule of the user's own may keep what differs between workers, such as a time."""
+    is_of_torch = type(scheduler).__module__ == "torch.optim.lr_scheduler"
+    attributes: dict[str, Any] = vars(scheduler) if is_of_torch else {}
     values = ", ".join(
         f"{key}={value!r}" for key, value in sorted(attributes.items()) if _is_plain(value) and key[0] != "_"
     )
