@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from conftest import DAY
@@ -10,9 +11,11 @@ from graphs import chain, random_profile, with_nodes
 
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import PlanOptions
-from pdtool.planner.choice import selection as module_borders
+from pdtool.planner.choice import border_moves
+from pdtool.planner.choice.border_moves import move_to_module_borders
+from pdtool.planner.choice.borders import modules_divided
 from pdtool.planner.choice.make_plan import make_plan
-from pdtool.planner.choice.selection import modules_divided, move_to_module_borders, select
+from pdtool.planner.choice.selection import select
 from pdtool.planner.search.cuts import find_cuts
 from pdtool.planner.search.search import PlanSearch
 from pdtool.planner.simulator.engine import steady_state_s
@@ -90,12 +93,16 @@ def test_borders_that_cannot_all_move_at_once_move_one_after_the_other(monkeypat
     chosen = select(search, search.fastest_plans(), [])
     stages = chosen.candidate.placement.stages
     assert borders_moved(stages, move_to_module_borders(search, chosen)) == 2
-    simulated = module_borders._Borders.simulated
+    simulated = border_moves._simulated
 
-    def one_at_most(borders, selected):
-        return simulated(borders, selected) if borders_moved(stages, selected) <= 1 else None
+    def one_at_most(search, selected, moved):
+        return (
+            simulated(search, selected, moved)
+            if borders_moved(stages, replace(selected, candidate=moved)) <= 1
+            else None
+        )
 
-    monkeypatch.setattr(module_borders._Borders, "simulated", one_at_most)
+    monkeypatch.setattr(border_moves, "_simulated", one_at_most)
     moved = move_to_module_borders(search, chosen)
     assert borders_moved(stages, moved) == 1
     assert sum(divided(profile, moved.candidate.placement.stages)) < sum(divided(profile, stages))

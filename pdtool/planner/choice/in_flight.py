@@ -2,8 +2,8 @@
 
 If messages took no time, the schedule's own number would keep all workers busy (PipeDream, section 3.2). Without a
 flush, each further minibatch costs memory and delays gradients by one more update. A plan gets more only if they fit
-and the simulation shows a gain of at least IN_FLIGHT_MARGIN. With a flush they cost only memory: a plan gets the fewest
-that make it fastest.
+and the simulation shows a gain of at least IN_FLIGHT_MARGIN, or if it then replaces a plan with more stages or workers
+(see `selection`). With a flush they cost only memory: a plan gets the fewest that make it fastest.
 """
 
 from __future__ import annotations

@@ -23,9 +23,10 @@ from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import ONE_WORKER, Certificate, FasterPlan, Plan, PlanOptions, Predicted, Rival, Why
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, ScheduleError, UsageError
+from pdtool.planner.choice.borders import with_moved_borders
 from pdtool.planner.choice.in_flight import with_wanted_in_flight
 from pdtool.planner.choice.infeasible import explain_infeasible
-from pdtool.planner.choice.selection import Selected, with_moved_borders
+from pdtool.planner.choice.selection import Selected
 from pdtool.planner.choice.strategies import PLANNERS
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, Evaluator, PlanCost, samples_per_update
@@ -169,7 +170,7 @@ def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, opt
         if minibatches is None or minibatches >= (options.workers or cluster.workers):
             raise
         if options.replicas:
-            what = f"{options.replicas_text} has more minibatches in flight than the {minibatches} of an update"
+            what = f"{options.replicas_text} has more minibatches in flight than an update has ({minibatches})"
             raise UsageError(what, "pass a larger --samples-per-update, or other --replicas") from None
         plan = _rescheduled_plan(profile, profile_path, cluster, replace(options, workers=minibatches))
         return plan.model_copy(update={"asked": options})

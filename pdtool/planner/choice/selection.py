@@ -1,4 +1,4 @@
-"""Choose a plan by simulation, then move its borders to where modules begin and end.
+"""Choose a plan by simulation.
 
 The formulas assume that messages always overlap with computing, the simulator does not.
 
@@ -7,29 +7,28 @@ The formulas assume that messages always overlap with computing, the simulator d
     (3) simulate    the rest, each with few and with more minibatches in flight
     (4) vary        without a flush and on few workers: move borders of fast plans, and of each configuration's
     (5) take        the fastest, each with the fewest minibatches in flight; within the margin the fewest stages
-    (6) move        each border to where it divides fewer modules, if the plan stays within the margin
+    (6) simplify    take fewer stages or workers, if these are as fast with as many minibatches in flight
+
+`border_moves` then moves its borders.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate, pairwise
-
-import numpy as np
-from numpy.typing import NDArray
+from itertools import accumulate
 
 from pdtool.artifacts.cluster import Cluster
-from pdtool.planner.choice.in_flight import with_fewest_in_flight
+from pdtool.planner.choice.borders import with_moved_borders
+from pdtool.planner.choice.in_flight import IN_FLIGHT_MARGIN, with_fewest_in_flight
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, lower_bound_s
-from pdtool.planner.search.cuts import CutSpace
 from pdtool.planner.search.search import MAX_WORKERS_WITH_CONFIGURATIONS, PlanSearch
 from pdtool.planner.simulator.engine import PATIENT, is_too_large, steady_state_s
 from pdtool.planner.simulator.job import action_count
+from pdtool.planner.stage_costs import stage_loads
 
 # If the fastest plan of the shortlist is slower than its formulas say, also search as if links were twice as slow:
 # such plans communicate less.
@@ -41,10 +40,6 @@ _SIMULATION_ERROR = 1.01
 # Plans with the smallest lower bounds, for each slowdown: many are simulated where that takes milliseconds. The borders
 # of as many plans are moved to where shared links carry less.
 _MIN_PLANS_PER_SEARCH, _PLANS_TIMES_WORKERS = 8, 120
-_MAX_MOVES = 8  # places that are tried for a border
-_NEAREST_CUTS = 3  # on each side of a border of a plan that flushes
-_MAX_TRIED_CUTS = 40  # for such a plan
-_MAX_SMALL = 2_000  # actions times workers, of a plan whose numbers in flight are searched for each of these
 _EXCESS_OF_SKIPS = 1.6  # formulas over simulation, about, if a tensor counts at each border that it crosses
 _STEPS_TO_FREER_LINKS = 4  # borders that are moved one after the other for that
 _MAX_ACTIONS_LISTED = 180_000  # times workers, in all simulations of the plans of one schedule and slowdown
@@ -114,7 +109,7 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
             selection.move_borders_of_fast_plans()
             if search.workers <= _MAX_WORKERS_BY_CONFIGURATION:
                 selection.search_each_configuration()
-    return selection.selected() or by_formulas  # (5)
+    return selection.selected() or by_formulas  # (5) and (6)
 
 
 def _excess_of_formulas(search: PlanSearch) -> float:
@@ -141,6 +136,17 @@ class SimulatedCandidate:
     def stages(self) -> int:
         """Number of stages."""
         return len(self.candidate.placement.stages)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Number of stages, and of workers."""
+        return self.stages, self.candidate.placement.used_workers
+
+    @property
+    def first_in_flight(self) -> int:
+        """Minibatches in flight at all replicas of the first stage of a copy."""
+        placement = self.candidate.placement
+        return placement.in_flight[0] * placement.replicas_per_copy[0]
 
 
 @dataclass(frozen=True)
@@ -283,7 +289,65 @@ class _Selection:
             return Selected(chosen.candidate, None, limit_s, simulated_plans=self.simulated_plans)
         fastest = min(near, key=lambda plan: plan.time_s)
         limit_s = self.fastest_s * (1 + self.margin)
+        while (simpler := self._simpler_with_more_in_flight(chosen, limit_s)) is not None:
+            chosen = simpler  # (6)
         return Selected(chosen.candidate, chosen.time_s, limit_s, fastest, self.simulated_plans)
+
+    def _simpler_with_more_in_flight(self, chosen: SimulatedCandidate, limit_s: float) -> SimulatedCandidate | None:
+        """Return a plan with fewer stages or workers that is fast enough with at most as many minibatches in flight as
+        the chosen one has; None if there is none.
+
+        A stage that computes next to nothing lets more minibatches be in flight before it, and these may hide messages.
+        """
+        for candidate in self._without_small_stage(chosen.candidate, limit_s * self.margin):
+            self.simulate_plan(candidate, limit_s=limit_s)
+        slowest_s = limit_s * (1 + IN_FLIGHT_MARGIN)
+        simpler = [plan for plan in self._plans if plan.size < chosen.size and plan.time_s <= slowest_s]
+        for plan in sorted(simpler, key=lambda plan: (*plan.size, plan.time_s)):
+            if (deeper := self._deepened(plan, chosen.first_in_flight, limit_s)) is not None:
+                return deeper
+        return None
+
+    def _without_small_stage(self, plan: Candidate, small_s: float) -> Iterable[Candidate]:
+        """Return the plan with each stage that computes for less than `small_s` joined to the stage before or after it,
+        whose workers it gets."""
+        placement, search = plan.placement, self.search
+        if placement.execution.chunks > 1 or search.whole_space.has_counted_pins:
+            return
+        loads = stage_loads(search.profile, placement.stages)
+        for s, load in enumerate(loads):
+            if load.forward_s + load.backward_s <= small_s:
+                for first in range(max(0, s - 1), min(s + 1, len(loads) - 1)):
+                    stages, workers = list(placement.stages), list(placement.workers)
+                    stages[first : first + 2] = [(*stages[first], *stages[first + 1])]
+                    del workers[s]
+                    candidate = search.evaluator.place(stages, workers, placement.execution)
+                    if search.evaluator.fits(candidate) and search.allows(candidate.placement):
+                        yield candidate
+
+    def _deepened(self, plan: SimulatedCandidate, most: int, limit_s: float) -> SimulatedCandidate | None:
+        """Return a plan with the fewest minibatches in flight, at most `most` at the first stage, that take less than
+        `limit_s`; None if none do."""
+        placement, evaluator, found = plan.candidate.placement, self.search.evaluator, None
+        execution = placement.execution
+        is_fixed = not execution.has_choice_in_flight or execution.kind.flushes or execution.copies > 1
+        few, many = placement.in_flight[0], most // placement.replicas_per_copy[0]
+        if is_fixed or evaluator.first_in_flight:
+            return None
+        tried = many
+        while few < tried:
+            in_flight = execution.in_flight_from(placement.replicas, tried)
+            deeper = evaluator.with_in_flight(plan.candidate, in_flight)
+            self.simulated_plans += 1
+            time_s = steady_state_s(deeper.placement, self.search.profile, self.search.cluster, limit_s)
+            if time_s is not None and time_s < limit_s and evaluator.fits(deeper):
+                found, many = SimulatedCandidate(deeper, time_s), tried
+            elif found is None:
+                return None
+            else:
+                few = tried
+            tried = (few + many) // 2
+        return found
 
     @property
     def _near(self) -> list[SimulatedCandidate]:
@@ -342,166 +406,3 @@ def _renumbered(placement: Placement, cluster: Cluster) -> Placement:
         for stage in placement.workers
     )
     return replace(placement, workers=workers, execution=replace(placement.execution, copies=1))
-
-
-def with_moved_borders(search: PlanSearch, plan: Candidate) -> Iterator[Candidate]:
-    """Yield the plan with each of its borders moved to each of the nearest cuts, as far as it fits."""
-    borders = _Borders(search, plan)
-    return (moved for border in borders.inner for moved in borders.neighbours(plan, border))
-
-
-def move_to_faster_cuts(search: PlanSearch, selected: Selected) -> Selected:
-    """Improve a flushing plan: move its borders to nearby cuts as long as simulations get faster, then choose the
-    minibatches in flight that make it fastest.
-
-    The time to fill and drain depends on which stage is the slowest. The formulas ignore that.
-    """
-    placement, margin, tries = selected.candidate.placement, search.options.simplest, 0
-    if selected.simulated_s is None or not placement.execution.kind.flushes:
-        return selected
-    borders, border = _Borders(search, selected.candidate), 1
-    is_small = action_count(placement) * placement.used_workers <= _MAX_SMALL
-    while border in borders.inner and tries < _MAX_TRIED_CUTS:
-        faster = None
-        for moved in borders.neighbours(selected.candidate, border):
-            limit_s, tries = selected.simulated_s or 0.0, tries + 1
-            if not is_small:  # with its present numbers in flight
-                time_s = steady_state_s(moved.placement, search.profile, search.cluster, limit_s)
-                if time_s is None or time_s >= limit_s:
-                    continue
-            moved, time_s = with_fewest_in_flight(search.evaluator, moved, margin, limit_s=limit_s)
-            if time_s < limit_s:
-                known = [SimulatedCandidate(moved, time_s), *([selected.fastest] if selected.fastest else [])]
-                fastest = min(known, key=lambda plan: plan.time_s)
-                allowed_s = fastest.time_s * (1 + margin)
-                faster = selected = Selected(moved, time_s, allowed_s, fastest, selected.simulated_plans)
-        border = 1 if faster else border + 1
-    return replace(selected, simulated_plans=selected.simulated_plans + tries)
-
-
-def move_to_module_borders(search: PlanSearch, selected: Selected) -> Selected:
-    """(6) Return the plan with borders that divide the fewest modules while it stays within `limit_s`.
-
-    The fastest border may lie inside an attention, and a slightly slower one between two layers. With the second one,
-    the model's author can read and edit stages as parts of the model. A border moves to the nearest place where it
-    divides the fewest modules.
-
-    All borders that the formulas let move are moved at once and simulated. If that is too slow, one after the other.
-    """
-    borders = _Borders(search, selected.candidate, selected.limit_s)
-    moved = selected
-    for border in borders.inner:
-        moved = next(borders.moves(moved, border), moved)
-    if moved is selected:
-        return selected
-    if (simulated := borders.simulated(moved)) is not None:
-        return simulated
-    moved = selected
-    for border in borders.inner:
-        moves = (borders.simulated(move) for move in borders.moves(moved, border))
-        moved = next(moves, None) or moved
-    return moved
-
-
-def modules_divided(cuts: CutSpace) -> NDArray[np.int64]:
-    """Return [cuts] how many modules, at any depth, have operators on both sides of each cut."""
-    members = [names for names in cuts.profile.graph.members.values() if len(names) > 1]
-    block_of = {name: b for b, block in enumerate(cuts.blocks) for name in block}
-    held = np.zeros((len(cuts.blocks), len(members)), dtype=np.float32)
-    for m, names in enumerate(members):
-        held[[block_of[name] for name in names], m] = 1
-    inside = cuts.inside.astype(np.float32)
-    divided: NDArray[np.int64] = ((inside @ held > 0) & ((1 - inside) @ held > 0)).sum(axis=1)
-    return divided
-
-
-class _Borders:
-    """The borders of one plan, as cuts of its search space.
-
-    Args:
-        limit_s: seconds per minibatch that `moves` and `simulated` allow.
-
-    Attributes:
-        inner: numbers of the stages whose first border may be moved.
-    """
-
-    def __init__(self, search: PlanSearch, candidate: Candidate, limit_s: float = math.inf) -> None:
-        placement = candidate.placement
-        self._search, self._limit_s = search, limit_s
-        self._cuts = search.space(placement.used_workers // placement.execution.copies)
-        self._work_s = self._cuts.forward_backward_s
-        self._replicas = placement.replicas
-        is_found = self._numbers(candidate) and placement.execution.chunks == 1
-        self.inner = range(1, len(placement.stages)) if is_found else range(0)
-
-    @cached_property
-    def _divided(self) -> NDArray[np.int64]:
-        return modules_divided(self._cuts)
-
-    def moves(self, selected: Selected, border: int) -> Iterator[Selected]:
-        """Yield the plan with one border moved, if it fits and is fast enough by the formulas."""
-        numbers = self._numbers(selected.candidate)
-        for changed in self._moved(selected.candidate, numbers, border, self._nearby(numbers, border)):
-            if changed.time_per_minibatch_s <= self._limit_s:
-                yield replace(selected, candidate=changed)
-
-    def neighbours(self, candidate: Candidate, border: int) -> Iterator[Candidate]:
-        """Yield the plan with a border moved to each of the nearest cuts on both sides, if it fits."""
-        numbers = self._numbers(candidate)
-        before, cut, after = numbers[border - 1 : border + 2]
-        is_allowed = self._cuts.contains[before] & self._cuts.contains[:, after]
-        is_allowed &= self._cuts.allowed_before(border, len(numbers) - 1)
-        further_s = self._work_s - self._work_s[cut]
-        for side in (1, -1):
-            cuts = np.flatnonzero(is_allowed & (side * further_s >= 0))
-            nearest = sorted(set(cuts.tolist()) - {cut}, key=lambda c: (abs(further_s[c]), c))
-            yield from self._moved(candidate, numbers, border, nearest[:_NEAREST_CUTS])
-
-    def _moved(self, candidate: Candidate, numbers: list[int], border: int, cuts: list[int]) -> Iterator[Candidate]:
-        """Yield the plan, whose borders are at the cuts `numbers`, with one of them at each of `cuts`, if it fits."""
-        evaluator, placement = self._search.evaluator, candidate.placement
-        for cut in cuts:
-            stages = [self._cuts.nodes(*pair) for pair in pairwise([*numbers[:border], cut, *numbers[border + 1 :]])]
-            changed = evaluator.place(stages, placement.workers, placement.execution, in_flight=placement.in_flight)
-            if evaluator.fits(changed):
-                yield changed
-
-    def simulated(self, selected: Selected) -> Selected | None:
-        """Return the plan with its simulated time, if it has one; None if that is above the limit."""
-        if selected.simulated_s is None:
-            return selected
-        candidate, evaluator = selected.candidate, self._search.evaluator
-        placement = candidate.placement
-        if placement.execution.kind.flushes:
-            time_s = steady_state_s(placement, self._search.profile, self._search.cluster, self._limit_s)
-        else:  # the numbers in flight are those that the plan needs now
-            usual = evaluator.place(placement.stages, placement.workers, placement.execution)
-            margin = self._search.options.simplest
-            candidate, time_s = with_fewest_in_flight(evaluator, usual, margin, limit_s=self._limit_s)
-        if time_s is None or not time_s <= self._limit_s or not candidate.placement.is_executable:
-            return None
-        return replace(selected, candidate=candidate, simulated_s=time_s)
-
-    def _nearby(self, numbers: list[int], border: int) -> list[int]:
-        """The cuts that divide fewer modules than a border and make neither neighbouring stage too slow."""
-        before, cut, after = numbers[border - 1 : border + 2]
-        fewest_s = self._work_s - self._work_s[before], self._work_s[after] - self._work_s
-        shares_s = [work_s / self._replicas[border - 1 + side] for side, work_s in enumerate(fewest_s)]
-        is_allowed = self._cuts.contains[before] & self._cuts.contains[:, after] & (self._divided < self._divided[cut])
-        is_allowed &= self._cuts.allowed_before(border, len(numbers) - 1) & (np.maximum(*shares_s) <= self._limit_s)
-        distance_s = np.abs(self._work_s - self._work_s[cut])
-        return sorted(np.flatnonzero(is_allowed).tolist(), key=lambda c: (self._divided[c], distance_s[c]))[:_MAX_MOVES]
-
-    def _numbers(self, candidate: Candidate) -> list[int]:
-        """The cuts before, between and after the stages; none if one is not in the space."""
-        held: set[str] = set()
-        numbers = [0]
-        for nodes in candidate.placement.stages:
-            held |= set(nodes)
-            inside = np.array([all(name in held for name in block) for block in self._cuts.blocks])
-            found = np.flatnonzero((self._cuts.inside == inside).all(axis=1))
-            size = sum(len(block) for block, is_inside in zip(self._cuts.blocks, inside, strict=True) if is_inside)
-            if not len(found) or size != len(held):
-                return []
-            numbers.append(int(found[0]))
-        return numbers

@@ -22,7 +22,8 @@ from pdtool.artifacts.plan import MAX_IN_FLIGHT, ONE_WORKER, Plan, PlanOptions, 
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.options.plan_options import PartitionOptions
-from pdtool.planner.choice.selection import Selected, move_to_faster_cuts, move_to_module_borders, select
+from pdtool.planner.choice.border_moves import move_to_faster_cuts, move_to_module_borders
+from pdtool.planner.choice.selection import Selected, select
 from pdtool.planner.formulas import TOLERANCE
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, samples_per_update
@@ -30,7 +31,7 @@ from pdtool.planner.search.layouts import MAX_WORKERS_PER_COPY, Layout
 from pdtool.planner.search.search import PlanSearch
 from pdtool.planner.simulator.engine import steady_state_s
 from pdtool.schedule import BASELINES, ONE_F_ONE_B, SCHEDULES, STRATEGIES, ExecutionConfig, Strategy
-from pdtool.units import counted, format_bytes, format_seconds
+from pdtool.units import format_bytes, format_seconds
 
 Baseline = tuple[str, Candidate]  # with its label
 _DEFAULT_MICROBATCHES = 4  # of a flushing schedule asked for by name
@@ -66,8 +67,8 @@ class Planner:
         workers = asked.workers or cluster_workers
         name = f"--strategy {strategy.name}"
         if workers < strategy.min_workers:
-            what = f"{name} cannot use {counted(workers, 'worker')}"
-            raise UsageError(what, f"pass {strategy.min_workers} or more, or another strategy")
+            what = f"{name} needs {strategy.min_workers} or more workers, not {workers}"
+            raise UsageError(what, "pass a larger --workers or --topology, or another strategy")
         if strategy.schedule and schedule not in (None, strategy.schedule):
             what = f"{name} cannot be combined with --schedule {schedule}"
             raise UsageError(what, f"leave --schedule out: it uses {strategy.schedule}")
