@@ -88,12 +88,16 @@ def _seen(
         alone = figures(cuts_graph=True)
     except Exception:  # such as torch's "One of the differentiated Tensors appears to not have been used in the graph"
         return "loss", "graph"
-    if not has_same_content(connected, alone):
-        return "loss", "graph"
+    if function := _different(connected, alone):
+        return function, "graph"
     _change_as_training_does(model, inputs, with_state=len(stages) > 1)
-    changed = figures(cuts_graph=True)
-    different = [function for function in alone if not has_same_content(alone[function], changed[function])]
-    return (different[0], "model") if different else None
+    function = _different(alone, figures(cuts_graph=True))
+    return (function, "model") if function else None
+
+
+def _different(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+    """Return the first function whose values differ."""
+    return next((name for name, values in before.items() if not has_same_content(values, after.get(name))), None)
 
 
 def _figures(
@@ -105,7 +109,8 @@ def _figures(
     *,
     cuts_graph: bool,
 ) -> dict[str, Any]:
-    """Return the loss of a minibatch in training, and its metrics in evaluation; the stages' state stays as it is."""
+    """Return the loss of a minibatch in training, and its metrics in evaluation unless metrics() raises; the stages'
+    state stays as it is."""
     with torch.no_grad():
         before = [{name: t.clone() for name, t in registered_state(stage).items()} for stage in stages]
 
@@ -115,9 +120,10 @@ def _figures(
         return compose(stages, bundle, inputs.map(torch.clone).tensors, cuts_graph=cuts_graph)
 
     with repeatable():
-        loss = float(model_file.loss(output(True), target).detach())
+        figures: dict[str, Any] = {"loss": float(model_file.loss(output(True), target).detach())}
         with torch.no_grad():
-            figures = {"loss": loss, "metrics": model_file.metrics(output(False), target)}
+            with suppress(Exception):
+                figures["metrics"] = model_file.metrics(output(False), target)
             for stage, state in zip(stages, before, strict=True):
                 for name, tensor in registered_state(stage).items():
                     tensor.copy_(state[name])

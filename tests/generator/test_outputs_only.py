@@ -74,6 +74,7 @@ CASES = {
     "the same, and torch refuses": (penalty("h", False), rf"model.py:\d+: loss\(\) {GRAPH}"),
     "another output of the last stage": (penalty("z", True), None),
     "a buffer that forward changes": (plain(" * (1 + NET.mean.mean())"), rf"model.py:\d+: loss\(\) {WEIGHTS}"),
+    "the same, with metrics() that raises": (plain(" * (1 + NET.mean.mean())", "1 / 0"), rf"loss\(\) {WEIGHTS}"),
     "weights without a gradient": (plain(" * NET.a.weight.detach().norm()"), rf"loss\(\) {WEIGHTS}"),
     "weights in metrics": (plain(metrics="sum(p.norm() for p in NET.parameters())"), rf"metrics\(\) {WEIGHTS}"),
     "an attribute that forward sets": (plain(" * (1 + NET.penalty)"), rf"loss\(\) {WEIGHTS}"),

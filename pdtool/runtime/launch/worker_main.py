@@ -105,7 +105,7 @@ def run_worker(config: RunConfig, meeting_folder: str = "") -> Report:
     except SystemExit as error:
         raise worker_end.exit_error(error) from error
     except Exception as error:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) and rank < len(assignments):
             raise out_of_memory_error(error, config.plan, assignments[rank], device) from error
         if is_compiler_error(error):
             raise compiler_error(error) from error
