@@ -114,8 +114,10 @@ def find_model(path: str, source: str) -> Path:
     except UsageError as error:
         is_there = Path(source).is_file()
         reason = "is not a Python file" if is_there else f"is not there (searched from {Path.cwd()})"
-        what = f"it was made from {source}, which {reason}"
-        remedy = "go to the folder where it was made, put the file back, or pass it to codegen and run with --model"
+        what = f"its model file {source} {reason}"
+        remedy = (
+            "go to the folder where the plan was made, put the file back, or pass it to codegen and run with --model"
+        )
         raise StaleError(path, what, remedy) from error
 
 

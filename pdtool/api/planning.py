@@ -201,8 +201,8 @@ class PlanRequest:
         """
         samples, cluster = asked.samples_per_update, cluster_asked_for(asked)
         if samples is None:
-            what = f"{len(paths)} profiles need --samples-per-update, which their batch sizes must divide"
-            raise UsageError(what, "pass --samples-per-update, or name one profile")
+            what = f"comparing {len(paths)} profiles needs --samples-per-update"
+            raise UsageError(what, "pass a multiple of their batch sizes, or name one profile")
         profiles = {path: Profile.load(path) for path in paths}
         first, of_size = profiles[paths[0]], {profile.batch_size: path for path, profile in profiles.items()}
         for path, profile in profiles.items():
@@ -321,7 +321,7 @@ def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) ->
             purpose = "the processes themselves and for fragmentation"
             memory_bytes = max(1, memory_bytes)  # no plan fits, and the error says what would help
         if memory_bytes <= 0:
-            what = f"{whole} of memory leaves nothing for tensors: {reserved} are for {purpose}"
+            what = f"{whole} of memory leaves nothing for tensors: {reserved} is set aside for {purpose}"
             raise UsageError(what, "pass the memory of the whole device")
         is_enough = f"of each worker's {whole}, {reserved} is set aside for {purpose}"
         note(is_enough if tensor_bytes > 0 else f"{whole} of memory is not enough for {purpose}")

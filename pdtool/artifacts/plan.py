@@ -356,7 +356,9 @@ class Plan(YamlArtifact):
         if not self.kind.flushes and self.microbatches != 1:
             raise FieldError("microbatches", f"{self.microbatches}: only flushing schedules have microbatches")
         if self.kind.flushes and self.update_every:
-            raise FieldError("update_every", f"{self.update_every}: a flushing schedule updates after its microbatches")
+            raise FieldError(
+                "update_every", f"{self.update_every}: a flushing schedule updates after its microbatches; write null"
+            )
         replicas = max(stage.replicas for stage in self.stages)
         if self.update_every and self.update_every < replicas:
             fault = f"{self.update_every}: it must be at least {replicas}, one minibatch for each replica"
@@ -395,7 +397,7 @@ class Plan(YamlArtifact):
             times_named = Counter(stage.workers)
             for worker in stage.workers:
                 if worker >= workers:
-                    raise FieldError(f"stages[{s}].workers", f"worker {worker}: the cluster has 0..{workers - 1}")
+                    raise FieldError(f"stages[{s}].workers", f"there is no worker {worker}; write 0 to {workers - 1}")
                 if user_of.setdefault(worker, s % depth) != s % depth or times_named[worker] > 1:
                     fault = f"worker {worker} is already used by stage {user_of[worker]}"
                     raise FieldError(f"stages[{s}].workers", fault)

@@ -102,7 +102,7 @@ def _passed_over(plan: Plan, faster: FasterPlan | None, predicted: Predicted | N
     if faster and predicted and predicted.simulated_s:
         less = 1 - faster.simulated_s / predicted.simulated_s
         drawback = "has more stages" if len(faster.begins) >= len(plan.stages) else "divides more modules"
-        begins = f", whose stages begin at {', '.join(faster.begins)}" if faster.begins else ""
+        begins = f", cut before {', '.join(faster.begins)}" if faster.begins else ""
         yield (
             f"passed over: {faster.config}{begins}. It takes {format_seconds(faster.simulated_s)}, {less:.1%} less, "
             f"but {drawback} (to get it, pass a smaller --simplest)"
@@ -114,11 +114,11 @@ def _certificate(certificate: Certificate | None, flushes: bool) -> Lines:
     excess = " (they let every stage fill and drain as slowly as the slowest)" if flushes else ""
     if certificate:
         bound, gap = f"{format_seconds(certificate.bound_s)} per minibatch", certificate.gap
-        fastest = f"by the formulas no plan with these options is faster than {bound}{excess}"
+        fastest = f"by the formulas, no plan with these options takes less than {bound}{excess}"
         slower = (
-            f"{fastest}, and this plan takes {format_seconds(certificate.bound_s * (1 + gap))} ({gap:.1%} more)"
+            f"{fastest}. This plan takes {format_seconds(certificate.bound_s * (1 + gap))} ({gap:.1%} more)"
             if gap and gap >= _MIN_GAP
-            else f"optimal, because {fastest}"
+            else f"optimal: {fastest}"
         )
         yield f"certificate: {slower}"
         if proof := certificate.sentence():

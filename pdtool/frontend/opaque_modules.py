@@ -140,7 +140,7 @@ def untraceable_refused() -> Iterator[None]:
         if torch.default_generator.initial_seed() != seed:  # by a name that was imported before
             raise TraceError("forward seeds torch's generator, which tracing cannot see", _OWN_MODULE)
         if random.getstate() != state:
-            what = "forward uses Python's random numbers, which tracing would fix once and for all"
+            what = "forward uses Python's random numbers, which tracing would turn into constants"
             remedy = "draw into a tensor with torch's generator, or move the call into a module of its own"
             raise TraceError(what, remedy)
 

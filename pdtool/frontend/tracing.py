@@ -207,9 +207,9 @@ def _dynamic_dims(inputs: ModelInputs, larger: ModelInputs, size: int) -> Shapes
     if not any(dynamic[tensor] for tensor in inputs.tensors):
         shapes = [tuple(t.shape) for t in inputs.tensors]
         raise TraceError(
-            f"the inputs have shapes {shapes} whatever the number of samples",
-            "let their first dimension be the minibatch: use the argument of example_inputs(), or, without it, stack "
-            "the samples in collate()",
+            f"the inputs have shapes {shapes}, whatever the batch size",
+            "make their first dimension the batch size that example_inputs() receives. If you have no "
+            "example_inputs(), stack the samples in collate()",
         )
     return dynamic
 
@@ -240,8 +240,8 @@ def _explained(
         return TraceError(
             f"{fixed[0].location if fixed else path.name}: the model works for some minibatch sizes only: "
             f"{(specialized.removeprefix('- ') or lines[-1]).partition('. If you')[0]}",
-            "use x.shape[0] or -1 for the batch dimension, and keep no state in forward; a line that branches on it or "
-            "computes more than sums and products of it, can stay as it is in a module of its own",
+            "use x.shape[0] or -1 for the batch dimension, and keep no state in forward. If a line must branch on "
+            "the batch size, or compute more than sums and products of it, move that line into a module of its own",
             module=fixed[0].module if fixed else None,
         )
     reason = lines[0].partition(" (unhinted")[0]

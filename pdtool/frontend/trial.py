@@ -30,7 +30,7 @@ from pdtool.errors import PdtoolError, describe_error
 from pdtool.host import end_with_parent
 
 _T = TypeVar("_T")
-_TRIAL = "the process that tries after_update() and steps of the optimizer"
+_TRIAL = "the process that tries functions of your model file"
 _LIMIT_S = 600.0
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 

@@ -107,9 +107,9 @@ def _check_metrics(model_file: ModelFile, replicas: int) -> None:
         return
     for line, variable in collected(model_file.module, "metrics", "summarize_metrics"):
         raise VerificationError(
-            f"{line}: metrics() collects in {variable} what summarize_metrics() reads, but the last stage has "
-            f"{replicas} replicas, and each sees only its own minibatches",
-            "let metrics() return it in sums, which may be tensors, or plan for a last stage with one replica",
+            f"{line}: summarize_metrics() reads {variable}, which metrics() fills, but the last stage has {replicas} "
+            "replicas, and each sees only its own minibatches",
+            "let metrics() return these values as sums (tensors are allowed), or give the last stage one replica",
         )
 
 

@@ -189,7 +189,7 @@ class Wiring:
             return known
         raise TraceError(
             f"a tensor that crosses a stage border has a dimension of {dim}, which is not linear in the minibatch size",
-            "name the module that contains those around it in HINTS no_split",
+            "in HINTS no_split, name a module that contains the operators that compute and use this tensor",
             location=self.traced.by_name[value.operator].location,
         )
 

@@ -385,8 +385,8 @@ def _reasons(why: Why | None) -> Markup:
     certificate = ""
     if stated := why.certificate:
         certificate = (
-            f"By the formulas no plan is faster than {format_seconds(stated.bound_s)} per minibatch, and this plan "
-            f"takes {stated.gap or 0:.1%} more ({stated.sentence()})"
+            f"By the formulas, no plan takes less than {format_seconds(stated.bound_s)} per minibatch. This plan takes "
+            f"{stated.gap or 0:.1%} more ({stated.sentence()})"
         )
     rejected = [(r.plan, format_seconds(r.bottleneck_s), r.why) for r in why.rivals]
     return _html("reasons", why.bottleneck, certificate, rejected)

@@ -65,7 +65,7 @@ def test_what_a_plan_was_made_from_and_is_not_there(importing):
     """Exit code 3, not 2: the plan names the model and the profile, and the command line is right."""
     (importing.path / "model.py").rename(importing.path / "moved.py")
     for command in (["run", "--steps", "2"], ["codegen"], ["check", "--fresh"]):
-        assert "it was made from model.py, which is not there" in importing.pdtool(*command, code=3).stderr
+        assert "its model file model.py is not there" in importing.pdtool(*command, code=3).stderr
     importing.pdtool("codegen", "--model", "moved.py")
     next((importing.path / "profiles").glob("*.json")).unlink()
     assert "is not there (searched from" in importing.pdtool("run", "--steps", "2", code=3).stderr

@@ -202,7 +202,7 @@ def test_a_faster_plan_that_was_passed_over_is_named(road: Folder) -> None:
     faster = FasterPlan(config="1-1-1", begins=("a", "b"), simulated_s=time_s)
     plan.model_copy(update={"why": plan.why.model_copy(update={"faster": faster})}).save("plans/model-2.yaml")
     shown = road.pdtool("show", "plans/model-2.yaml").stdout
-    assert "passed over: 1-1-1, whose stages begin at a, b. It takes " in shown
+    assert "passed over: 1-1-1, cut before a, b. It takes " in shown
     assert ", 2.0% less, but has more stages" in shown
 
 

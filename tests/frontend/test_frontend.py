@@ -94,7 +94,7 @@ def test_a_name_that_no_file_can_hold_is_refused():
 
 
 def test_inputs_that_ignore_the_batch_size_are_refused():
-    with pytest.raises(TraceError, match="whatever the number of samples; let their first dimension be the minibatch"):
+    with pytest.raises(TraceError, match="whatever the batch size; make their first dimension the batch size"):
         trace(load().build(), lambda n: (torch.randn(4, 8),), 4, MODELS)
 
 

@@ -306,7 +306,7 @@ def test_memory_that_stays_where_it_is_may_be_kept(tmp_path: Path) -> None:
 
 
 def test_a_hook_on_a_gradient_that_no_stage_has_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"embed.weight has a gradient hook, but several stages hold it"):
+    with pytest.raises(AssertionError, match=r"embed.weight has a gradient hook, but several stages share this"):
         harness.run(harness.job(tmp_path, replace(TIED3, model=TIED3.model + TIED_HOOK)))
 
 

@@ -257,7 +257,7 @@ def test_an_edited_plan_is_predicted_anew():
 def test_too_little_memory_says_what_lacks_and_what_would_do():
     profile = chain([1.0, 1.0], parameters=1000)
     with pytest.raises(
-        NoPlanError, match=r"is short of .* in stage 0: its tensors need 3 kB, and a worker has 2.5 kB for them"
+        NoPlanError, match=r"lacks .* in stage 0: its tensors need 3 kB, and a worker has 2.5 kB for them"
     ) as error:
         make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=2500))
     enough = parse_bytes(error.value.remedy.split("--memory ")[1].split(",")[0])

@@ -276,10 +276,7 @@ def test_simulate_shows_samples_and_memory_of_each_rival(folder, monkeypatch):
             ["--strategy", "gpipe", "--cost", "pipedream"],
             "--strategy gpipe cannot be combined with --cost pipedream; leave --cost out",
         ),
-        (
-            ["--strategy", "hybrid", "--workers", "2"],
-            "--strategy hybrid cannot use 2 workers; pass 3 or more, or another",
-        ),
+        (["--strategy", "hybrid", "--workers", "2"], "--strategy hybrid needs 3 or more workers, not 2; pass a larger"),
         (
             ["--strategy", "pipeline", "--straight"],
             "--straight and --strategy pipeline cannot be combined; pass only one",
@@ -308,7 +305,7 @@ def test_rivals_of_a_model_in_one_piece_say_so():
 
 def test_where_a_strategy_does_not_fit_another_one_may():
     net = chain([1.0] * 4, parameters=1000)
-    with pytest.raises(NoPlanError, match=r"is short of 4 kB in stage 0: .* --memory 8kB, or use --strategy auto"):
+    with pytest.raises(NoPlanError, match=r"lacks 4 kB in stage 0: .* --memory 8kB, or use --strategy auto"):
         planned(net, make_cluster((4,), (FAST,), memory_bytes=4000), "data-parallel")
     with pytest.raises(NoPlanError, match=r"--memory 2kB, .*or use smaller minibatches"):
         planned(net, make_cluster((4,), (FAST,), memory_bytes=1000), "gpipe")

@@ -236,7 +236,7 @@ def test_the_demo_prints_what_is_shown(folder):
 def prints_what_is_shown(shell: Shell, console: str) -> None:
     """Run the commands of a block: what they print is shaped as there, whatever its figures."""
     for command, shown in COMMAND_AND_OUTPUT.findall(console):
-        output = shell.run(command).replace("certificate: optimal, because ", "certificate: ")  # the times decide that
+        output = shell.run(command).replace("certificate: optimal: ", "certificate: ")  # the times decide that
         lines = [" ".join(line.split()) for line in output.splitlines()]
         for start in () if command.startswith("cat ") else shapes(shown):  # where the cuts are, the times decide
             if start == "passed over:":  # the times decide whether another plan is faster

@@ -148,7 +148,7 @@ def test_a_plan_for_gpus_leaves_room_for_what_no_tensor_gets(road):
     assert Plan.load(PLAN).cluster.memory_bytes == Profile.load("profiles/model.json").tensor_bytes(2 * 10**9, 2)
     assert "of each worker's 2 GB, 1.13 GB is set aside for CUDA's context" in result.stderr
     result = road.pdtool(*partition, "1GB", code=2)
-    assert "1 GB of memory leaves nothing for tensors: 1.07 GB are for CUDA's context" in result.stderr
+    assert "1 GB of memory leaves nothing for tensors: 1.07 GB is set aside for CUDA's context" in result.stderr
 
 
 def test_profile_on_stdout(folder):
@@ -199,7 +199,7 @@ def after_update(named_parameters, update):
 @pytest.mark.parametrize(
     ("strategy", "code", "says"),
     [
-        ("data-parallel", COLLECTING, "metrics() collects in SCORES what summarize_metrics() reads"),
+        ("data-parallel", COLLECTING, "summarize_metrics() reads SCORES, which metrics() fills"),
         ("straight", NORMALIZING, "after_update() depends on parameters of several stages"),
     ],
 )
@@ -325,7 +325,7 @@ def test_a_changed_profile_is_stale_by_name(road):
 def test_a_model_that_moved_is_named_and_must_be_the_same(road):
     road.write("elsewhere/net.py", NET)
     (road.path / "model.py").unlink()
-    assert "it was made from model.py, which is not there" in road.pdtool("codegen", code=3).stderr
+    assert "its model file model.py is not there" in road.pdtool("codegen", code=3).stderr
     road.pdtool("codegen", "--model", "elsewhere/net.py")
     road.write("elsewhere/net.py", NET.replace("nn.ReLU()", "nn.Tanh()"))
     stderr = road.pdtool("codegen", "--model", "elsewhere/net.py", code=3).stderr

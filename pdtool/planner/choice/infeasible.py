@@ -36,14 +36,14 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
         what = f"no plan{options.with_replicas} was found that fits with {options.in_flight} minibatches in flight"
         return NoPlanError(what, "pass fewer, or leave --in-flight out")
     stage = smallest.cost.searched_memory_bytes.index(needed)
-    short = f", is short of {format_bytes(needed - limit)} in stage {stage}" if limit > 1 else ""
+    short = f" lacks {format_bytes(needed - limit)} in stage {stage}" if limit > 1 else " does not fit"
     left = f"a worker has {format_bytes(limit) if limit > 1 else 'nothing left'} for them"
     least = search.profile.memory_for(needed, search.cluster.levels[-1].size)
     recomputing = " with every stage recomputing" if options.recompute else ""
     recompute = "" if options.recompute else ", or leave out --no-recompute"
     return NoPlanError(
-        f"no plan{options.with_replicas} fits into memory. The one that needs least, {smallest.placement.config}"
-        f"{recomputing}{short}: its tensors need {format_bytes(needed)}, and {left}",
+        f"no plan{options.with_replicas} fits into memory. Even the smallest, {smallest.placement.config}"
+        f"{recomputing},{short}: its tensors need {format_bytes(needed)}, and {left}",
         f"give each worker at least --memory {bytes_option(least)}{recompute}"
         f"{_more_workers(search)}{_other_schedules(search)}{_other_replicas(search)}, or use smaller minibatches",
     )

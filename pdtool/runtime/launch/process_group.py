@@ -65,7 +65,7 @@ class Reaper:
         try:
             return int(self._pipe.recv())
         except EOFError as error:
-            what = "the process that ends the workers died at its start"
+            what = "the reaper, which ends the workers if the launcher dies, died at its start"
             remedy = 'start the run again; a script of your own must call pdtool.run under `if __name__ == "__main__":`'
             raise WorkerDiedError(what, remedy) from error
 

@@ -245,7 +245,7 @@ class StageReplica:
         tied = {id(tied.parameter) for tied in self.tied}
         for name, parameter in self.stage.weights.parameters.items():
             if parameter._backward_hooks and id(parameter) in tied:
-                what = "has a gradient hook, but several stages hold it, each with a part of the gradient"
+                what = "has a gradient hook, but several stages share this parameter, each with a part of its gradient"
                 raise FieldError(name, f"{what}; in HINTS no_split, name a module that contains all its uses")
             if parameter._backward_hooks and name not in self._hooked:
                 what = "gets a gradient hook during training, but a resumed run would not have it"
