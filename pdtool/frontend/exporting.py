@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import io
 import logging
+import operator
 import sys
 import warnings
 from collections.abc import Iterator
@@ -59,8 +60,28 @@ def exported(
             shapes = dynamic.dynamic_shapes(model, inputs.args, inputs.kwargs)  # type: ignore[no-untyped-call]
             program = torch.export.export(model, inputs.args, inputs.kwargs, strict=False, dynamic_shapes=shapes)
         if functional:
+            _keep_no_grad(program)
             program = program.run_decompositions({})
     return program
+
+
+def _keep_no_grad(program: torch.export.ExportedProgram) -> None:
+    """Detach what regions of no_grad take: run_decompositions dissolves the regions, and gradients would flow."""
+    enters = torch.ops.higher_order.wrap_with_set_grad_enabled
+    for module in [m for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]:
+        for region in module.graph.find_nodes(op="call_function", target=enters):
+            is_enabled, body = region.args[0], getattr(module, region.args[1].target)
+            parts = body.graph.find_nodes(op="call_function", target=operator.getitem)  # of what leaf modules return
+            for taken in () if is_enabled else (*body.graph.find_nodes(op="placeholder"), *parts):
+                if taken.users and isinstance(taken.meta.get("val"), Tensor):
+                    _detach(body.graph, taken)
+
+
+def _detach(graph: torch.fx.Graph, taken: torch.fx.Node) -> None:
+    with graph.inserting_before(next(node for node in graph.nodes if node in taken.users)):
+        detached = graph.call_function(torch.ops.aten.detach.default, (taken,))
+    detached.meta = dict(taken.meta)
+    taken.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
 
 
 def forget_last_export() -> None:

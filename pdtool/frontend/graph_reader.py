@@ -125,14 +125,18 @@ class GraphReader:
         """Return a small tensor itself; a large or trained one as a buffer, if it is an attribute of a module.
 
         Raises:
-            TraceError: it is neither small nor an attribute.
+            TraceError: it is neither small nor an attribute, or belongs to a transform of torch.func.
         """
         tensor: Any = self._program.constants[name]
+        user = next(iter(node.users), node)
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            what = "this line uses a transform of torch.func, which torch.export cannot trace"
+            remedy = "move it into a module of its own: pdtool then keeps that module in one piece"
+            raise TraceError(what, remedy, location=location(user), module=module_path(user))
         trained = next((n for n, p in self._builder.parameters.items() if have_one_storage(p, tensor)), None)
         if name in tensor_attributes(self._model) and (trained or tensor.numel() > _MAX_LITERAL_ELEMENTS):
             self._builder.buffers[name] = tensor
             return State(name)
-        user = next(iter(node.users), node)
         if trained:
             what = f"forward uses an unnamed tensor that shares the memory of parameter {trained}"
             remedy = "keep it with register_buffer, or make it from the parameter in forward"

@@ -35,12 +35,12 @@ _LIBRARY.define("leaf(int number, Tensor[] tensors) -> Tensor[]")  # type: ignor
 _CHANGEABLE = (dict, OrderedDict, defaultdict, list, set, deque)  # containers without attributes of their own
 _CACHED = type(functools.cache(int))
 _MAX_DEPTH = 4
-_SIZES = (2, 3)  # of the minibatches that show the shapes of opaque modules' outputs
+RECORDED_SIZES = (2, 3)  # of the minibatches that show the shapes of opaque modules' outputs
 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """A call of an opaque module on real tensors, in a minibatch of one of _SIZES.
+    """A call of an opaque module on real tensors, in a minibatch of one of RECORDED_SIZES.
 
     Attributes:
         inputs: the shapes of its tensors.
@@ -62,7 +62,7 @@ class LeafCall:
         path: path of the module; "" for a function.
         forward: the module's own forward, which is replaced meanwhile; or the function's `apply`.
         arguments: positional ones, and those by name.
-        recorded: for an opaque module, its calls in minibatches of each of _SIZES.
+        recorded: for an opaque module, its calls in minibatches of each of RECORDED_SIZES.
         function: the user's autograd.Function.
         result: the module's return value as a pytree of indices into `outputs`, None elsewhere.
         outputs: tensors on the meta device; empty until the module has run.
@@ -153,7 +153,7 @@ def record_calls(
     """
     if not paths:
         return []
-    minibatches = [example(size) for size in _SIZES]
+    minibatches = [example(size) for size in RECORDED_SIZES]
     with unchanged(model):
         small, large = (_recorded(model, paths, minibatch) for minibatch in minibatches)
     if [call.path for call in small] != [call.path for call in large]:

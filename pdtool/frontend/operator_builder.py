@@ -128,7 +128,9 @@ class NodeValues(dict[fx.Node, Any]):
     def __init__(self, program: torch.export.ExportedProgram) -> None:
         super().__init__()
         self._batch = _batch_symbol(program)
-        self._order = {node: i for i, node in enumerate(program.graph.nodes)}
+        graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]  # and of no_grad
+        self._order = {node: i for graph in graphs for i, node in enumerate(graph.nodes)}
+        self._outer_inputs = set(program.graph.find_nodes(op="placeholder"))
 
     def argument(self, argument: Any) -> Any:
         """Return an argument of a node, nested in containers, with nodes and sizes replaced by their values."""
@@ -156,11 +158,14 @@ class NodeValues(dict[fx.Node, Any]):
         return next((n for n in reversed(self) if self[n] is value), None)
 
     def is_shared_view(self, node: fx.Node, writer: fx.Node) -> bool:
-        """Whether `node` is a view of a tensor that is still used after `writer`."""
+        """Whether `node` is a view of a tensor that is still used after `writer`: later, by another minibatch (a
+        buffer), or outside the region of no_grad."""
         while isinstance(node.target, torch._ops.OpOverload) and node.args and isinstance(node.args[0], fx.Node):
             if not node.target.is_view:
                 return False
             node = node.args[0]
+            if node.op == "placeholder" and (isinstance(self[node], State) or node not in self._outer_inputs):
+                return True
             if any(self._order[user] > self._order[writer] for user in node.users):
                 return True
         return False

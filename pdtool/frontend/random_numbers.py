@@ -49,8 +49,8 @@ def is_user_module(module: nn.Module) -> bool:
 
 def operator_draws(op: Operator, model: nn.Module) -> bool:
     """Whether an operator of `model` may draw random numbers, in training or in evaluation mode."""
-    if op.target is None:
-        return op.is_module and module_draws(model.get_submodule(op.module))
+    if op.target is None:  # a user's autograd.Function may draw, as a user's module may
+        return op.function is not None or (op.is_module and module_draws(model.get_submodule(op.module)))
     if torch.Tag.nondeterministic_seeded not in op.target.tags:
         return False
     is_off = any(op.kwargs.get(name) is False for name in _MODES)

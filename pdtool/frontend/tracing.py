@@ -22,7 +22,7 @@ from pdtool.errors import ModelError, PartialWriteError, TraceError, describe_er
 from pdtool.frontend.by_mode import merge_modes
 from pdtool.frontend.exporting import exported, forget_last_export
 from pdtool.frontend.graph_reader import GraphReader
-from pdtool.frontend.leaf_calls import calls, record_calls, single_operators, unchanged
+from pdtool.frontend.leaf_calls import RECORDED_SIZES, calls, record_calls, single_operators, unchanged
 from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
@@ -185,7 +185,9 @@ class _Tracer:
         except ModelError:  # of example_inputs, or of the training set in its place
             raise
         except Exception as error:
-            raise _explained(error, self.model, inputs, self.path, fixed) from error
+            raise _explained(
+                error, self.model, [inputs, *map(self.example, RECORDED_SIZES)], self.path, fixed
+            ) from error
 
 
 def _dynamic_dims(inputs: ModelInputs, larger: ModelInputs, size: int) -> ShapesCollection:
@@ -215,22 +217,27 @@ def _dynamic_dims(inputs: ModelInputs, larger: ModelInputs, size: int) -> Shapes
 
 
 def _explained(
-    error: Exception, model: nn.Module, inputs: ModelInputs, path: Path, fixed: Sequence[FixedSize]
+    error: Exception, model: nn.Module, minibatches: Sequence[ModelInputs], path: Path, fixed: Sequence[FixedSize]
 ) -> TraceError:
     """Translate torch.export's error: the model itself fails, works for one batch size only, or cannot be traced.
 
     Args:
+        minibatches: as profiled, and of other sizes.
         fixed: code that turned the minibatch size into a number or compared it.
     """
     try:
-        with torch.no_grad(), unchanged(model):
-            inputs.call(model)
+        for inputs in minibatches:
+            with torch.no_grad(), unchanged(model):
+                inputs.call(model)
     except (DataDependentOutputException, DynamicOutputShapeException):
         pass  # fake tensors, which an estimate has, hold no values
     except Exception as failure:
         shapes = ", ".join(str(tuple(t.shape)) for t in inputs.tensors)
         what = f"the model fails on inputs of shape {shapes}: {describe_error(failure)}"
-        return TraceError(f"{user_line(failure, path)}{what}", "fix the model or example_inputs")
+        remedy = "fix the model or example_inputs"
+        if inputs is not minibatches[0]:
+            remedy = "let forward take any number of samples; the last minibatch of an epoch may have fewer"
+        return TraceError(f"{user_line(failure, path)}{what}", remedy)
     name = type(error).__name__
     text = describe_error(error).removeprefix(f"{name}: ")
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -46,10 +46,10 @@ from pdtool.generator.variable_uses import names_read, user_classes
 
 _STAGES = "the generated stages"
 _CHECK_STATE = (
-    "check whether a module keeps state on self between calls, overrides train(), reads requires_grad, grad_fn or "
-    "torch.compiler.is_compiling(), or has an autograd.Function or a random generator of its own; if so, name that "
-    "module in HINTS opaque. If it calls torch.utils.checkpoint, leave that out: `pdtool partition` lets stages "
-    "recompute where memory is short"
+    "check whether a module keeps state on self between calls, overrides train(), reads requires_grad, grad_fn, "
+    "torch.is_grad_enabled() or torch.compiler.is_compiling(), or has an autograd.Function or a random generator of "
+    "its own; if so, name that module in HINTS opaque. If it calls torch.utils.checkpoint, leave that out: `pdtool "
+    "partition` lets stages recompute where memory is short"
 )
 _REPORT = "this is a defect of pdtool: please report it with your model file"
 _EQUAL = 1e-10  # difference of outputs in double precision, where the same elements are dropped
@@ -153,6 +153,8 @@ def verify_values(
     """
     minibatches = [ModelInputs.of(inputs) for inputs in batches]
     model, stages = _model_and_stages(build, texts, bundle)
+    _fill_zeros(model)
+    copy_state(model, stages, bundle)
     before = kept_state(model)
     state = named_state(model)
     shared = {tuple(names): state[names[0]].detach().clone() for names in shared_memory(state)}
@@ -166,6 +168,14 @@ def verify_values(
     _refuse_kept_state(kept_attributes(model, before), build, minibatches)
     _refuse_hidden_paths(model, bundle, minibatches[-1], after_forward or {})
     return one_sample is not None and _differ_for(ModelInputs.of(one_sample), model, stages, bundle)
+
+
+def _fill_zeros(model: nn.Module) -> None:
+    """Make trained parameters of zeros nonzero: they hide differences in what they multiply, as B of LoRA does."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.numel() and not parameter.any():
+                parameter.fill_(0.1)
 
 
 def _differ_for(inputs: ModelInputs, model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle) -> bool:

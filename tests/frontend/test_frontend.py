@@ -4,6 +4,7 @@ import gc
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def test_a_branch_on_the_number_of_samples_is_named_by_its_line(name, tmp_path):
     ("fault", "what"),
     [
         ("branch", "cannot trace this line.*data-dependent"),
-        ("batch", "some minibatch sizes only"),
+        ("batch", "the model fails on inputs of shape .2, 8.: .* let forward take any number of samples"),
         ("attribute", "the model fails on inputs of shape.*no attribute 'missing'"),
     ],
 )
@@ -84,6 +85,27 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused(tmp_path):
         model_file = write(tmp_path, text.format(state=state) + "def model(): return Net(2, 2)\n")
         with pytest.raises(ModelError, match=what):
             model_file.build()
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        ("for n in ('weight',): state['own.' + n] = state.pop(n)", "has own.weight, which is no parameter or buffer"),
+        ("state['merged'] = module.weight + 1", "has merged, which is no parameter or buffer"),
+        ("del state['weight']", "lacks weight, a trained parameter"),
+        ("del state['bias']", None),
+    ],
+)
+def test_a_state_dict_that_would_not_follow_the_training_is_refused(body, what, tmp_path):
+    """Checkpoints and exports had the first values of renamed and computed entries, without a word."""
+    model_file = write(
+        tmp_path,
+        f"from torch import nn\ndef change(module, state, prefix, metadata):\n    {body}\n"
+        "def model():\n    net = nn.Linear(2, 2)\n    net.bias.requires_grad_(False)\n"
+        "    net.register_state_dict_post_hook(change)\n    return net\n",
+    )
+    with pytest.raises(ModelError, match=what) if what else nullcontext():
+        model_file.build()
 
 
 def test_a_name_that_no_file_can_hold_is_refused():

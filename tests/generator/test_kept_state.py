@@ -531,7 +531,7 @@ def summarize_metrics(totals):
 def test_what_metrics_collect_is_refused_where_each_replica_has_a_part(statement: str, tmp_path: Path) -> None:
     code = COLLECTING.replace("COLLECT\n", f"{statement}\n")
     _generated_tied(code, tmp_path)
-    with pytest.raises(VerificationError, match=r"model.py:\d+: metrics\(\) collects in SCORES .* has 2 replicas"):
+    with pytest.raises(VerificationError, match=r"model.py:\d+: summarize_metrics\(\) reads SCORES, .* has 2 replicas"):
         _generated_tied(code, tmp_path, replicas=2)
 
 

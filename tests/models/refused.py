@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from task import Task, classes, numbers, token_loss
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 
 class StatefulLSTM(nn.Module):
@@ -124,6 +125,29 @@ class Perceptron(nn.Sequential):
         super().__init__(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
+class MergingLoRA(nn.Linear):
+    """A low-rank adapter as loralib has it: evaluation adds it to the weight."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.a, self.b = nn.Parameter(torch.randn(2, inputs)), nn.Parameter(torch.zeros(outputs, 2))
+
+    def train(self, mode=True):
+        if mode != self.training:
+            self.weight.data += (-1 if mode else 1) * self.b @ self.a
+        return super().train(mode)
+
+    def forward(self, x):
+        result = F.linear(x, self.weight, self.bias)
+        return result + x @ self.a.t() @ self.b.t() if self.training else result
+
+
+def wrapped_for_checkpointing():
+    """Its state_dict has the names that the layers have without their wrappers."""
+    layers = [checkpoint_wrapper(nn.Linear(8, 8)) for _ in range(3)]
+    return nn.Sequential(*layers, nn.Linear(8, 3))
+
+
 centers = nn.Parameter(torch.zeros(3, 3))
 
 
@@ -160,7 +184,16 @@ MODELS = {
     "layer_drop": Task(LayerDrop, INPUT, CLASS, refused="random"),
     "teacher_forcing": Task(TeacherForcing, TOKENS, TOKENS, next_token_loss, refused="random"),
     "max_norm": Task(Renormalised, TOKENS, TOKENS, token_loss, refused="embedding renormalises its weight in forward"),
-    "one_size": Task(OneSize, INPUT, CLASS, refused="some minibatch sizes only"),
+    "one_size": Task(OneSize, INPUT, CLASS, refused="the model fails on inputs of shape (2, 8)"),
+    "merging_lora": Task(
+        lambda: nn.Sequential(MergingLoRA(8, 8), MergingLoRA(8, 8), MergingLoRA(8, 3)),
+        INPUT,
+        CLASS,
+        refused="overrides train()",
+    ),
+    "checkpoint_wrapper": Task(
+        wrapped_for_checkpointing, INPUT, CLASS, refused="state_dict() of the model has 0.weight"
+    ),
     "center_loss": Task(Perceptron, INPUT, CLASS, center_loss, refused="a parameter of its own"),
     "accuracy_loss": Task(Perceptron, INPUT, CLASS, accuracy_loss, refused="without a gradient"),
     "numpy_loss": Task(Perceptron, INPUT, CLASS, numpy_loss, refused="without a gradient"),

@@ -739,6 +739,60 @@ class MissingGradients(nn.Module):
         return self.last(torch.tanh(Stop.apply(y, stopped))), taught.detach() + self.unused(x).detach().sum()
 
 
+class ContrastiveQueue(nn.Module):
+    """A queue like MoCo's: forward writes into parts of buffers, without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.register_buffer("queue", torch.randn(12, 8))
+        self.register_buffer("written", torch.ones(1))
+
+    def forward(self, x):
+        query = self.encoder(x).tanh()
+        if self.training:
+            self._enqueue(query)
+        return self.head(query) + (query @ self.queue.t()).mean(1, keepdim=True) / self.written
+
+    @torch.no_grad()
+    def _enqueue(self, keys):
+        self.queue[2:] = self.queue[:-2].clone()
+        self.queue[:2] = keys[:2]
+        self.written[0] = self.written[0] + 2
+
+
+class StochasticNeurons(torch.autograd.Function):
+    """Fires at random, with the gradient of the probability."""
+
+    @staticmethod
+    def forward(ctx, probability):
+        return torch.bernoulli(probability)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class StochasticLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return StochasticNeurons.apply(self.linear(x).sigmoid())
+
+
+class Directional(nn.Module):
+    """Adds a directional derivative, a transform of torch.func."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.func.jvp(lambda t: self.linear(t).tanh(), (x,), (torch.ones_like(x),))[1]
+
+
 class Gate(nn.Module):
     """Ignores its second input in most minibatches."""
 
@@ -801,6 +855,11 @@ MODELS = {
     "lazy_modules": in_double(Task(lazy, numbers(3, 8, 8), CLASS)),
     "sparse_table": Task(lambda: nn.Sequential(SparseTable(), perceptron()), classes(20, 4), CLASS),
     "late_centering": Task(lambda: nn.Sequential(nn.Linear(8, 8), LateCentering(), perceptron()), INPUT, CLASS),
+    "contrastive_queue": Task(lambda: nn.Sequential(ContrastiveQueue(), nn.Linear(3, 3)), INPUT, CLASS),
+    "stochastic_neurons": Task(
+        lambda: nn.Sequential(StochasticLayer(), StochasticLayer(), nn.Linear(8, 3)), INPUT, CLASS, noisy=True
+    ),
+    "directional": Task(lambda: nn.Sequential(nn.Linear(8, 8), Directional(), perceptron()), INPUT, CLASS),
     "running_norm": Task(
         RunningNorm, INPUT, lambda g: {"action": classes(4)(g), "return": numbers()(g)}, actor_critic_loss
     ),

@@ -52,7 +52,22 @@ BARE2 = replace(
 )
 
 
-@pytest.mark.parametrize("toy", [DROPOUT, BARE2], ids=["dropout", "bare"])
+# whose evaluation adds to a weight, as an opaque module's may that merges adapters
+_MERGES = """    def train(self, mode=True):
+        if mode != self.training:
+            self.l0.weight.data += -0.25 if mode else 0.25
+        return super().train(mode)
+"""
+_MLP2 = harness.perceptron(2)
+_STAGE, *_NAMES = _MLP2.stages[0]
+MERGING = replace(
+    _MLP2,
+    stages=((_STAGE.replace("    def forward", _MERGES + "    def forward"), *_NAMES), _MLP2.stages[1]),
+    model=_MLP2.model + "def metrics(output, target): return {'mean': (output.sum(), output.numel())}\n",
+)
+
+
+@pytest.mark.parametrize("toy", [DROPOUT, BARE2, MERGING], ids=["dropout", "bare", "merging"])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, toy: harness.Toy) -> None:
     """Bit for bit, with dropout, momentum and a learning-rate schedule; metrics.jsonl included, although the
     interrupted run had begun the epoch that is done again."""

@@ -126,8 +126,8 @@ class StageReplica:
         self._take_due_tied_steps()
         loss = None
         if self.losses:
-            optimizer = self.optimizer
-            loss = self.losses.end_round(optimizer.updates + 1, self._round, epoch, optimizer.learning_rate)
+            rate = next((rate for o in self._optimizers if (rate := o.learning_rate) is not None), None)
+            loss = self.losses.end_round(self.optimizer.updates + 1, self._round, epoch, rate)
         weight = sum(self._round.values())
         self._round.clear()
         for tied in self.tied:
@@ -159,6 +159,7 @@ class StageReplica:
         loss = self.losses.end_epoch() if self.losses else None
         self.io.end_phase()
         if not self._is_training:
+            self.stage.module.train()  # eval() of an opaque module may have changed its weights, which are saved next
             return None
         self.stage.weights.bind_newest()
         self._take_due_tied_steps(is_drained=True)
