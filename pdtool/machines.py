@@ -121,7 +121,7 @@ def worker_environment(environment: Mapping[str, str], endpoint: str = "") -> di
         local_rank, local_workers = number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", 1)
         address: tuple[str, int] = environment["MASTER_ADDR"], number("MASTER_PORT")
     elif _of_srun(environment):
-        rank, workers = number("SLURM_PROCID"), number("SLURM_NTASKS")
+        rank, workers = number("SLURM_PROCID"), _srun_tasks(environment)
         local_rank, local_workers = number("SLURM_LOCALID", 0), _slurm_tasks_here(environment)
         address = environment.get("SLURM_LAUNCH_NODE_IPADDR", "localhost"), _slurm_port(environment)
         if endpoint:
@@ -131,6 +131,10 @@ def worker_environment(environment: Mapping[str, str], endpoint: str = "") -> di
     if rank >= workers:
         what = f"this process has rank {rank} of {workers} (RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS)"
         raise UsageError(what, "start the workers with torchrun or srun, which number them from 0")
+    if not address[0] or not 0 < address[1] <= _MAX_PORT:
+        named = f"MASTER_ADDR {address[0]!r:.80} and MASTER_PORT {address[1]}"
+        what = f"{named} are not a host and a port from 1 to {_MAX_PORT}"
+        raise UsageError(what, "start the workers with torchrun or srun")
     return rank_variables(rank, local_rank, workers, local_workers, address)
 
 
@@ -173,12 +177,18 @@ def _of_torchrun(environment: Mapping[str, str]) -> bool:
 
 def _of_srun(environment: Mapping[str, str]) -> bool:
     """Whether it is one of several tasks of a job step: a batch script of SLURM is none, and starts all workers."""
-    return "SLURM_STEP_ID" in environment and _number(environment, "SLURM_NTASKS", 1) > 1
+    return "SLURM_STEP_ID" in environment and _srun_tasks(environment) > 1
+
+
+def _srun_tasks(environment: Mapping[str, str]) -> int:
+    """Return the tasks of a job step: SLURM_NTASKS is the job's in a shell of salloc, which is a step of one task."""
+    name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+    return _number(environment, name, 1)
 
 
 def is_first_worker(environment: Mapping[str, str]) -> bool:
     """Whether this process reports to the user: it launched the workers, or is the first of them."""
-    return environment.get("RANK", environment.get("SLURM_PROCID", "0")) == "0"
+    return not is_worker(environment) or environment.get("RANK", environment.get("SLURM_PROCID", "0")) == "0"
 
 
 def use_loopback(environment: MutableMapping[str, str]) -> None:

@@ -14,7 +14,7 @@ from pdtool.artifacts.run_dir import Checkpoint, RunDir, RunState
 from pdtool.errors import ArtifactError, UsageError
 from pdtool.machines import is_first_worker
 from pdtool.options.declaration import Option, declared
-from pdtool.options.run_options import RunOptions, excluded_by
+from pdtool.options.run_options import SAME_FOLDER, RunOptions, excluded_by
 from pdtool.units import counted
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ def recorded(asked: RunOptions) -> dict[str, Any]:
 def as_asked(plan: str | None, asked: RunOptions, given: Collection[str]) -> RunOptions:
     """Return the options of a run, completed from the run that it resumes.
 
-    A run without a checkpoint starts again, with its options.
+    A run without a checkpoint starts again, with its options. A bare --resume begins a run if a plan is named and the
+    folder of -o has none, so that one command both starts and continues it.
 
     Args:
         plan: path of the plan; None: the run's.
@@ -46,7 +47,8 @@ def as_asked(plan: str | None, asked: RunOptions, given: Collection[str]) -> Run
     run = _resumed_run(asked)
     state = _state(run, plan) if run else None
     if run is None or state is None:
-        return asked
+        begins = run is not None and plan is not None and asked.resume == SAME_FOLDER and not run.checkpoints()
+        return replace(asked, resume=None) if begins else asked
     is_own_plan = plan is None or (bool(state.plan_path) and os.path.abspath(plan) == os.path.abspath(state.plan_path))
     options = _lasting_options()
     of_plan = {name for name, option in options.items() if option.of_plan and name != _SETTINGS}
@@ -97,12 +99,16 @@ def own_plan(asked: RunOptions) -> str | None:
 def _state(run: RunDir, plan: str | None) -> RunState | None:
     """Return the options of a run; None if they are not recorded, or damaged, which is noted."""
     try:
-        return RunState.load(run.state_file) if run.state_file.is_file() else None
+        if run.state_file.is_file():
+            return RunState.load(run.state_file)
+        fault = f"{run.state_file} is missing" if run.checkpoints() else ""
     except ArtifactError as error:
         if plan is None:
             raise
-        note(f"warning: {error.what}, so the options of the earlier run are unknown and not used")
-        return None
+        fault = error.what
+    if fault:
+        note(f"warning: {fault}, so the options of the earlier run are unknown and not used")
+    return None
 
 
 def note_options(before: RunOptions, asked: RunOptions) -> None:

@@ -23,7 +23,7 @@ import re
 import socket
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -299,17 +299,17 @@ class RunDir:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.check_written()
-            file = open_in_place(self._lock_file)
-        except OSError as error:
-            what = f"{self.path} cannot be written ({error.strerror})"
-            raise PdtoolError(what, "name another folder with -o") from error
-        with file:
-            _lock(file.fileno(), self.path)
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        with ExitStack() as opened:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self.check_written()
+                file = opened.enter_context(open_in_place(self._lock_file))
+                _lock(file.fileno(), self.path)
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            except OSError as error:
+                what = f"{self.path} cannot be written ({error.strerror})"
+                raise PdtoolError(what, "name another folder with -o") from error
             yield
 
     def is_running(self) -> bool:

@@ -114,12 +114,14 @@ def telling_what_takes_long(command: Callable[[], str]) -> Iterator[None]:
             known = Verbosity.notes
 
     thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
+    with suppress(RuntimeError):  # the limit of processes (`ulimit -u`) is reached: only this line is missing then
+        thread.start()
     try:
         yield
     finally:
         ended.set()
-        thread.join()
+        if thread.ident:
+            thread.join()
 
 
 @contextmanager

@@ -42,7 +42,8 @@ def trainable(road: Folder) -> Folder:
 def test_resume_alone_trains_what_the_run_was_asked_for(trainable: Folder) -> None:
     """Half a run, gone on with by nothing but its folder, has the losses of a whole one; so has one begun again."""
     plan = ("run", "plans/model-2.yaml", *OPTIONS)
-    trainable.pdtool(*plan, "-o", "runs/whole", "--epochs", "2")
+    begun = trainable.pdtool(*plan, "-o", "runs/whole", "--epochs", "2", "--resume").stderr  # one command for both
+    assert "runs/whole has no checkpoint yet, so the run starts from the beginning" in begun
     trainable.pdtool(*plan, "-o", "runs/half", "--epochs", "2")
     state = RunState.load("runs/half/run.json")
     assert (state.epochs, state.epochs_done, state.plan_path) == (2, 2, "plans/model-2.yaml")
@@ -120,6 +121,9 @@ def test_a_damaged_run_json_is_refused_and_told_where_a_plan_is_given(trainable:
     said = trainable.pdtool("run", "plans/model-2.yaml", "-o", "runs/a", "--resume", "--epochs", "2").stderr
     assert "warning: runs/a/run.json: " in said
     assert "so the options of the earlier run are unknown and not used" in said
+    Path("runs/a/run.json").unlink()
+    said = trainable.pdtool("run", "plans/model-2.yaml", "-o", "runs/a", "--resume", "--epochs", "3").stderr
+    assert "runs/a/run.json is missing, so the options of the earlier run are unknown and not used" in said
 
 
 def test_options_that_run_json_cannot_hold_are_refused_by_name(trainable: Folder) -> None:

@@ -327,21 +327,24 @@ def make(folder, monkeypatch):
     """Run make with the rules that `pdtool makefile` names; its `pdtool` says what it is called with, and writes -o."""
     [rules] = folder.pdtool("makefile").stdout.splitlines()
     writes = """
+    step=$1
     case $1 in
       profile) for f; do :; done; mkdir -p profiles; grep -q harmless *.py || touch "$f";;
       partition) for f; do :; done; mkdir -p plans; touch "$f";;
       codegen) mkdir -p "${2%.yaml}"; touch "${2%.yaml}/bundle.yaml";;
       run) while [ $# -gt 1 ]; do [ "$1" = -o ] && mkdir -p "$2" && touch "$2/report.json"; shift; done;;
-    esac"""
+    esac
+    [ "$step" != "$MISSES" ] || exit 6"""
     program = f'#!/bin/sh\n[ "$1" = makefile ] && echo {rules} && exit\necho pdtool "$@"\n{writes}\n'
     folder.write("bin/pdtool", program).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder.path}/bin{os.pathsep}{os.environ['PATH']}")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
 
-    def run(*arguments):
+    def run(*arguments, misses=""):
         command = ["make", "-s", *(["-f", rules] if "own.mk" not in arguments else []), *arguments]
+        environment["MISSES"] = misses
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        assert (done.returncode == 0) == (not misses), done.stderr
         return [" ".join(line.split()) for line in done.stdout.splitlines()]
 
     return run
@@ -375,6 +378,29 @@ def test_the_rules_make_again_what_was_made_with_other_options(folder, make):
     ]
     assert make(target, "PROFILE=--threads 1")[0] == profiling.replace(" --if-stale", " --threads 1 --if-stale")
     assert len(list(Path("runs").glob("net-2.*"))) >= 1, "the runs of before"
+
+
+def test_the_rules_make_again_what_was_made_with_other_defaults(folder, make):
+    """They looked at the options in the Makefile only."""
+    folder.write("net.py", NET)
+    folder.write("pdtool.toml", "[partition]\nstraight = true\n[run]\nepochs = 2\n")
+    target = "runs/net-2/report.json"
+    _, partitioning, codegen, run = make(target)
+    assert make(target) == []
+    folder.write("pdtool.toml", "[partition]\nstraight = true\n[run]\nepochs = 3\n")
+    assert make(target) == [run]
+    folder.write("pdtool.toml", "[run]\nepochs = 3\n")
+    assert make(target) == [partitioning, codegen, run]
+
+
+def test_a_run_that_missed_its_target_is_made_again(folder, make):
+    """It counted as done, so a second try in CI passed."""
+    folder.write("net.py", NET)
+    target = "runs/net-2/report.json"
+    *_, run = make(target, misses="run")
+    assert make(target, misses="run") == [run]
+    assert make(target) == [run]
+    assert make(target) == []
 
 
 def test_a_harmless_change_of_a_model_trains_again_once_and_leaves_the_rest(folder, make):

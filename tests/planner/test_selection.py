@@ -239,6 +239,8 @@ def test_no_stage_computes_nothing_to_keep_more_minibatches_in_flight(workers):
     plan = bench_choice.planned(profile, make_cluster((workers,), (5e8,)), PartitionOptions())
     assert (plan.config, plan.stages[0].in_flight) == ("1-1-1-1", 8)
     assert plan.predicted.simulated_s < 0.028
+    straight = bench_choice.planned(profile, plan.cluster, PartitionOptions(straight=True, workers=5))
+    assert straight.config == "1-1-1-1-1"
 
 
 @pytest.mark.rows_of_the_day(days=3)

@@ -71,6 +71,10 @@ def test_inside_torchrun_or_srun_the_process_is_a_worker() -> None:
     assert worker_environment({}) == {}
     assert [is_worker(e) for e in (TORCHRUN, SLURM, {})] == [True, True, False]
     assert [is_first_worker(e) for e in (TORCHRUN, SLURM, {}, {**TORCHRUN, "RANK": "0"})] == [False, False, True, True]
+    left_over = {"RANK": "1"}, {"SLURM_PROCID": "1", "SLURM_JOB_ID": "7"}  # one process that starts all workers
+    assert all(map(is_first_worker, left_over))
+    shell = {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}  # of salloc: the job has four tasks, the shell's step one
+    assert worker_environment(shell) == {}
 
 
 def test_slurm_lists_the_tasks_of_all_nodes() -> None:
@@ -86,6 +90,11 @@ def test_slurm_lists_the_tasks_of_all_nodes() -> None:
     ("environment", "match"),
     [
         ({**TORCHRUN, "RANK": "zero"}, "variable RANK is 'zero', not a whole number; start the workers with torchrun"),
+        (
+            {**TORCHRUN, "MASTER_PORT": "99999"},
+            "MASTER_ADDR 'a' and MASTER_PORT 99999 are not a host and a port from 1",
+        ),
+        ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR '' and MASTER_PORT 1 are not a host"),
         ({**TORCHRUN, "RANK": "2"}, r"this process has rank 2 of 2 \(RANK"),
         ({k: v for k, v in SLURM.items() if k != "SLURM_PROCID"}, "variable SLURM_PROCID is not set; start"),
         ({**SLURM, "SLURM_NTASKS": "many"}, "variable SLURM_NTASKS is 'many', not a whole number"),

@@ -12,7 +12,8 @@
 #   plans/mymodel-4x4.yaml: PARTITION = --bandwidth 10Gbit/s,12GB/s
 #   include $(shell pdtool makefile)
 #
-# The defaults in your project's pdtool.toml apply here too.
+# The defaults in your project's pdtool.toml apply here too. An interrupted run is not made again: continue it with
+# `pdtool run -o runs/mymodel-4x4 --resume`, or remove its folder.
 
 PDTOOL ?= pdtool
 MODELS ?= . models# folders to search for NAME.py
@@ -25,9 +26,11 @@ PDTOOL_NEEDS ?=# targets to make before pdtool runs, such as a virtual environme
 pdtool_topology = $(lastword $(subst -, ,$1))
 pdtool_name = $(patsubst %-$(call pdtool_topology,$1),%,$1)
 
-# Write a rule's options into a file that changes only when they change. Other options then remake everything.
+# Write a command's options, and its defaults in pdtool.toml, into a file that changes only when they change. Other
+# options then remake everything.
 define pdtool_asked
-@mkdir -p $(@D); printf '%s\n' '$(subst ','\'',$1)' | cmp -s - $@ || printf '%s\n' '$(subst ','\'',$1)' > $@
+@mkdir -p $(@D); { printf '%s\n' '$(subst ','\'',$2)'; sed -n '/^ *\[$1\]/,/^ *\[/p' pdtool.toml 2>&-; true; } > $@.new; \
+if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 endef
 
 .SECONDEXPANSION:
@@ -37,13 +40,13 @@ endef
 vpath %.py $(MODELS)
 
 profiles/.%.options: .pdtool_always
-	$(call pdtool_asked,$(PROFILE))
+	$(call pdtool_asked,profile,$(PROFILE))
 
 plans/.%.options: .pdtool_always
-	$(call pdtool_asked,$(PARTITION))
+	$(call pdtool_asked,partition,$(PARTITION))
 
 runs/.%.options: .pdtool_always
-	$(call pdtool_asked,$(RUN))
+	$(call pdtool_asked,run,$(RUN))
 
 # Keep a profile that is not stale, and everything made from it. A file beside it records that it was checked.
 profiles/.%.checked: %.py profiles/.%.options | $(PDTOOL_NEEDS)
@@ -59,6 +62,7 @@ plans/%.yaml: profiles/$$(call pdtool_name,$$*).json plans/.%.options | $(PDTOOL
 plans/%/bundle.yaml: plans/%.yaml | $(PDTOOL_NEEDS)
 	$(PDTOOL) codegen $<
 
+# A run that missed its target has a report, but is not done: the report gets an early date, so make trains again.
 runs/%/report.json: plans/%/bundle.yaml $$(call pdtool_name,$$*).py runs/.%.options | $(PDTOOL_NEEDS)
 	@if [ -e $@ ]; then kept=$(@D).$$(date +%Y%m%d-%H%M%S); mv $(@D) $$kept; echo "kept the earlier run as $$kept" >&2; fi
-	$(PDTOOL) run plans/$*.yaml -o $(@D) $(RUN)
+	$(PDTOOL) run plans/$*.yaml -o $(@D) $(RUN) || { code=$$?; touch -c -d @0 $@; exit $$code; }

@@ -289,11 +289,11 @@ class _Selection:
             return Selected(chosen.candidate, None, limit_s, simulated_plans=self.simulated_plans)
         fastest = min(near, key=lambda plan: plan.time_s)
         limit_s = self.fastest_s * (1 + self.margin)
-        while (simpler := self._simpler_with_more_in_flight(chosen, limit_s)) is not None:
+        while not self.search.options.straight and (simpler := self._simpler(chosen, limit_s)):
             chosen = simpler  # (6)
         return Selected(chosen.candidate, chosen.time_s, limit_s, fastest, self.simulated_plans)
 
-    def _simpler_with_more_in_flight(self, chosen: SimulatedCandidate, limit_s: float) -> SimulatedCandidate | None:
+    def _simpler(self, chosen: SimulatedCandidate, limit_s: float) -> SimulatedCandidate | None:
         """Return a plan with fewer stages or workers that is fast enough with at most as many minibatches in flight as
         the chosen one has; None if there is none.
 
