@@ -244,7 +244,7 @@ def write_text(text: str, path: Path, hint: str = "") -> None:
         write_stdout(text)
         return
     begin = text[:_BEGIN_CHARACTERS].encode()
-    check_replaceable(path, "an earlier one", lambda head: head.startswith(begin))
+    check_replaceable(path, "a file of this kind", lambda head: head.startswith(begin))
     write_atomically(path, text)
     note(f"wrote {path}{hint}")
 

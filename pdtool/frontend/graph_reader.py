@@ -97,6 +97,7 @@ class GraphReader:
             operators=tuple(operators),
             output=output,
             changed_buffers=frozenset(changed),
+            functional=self._functional,
             autocast_off=tuple(dict.fromkeys(self._autocast_off)),
         )
 

@@ -157,6 +157,7 @@ class Traced:
         arguments: what it was called with; see ModelInputs.signature.
         opaque: path of an opaque module -> why it is opaque.
         changed_buffers: names of the buffers that an operator writes.
+        functional: whether operators write buffers only at the end; views of these have the values from before.
         autocast_off: lines where it switches autocast off; its stages would not.
     """
 
@@ -167,6 +168,7 @@ class Traced:
     arguments: tuple[str, ...] = ()
     opaque: dict[str, str] = field(default_factory=dict)
     changed_buffers: frozenset[str] = frozenset()
+    functional: bool = False
     autocast_off: tuple[str, ...] = ()
 
     @cached_property

@@ -76,13 +76,21 @@ class ForwardWriter:
                 yield f"# {container or 'the model'}"
                 module = container
             yield from self._lines(op)
+            if self.wiring.traced.functional:
+                yield from (f"{self._name(v)} = {self._name(v)}.clone()" for v in op.outputs if v in self._cloned)
             unneeded += self._unneeded_after.get(i, [])
         if self.is_last:
             yield f"return {output_text(self.output, self._write)}"
         else:
-            changing = views_of_buffers(self.operators, self.wiring.traced.changed_buffers)
+            cloned = set() if self.wiring.traced.functional else self._cloned
             outputs = self.wiring.outputs(self.stage)
-            yield f"return {', '.join(self._name(v) + '.clone()' * (v in changing) for v in outputs)}"
+            yield f"return {', '.join(self._name(v) + '.clone()' * (v in cloned) for v in outputs)}"
+
+    @cached_property
+    def _cloned(self) -> set[Value]:
+        """The tensors for later stages that may share memory with a buffer that is written."""
+        views = views_of_buffers(self.operators, self.wiring.traced.changed_buffers)
+        return set() if self.is_last else views.intersection(self.wiring.outputs(self.stage))
 
     def _lines(self, op: Operator) -> Iterator[str]:
         if op.branch:
@@ -151,7 +159,8 @@ class ForwardWriter:
             yield f"batch = {self._batch()}"
         factories = any(isinstance(leaf, (torch.device, torch.Tensor)) for leaf in leaves)
         if zeros or factories or any(op.target and "device" in op.kwargs and not op.values for op in parts):
-            yield f"device = {self._name(self.wiring.inputs(self.stage)[0])}.device"
+            taken = [*self.wiring.inputs(self.stage), *(leaf for leaf in leaves if isinstance(leaf, State))]
+            yield f"device = {self._write(taken[0])}.device"
 
     def _batch(self) -> str:
         """Return the size of the minibatch as an expression of an input's shape."""

@@ -337,6 +337,37 @@ def test_what_a_stage_sends_is_not_changed_by_the_next_minibatch(taken):
     assert torch.equal(sent, before)
 
 
+POINTER = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("count", torch.ones(8))
+
+    def forward(self, x):
+        with torch.no_grad():
+            before = self.count + torch.arange(8)
+            self.count[0] = self.count[0] + 1
+        return self.last(self.first(x)) * before
+
+def model(): return Net()
+def example_inputs(n): return torch.randn(n, 8)
+"""
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_view_that_crosses_a_border_has_the_values_before_a_write_of_a_part(tmp_path, stages):
+    """The stage returned it with those after. The first of two stages takes no tensor, to make one on its device."""
+    path = tmp_path / "pointer.py"
+    path.write_text(POINTER)
+    file = ModelFile.load(ModelRef(source=str(path), function="model"), trusted=True)
+    profile = skeleton(file)
+    generate(plan_of(profile, stages), profile, file, tmp_path / "b")
+
+
 class Cells(nn.Module):
     """Calls cells in a loop, and with or without a state."""
 

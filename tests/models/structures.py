@@ -746,19 +746,19 @@ class ContrastiveQueue(nn.Module):
         super().__init__()
         self.encoder, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
         self.register_buffer("queue", torch.randn(12, 8))
-        self.register_buffer("written", torch.ones(1))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.long))
 
     def forward(self, x):
         query = self.encoder(x).tanh()
         if self.training:
             self._enqueue(query)
-        return self.head(query) + (query @ self.queue.t()).mean(1, keepdim=True) / self.written
+        return self.head(query) + (query @ self.queue.t()).mean(1, keepdim=True)
 
     @torch.no_grad()
     def _enqueue(self, keys):
-        self.queue[2:] = self.queue[:-2].clone()
-        self.queue[:2] = keys[:2]
-        self.written[0] = self.written[0] + 2
+        self.queue[(self.position + torch.arange(2)) % 12] = keys[:2]
+        self.queue[-1:] = 0.5 * self.queue[-1:] + 0.5 * keys.mean(0)
+        self.position[0] = (self.position[0] + 2) % 10
 
 
 class StochasticNeurons(torch.autograd.Function):

@@ -28,7 +28,7 @@ def test_a_drawing_or_a_trace_overwrites_no_other_file(command, file, road):
     """Once: `show PLAN --graph -o PLAN` replaced the plan by its graph."""
     before = Path(file).read_bytes()
     stderr = road.pdtool(*(part.format(file) for part in command), code=2).stderr
-    assert f"{file} is not an earlier one and would be overwritten; name another file" in stderr
+    assert f"{file} is not a file of this kind and would be overwritten; name another file" in stderr
     assert Path(file).read_bytes() == before
 
 

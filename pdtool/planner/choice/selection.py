@@ -294,8 +294,8 @@ class _Selection:
         return Selected(chosen.candidate, chosen.time_s, limit_s, fastest, self.simulated_plans)
 
     def _simpler(self, chosen: SimulatedCandidate, limit_s: float) -> SimulatedCandidate | None:
-        """Return a plan with fewer stages or workers that is fast enough with at most as many minibatches in flight as
-        the chosen one has; None if there is none.
+        """Return a plan with fewer stages, or as many and fewer workers, that is fast enough with at most as many
+        minibatches in flight as the chosen one has; None if there is none.
 
         A stage that computes next to nothing lets more minibatches be in flight before it, and these may hide messages.
         """
@@ -304,6 +304,8 @@ class _Selection:
         slowest_s = limit_s * (1 + IN_FLIGHT_MARGIN)
         simpler = [plan for plan in self._plans if plan.size < chosen.size and plan.time_s <= slowest_s]
         for plan in sorted(simpler, key=lambda plan: (*plan.size, plan.time_s)):
+            if plan.stages < chosen.stages and plan.time_s <= limit_s:
+                return plan
             if (deeper := self._deepened(plan, chosen.first_in_flight, limit_s)) is not None:
                 return deeper
         return None
