@@ -139,6 +139,11 @@ class RunState(Artifact):
         before = self.updates * self.resumed_after if self.updates_before is None else self.updates_before
         return before + self.updates * (self.epochs - self.resumed_after)
 
+    @classmethod
+    def _rewritable(cls, path: Path | str, what: str, *, or_else: str = "", field: str = "") -> ArtifactError:
+        remedy = f"to continue the run without it, name its plan: `pdtool run PLAN -o {Path(path).parent} --resume`"
+        return ArtifactError(path, what, remedy, field=field)
+
 
 @dataclass(frozen=True)
 class RunRecord:
