@@ -20,7 +20,7 @@ _MAX_MINIBATCHES_TIMES_STAGES = 250_000  # of a check; data parallelism on MAX_W
 
 
 def check_executable(kind: ScheduleKind, shape: PipelineShape) -> None:
-    """Execute the action lists for filling, steady state and draining on paper.
+    """Execute the action lists for filling, steady state and draining on paper, and those of the fullest short round.
 
     Raises:
         ScheduleError: the schedule deadlocks, or breaks the bounds on minibatches in flight or weight versions; the
@@ -32,19 +32,24 @@ def check_executable(kind: ScheduleKind, shape: PipelineShape) -> None:
         limit = f"the most that can be checked is {_MAX_MINIBATCHES_TIMES_STAGES // stages}"
         what = f"{stages} stages need {minibatches} minibatches to fill the pipeline and update; {limit}"
         raise ScheduleError(what, "use fewer in flight, fewer per update, or fewer replicas")
-    lists = kind.build(shape, minibatches)
-    versions = shape.weights.forward_versions(lists, shape.replicas, shape.update_every)
     try:
-        for worker, actions in enumerate(lists):
-            tracker = StashTracker(versions[worker], stashing=shape.weights.stashes)
-            for position, action in enumerate(actions):
-                if fault := _fault(action, tracker, versions[worker], shape):
-                    raise ScheduleError(f"{action} {fault}\n{grid(lists, mark=(worker, position))}")
-        timeline(lists)
+        _execute(kind.build(shape, minibatches), shape)
+        if kind.fullest_round:
+            _execute(kind.build(shape, kind.fullest_round(shape)), shape)
     except ScheduleError as error:
         replicas = shape.replicas[: shape.pipeline_depth]
         wanted = ", ".join(map(str, kind.usual_in_flight(replicas, shape.update_every[0], shape.chunks)))
         raise ScheduleError(error.what, f"set in_flight of the stages to {wanted}, as {kind.name} requires") from error
+
+
+def _execute(lists: Sequence[Actions], shape: PipelineShape) -> None:
+    versions = shape.weights.forward_versions(lists, shape.replicas, shape.update_every)
+    for worker, actions in enumerate(lists):
+        tracker = StashTracker(versions[worker], stashing=shape.weights.stashes)
+        for position, action in enumerate(actions):
+            if fault := _fault(action, tracker, versions[worker], shape):
+                raise ScheduleError(f"{action} {fault}\n{grid(lists, mark=(worker, position))}")
+    timeline(lists)
 
 
 def _fault(action: Action, tracker: StashTracker, forward_versions: ForwardVersions, shape: PipelineShape) -> str:

@@ -33,6 +33,8 @@ class ScheduleKind:
             (or workers with chunks), v chunks; r, u and w may be arrays.
         deepening: function of (s, p): stage s's share of what the first stage has in flight beyond `in_flight`, so that
             all messages get the same extra time. None: all of an update are always in flight.
+        fullest_round: function of a shape that returns the minibatches of the last round of an epoch that may have more
+            in flight than a whole round. None: no round has.
         chunked: whether each worker has several stages, which are even pieces of the model.
         equal_replicas: whether all stages must have the same number of replicas: r pipelines side by side.
         splits_backward: whether the gradients of inputs and weights are computed separately.
@@ -45,6 +47,7 @@ class ScheduleKind:
     actions: Callable[[PipelineShape, int, Iterable[Round]], Iterable[Action]]
     in_flight: Callable[[Number, Number, int, int, int], Number]
     deepening: Callable[[int, int], float] | None = None
+    fullest_round: Callable[[PipelineShape], int] | None = None
     chunked: bool = False
     equal_replicas: bool = False
     splits_backward: bool = False
@@ -222,6 +225,11 @@ def _interleaved_groups(least: int, microbatches: int) -> list[int]:
     return [microbatches // count + (i < microbatches % count) for i in range(count)]
 
 
+def _fullest_interleaved_round(shape: PipelineShape) -> int:
+    """Return the minibatches of a round that is one group, the largest that there may be."""
+    return min(shape.update_every[0], (2 * _interleaved_group(shape) - 1) * shape.replicas[0])
+
+
 def _interleaved_warm_up(p: int, worker: int, group: int, chunks: int) -> int:
     """Count the forwards before the first 1F1B pair: the first minibatch must pass all chunks of the last worker."""
     return 2 * (p - worker - 1) + (chunks - 1) * group
@@ -267,6 +275,7 @@ INTERLEAVED = ScheduleKind(
     actions=_interleaved,
     in_flight=_in_flight_interleaved,
     deepening=lambda s, p: float(p > 1),  # the last worker sends to the first one, for the next chunk
+    fullest_round=_fullest_interleaved_round,
     chunked=True,
     equal_replicas=True,
     planned_as=ONE_F_ONE_B_FLUSH,

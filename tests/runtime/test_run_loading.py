@@ -334,6 +334,7 @@ def test_a_loader_worker_that_ends_is_named_at_once(
     assert time.monotonic() - start_s < 30  # of 60 until it is given up
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch may leave a file open then
 def test_a_loader_worker_that_has_ended_while_nobody_waited_is_named_too(tmp_path: Path) -> None:
     before = children()
     with source(tmp_path, 1) as minibatches:

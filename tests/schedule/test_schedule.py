@@ -134,6 +134,16 @@ def test_what_the_representative_minibatches_prove_holds_for_every_epoch(
     validate(kind.build(shape, longer), shape, longer)
 
 
+def test_a_last_round_that_has_more_in_flight_than_a_whole_one_is_checked() -> None:
+    """Five of ten minibatches pass all chunks as one group: the first worker has twelve in flight, not eleven."""
+    kind = SCHEDULES["interleaved"]
+    usual = kind.usual_in_flight((1, 1), 10, 3)
+    shape = replace(shape_of("interleaved", (1, 1), 10), replicas=(1,) * 6, update_every=(10,) * 6, chunks=3)
+    check_executable(kind, replace(shape, in_flight=usual))
+    with pytest.raises(ScheduleError, match="12 minibatches in flight, but the plan allows 11"):
+        check_executable(kind, replace(shape, in_flight=(11, 11)))
+
+
 def test_large_updates_are_checked_with_a_few_of_them() -> None:
     """The number of minibatches checked is a sum, no product: 1,000 microbatches on two stages were two million."""
     for name in SCHEDULES:
