@@ -29,8 +29,7 @@ from pdtool.artifacts.artifact import OPERATOR_GRAPH, ModelRef
 from pdtool.errors import FieldError, ModelError, StaleError, describe_error, suggestion
 from pdtool.files import file_sha256
 from pdtool.frontend.model_io import LEAVES, ModelInputs
-from pdtool.frontend.model_rules import Hints, TrainingOptions, optimizer_fault, takes_total
-from pdtool.frontend.operators import registered_state
+from pdtool.frontend.model_rules import Hints, TrainingOptions, optimizer_fault, state_fault, takes_total
 from pdtool.frontend.random_numbers import seed_generators
 from pdtool.frontend.user_code import (
     check_local,
@@ -508,26 +507,9 @@ class ModelFile(DataFunctions, TrainingFunctions):
         self.call(model.train)
         make_gradients_dense(model)
         switch_off_caches(model)
-        self._check_state(model, self.call(model.state_dict))
+        if fault := state_fault(model, self.call(model.state_dict)):
+            raise self.error(f"state_dict() of the model {fault}")
         return model
-
-    def _check_state(self, model: nn.Module, state: Any) -> None:
-        """Check that a checkpoint can hold the model's state_dict: trained parameters, under their own names, and
-        nothing that state_dict() computes; raises ModelError."""
-        known = registered_state(model)
-        for name, value in state.items() if isinstance(state, Mapping) else [("it", state)]:
-            if not isinstance(value, Tensor):
-                what = f"state_dict() of the model: {name} is a {type(value).__name__}, not a tensor"
-                raise self.error(what, "leave get_extra_state() out, or keep the value in a buffer")
-            if name not in known:
-                what = f"state_dict() of the model has {name}, which is no parameter or buffer of this name"
-                remedy = "leave out the hook, wrapper, get_extra_state() or state_dict() that adds or renames it"
-                raise self.error(f"{what}, so checkpoints would not have its values", remedy)
-        saved = {id(known[name]) for name in state}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and id(parameter) not in saved:
-                what = f"state_dict() of the model lacks {name}, a trained parameter, so checkpoints would lose it"
-                raise self.error(what, "leave out the hook or state_dict() that drops it")
 
     @property
     def model_settings(self) -> dict[str, Setting]:

@@ -1,7 +1,8 @@
 """The rules of model.py: what `HINTS` and the constants may say, and which optimizers and losses a pipeline can use.
 
 `HINTS` says which modules stay together, belong to a certain stage, or are opaque. The constants of training are
-`MAX_GRAD_NORM`, `SCHEDULER_STEP` and `DROP_LAST`. An optimizer or a loss that a pipeline cannot use is refused.
+`MAX_GRAD_NORM`, `SCHEDULER_STEP` and `DROP_LAST`. An optimizer, loss or state_dict that a pipeline cannot use is
+refused.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
 from pdtool.artifacts.fields import MAX_WORKERS
 from pdtool.errors import FieldError, ModelError, TraceError, suggestion
 from pdtool.frontend.model_io import tensors_of
+from pdtool.frontend.operators import registered_state
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,29 @@ class TrainingOptions:
         if not isinstance(drop_last, bool):
             raise FieldError("DROP_LAST", f"{drop_last!r:.80} is neither True nor False; write one of them")
         return cls(None if norm is None else float(norm), str(step), drop_last)
+
+
+def state_fault(model: nn.Module, state: object) -> str:
+    """Say why checkpoints cannot have a model's state_dict, and what to do; "" if they can.
+
+    They save parameters and buffers under their own names, so state_dict() may leave out only what is not trained.
+    """
+    if not isinstance(state, Mapping):
+        return f"is a {type(state).__name__}, not a dict of tensors; leave state_dict() as torch has it"
+    known = registered_state(model)
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            what = f"has {name}, a {type(value).__name__} and not a tensor"
+            return f"{what}; leave get_extra_state() out, or keep the value in a buffer"
+        if name not in known:
+            what = f"has {name}, which is no parameter or buffer of this name, so checkpoints would not have its values"
+            return f"{what}; leave out the hook, wrapper, get_extra_state() or state_dict() that adds or renames it"
+    saved = {id(known[name]) for name in state}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in saved:
+            what = f"lacks {name}, a trained parameter, so checkpoints would lose it"
+            return f"{what}; leave out the hook or state_dict() that drops it"
+    return ""
 
 
 def optimizer_fault(returned: object) -> str:

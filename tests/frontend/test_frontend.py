@@ -81,7 +81,10 @@ def test_a_module_without_shapes_yet_is_refused():
 
 def test_a_state_that_no_checkpoint_can_hold_is_refused(tmp_path):
     text = "from torch import nn\nclass Net(nn.Linear):\n    def get_extra_state(self): return {state}\n"
-    for state, what in (("{'calls': 3}", "_extra_state is a dict"), ("1 / 0", r"state_dict\(\) raised ZeroDivision")):
+    for state, what in (
+        ("{'calls': 3}", "has _extra_state, a dict and not a tensor"),
+        ("1 / 0", r"state_dict\(\) raised ZeroDivision"),
+    ):
         model_file = write(tmp_path, text.format(state=state) + "def model(): return Net(2, 2)\n")
         with pytest.raises(ModelError, match=what):
             model_file.build()
