@@ -18,7 +18,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from pdtool.artifacts.cluster import Cluster
 from pdtool.planner.choice.borders import with_moved_borders
@@ -289,9 +289,17 @@ class _Selection:
             return Selected(chosen.candidate, None, limit_s, simulated_plans=self.simulated_plans)
         fastest = min(near, key=lambda plan: plan.time_s)
         limit_s = self.fastest_s * (1 + self.margin)
-        while not self.search.options.straight and (simpler := self._simpler(chosen, limit_s)):
-            chosen = simpler  # (6)
+        if not self.search.options.straight:
+            starts = [chosen, fastest] if fastest.first_in_flight > chosen.first_in_flight else [chosen]
+            simplified = [self._simplified(start, limit_s) for start in starts]  # (6)
+            chosen = min(simplified, key=lambda plan: (plan.stages, plan.time_s))
         return Selected(chosen.candidate, chosen.time_s, limit_s, fastest, self.simulated_plans)
+
+    def _simplified(self, plan: SimulatedCandidate, limit_s: float) -> SimulatedCandidate:
+        """Return the last of the plans that are each simpler than the one before it, beginning with `plan`."""
+        while (simpler := self._simpler(plan, limit_s)) is not None:
+            plan = simpler
+        return plan
 
     def _simpler(self, chosen: SimulatedCandidate, limit_s: float) -> SimulatedCandidate | None:
         """Return a plan with fewer stages, or as many and fewer workers, that is fast enough with at most as many
@@ -303,11 +311,15 @@ class _Selection:
             self.simulate_plan(candidate, limit_s=limit_s)
         slowest_s = limit_s * (1 + IN_FLIGHT_MARGIN)
         simpler = [plan for plan in self._plans if plan.size < chosen.size and plan.time_s <= slowest_s]
-        for plan in sorted(simpler, key=lambda plan: (*plan.size, plan.time_s)):
-            if plan.stages < chosen.stages and plan.time_s <= limit_s:
-                return plan
-            if (deeper := self._deepened(plan, chosen.first_in_flight, limit_s)) is not None:
-                return deeper
+        for _, plans in groupby(sorted(simpler, key=lambda plan: plan.size), key=lambda plan: plan.size):
+            fast_enough = [
+                plan
+                if plan.stages < chosen.stages and plan.time_s <= limit_s
+                else self._deepened(plan, chosen.first_in_flight, limit_s)
+                for plan in plans
+            ]
+            if found := [plan for plan in fast_enough if plan is not None]:
+                return min(found, key=lambda plan: plan.time_s)
         return None
 
     def _without_small_stage(self, plan: Candidate, small_s: float) -> Iterable[Candidate]:
