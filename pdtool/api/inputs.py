@@ -279,9 +279,9 @@ def file_name(name: str) -> str:
     return re.sub(r"[^\w.+-]", "_", name).lstrip(".") or "unnamed"
 
 
-def default_plan_path(plan: Plan) -> str:
-    """Return the path to which `partition` writes a plan by default."""
-    return f"plans/{file_name(plan.name)}.yaml"
+def default_plan_path(name: str) -> str:
+    """Return the path to which `partition` writes a plan of this name by default."""
+    return f"plans/{file_name(name)}.yaml"
 
 
 def located_plan(plan: Plan | Path | str) -> tuple[Plan, str]:
@@ -294,7 +294,7 @@ def located_plan(plan: Plan | Path | str) -> tuple[Plan, str]:
     if not isinstance(plan, (Plan, Path, str)):
         raise TypeError(f"a plan or its path is needed, not {with_article(type(plan).__name__)}")
     if isinstance(plan, Plan):
-        path = default_plan_path(plan)
+        path = default_plan_path(plan.name)
         plan.check_again(path)
         return plan, path
     return Plan.load(str(plan), may_be_pipe=True), str(plan)

@@ -35,6 +35,7 @@ from pdtool.options.plan_options import INNER_BANDWIDTH, OUTER_BANDWIDTH, Partit
 from pdtool.options.simulate_options import SimulateOptions
 from pdtool.planner.choice.make_plan import make_plan, with_fastest_size
 from pdtool.planner.choice.strategies import planner_asked_for
+from pdtool.planner.placement import plan_name
 from pdtool.units import bytes_option, format_bytes, parse_bandwidth, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def partition(
     if not paths:
         raise UsageError("no profile is given", "pass the path of one, or of several of the same model")
     plan = planned_for(paths, asked)
-    target = optional_text(output) or default_plan_path(plan)
+    target = optional_text(output) or default_plan_path(plan.name)
     keep_edits(target)
     plan.save(target)
     return plan
@@ -226,6 +227,11 @@ class PlanRequest:
         search_options = planner_asked_for(asked).options(asked, cluster.workers, profile.batch_size)
         cluster = with_worker_memory(cluster, profile, asked.memory)
         return cls(path_of_profile(profile, path), profile, cluster, search_options)
+
+    @property
+    def plan_name(self) -> str:
+        """Name of the plan."""
+        return plan_name(self.profile, self.cluster, self.options.strategy)
 
     def plan(self) -> Plan:
         """Return the best plan; raises NoPlanError if none fits the memory, the pins or the number of operators."""

@@ -1,4 +1,4 @@
-"""Artifacts that `train` and `profile --if-stale` reuse: those made with the same options from the same inputs.
+"""Artifacts that `train` and `--if-stale` reuse: those made with the same options from the same inputs.
 
 A command depends only on its options and pdtool.toml, never on earlier commands. An artifact made with other options is
 kept, and the new one gets its own name from the digest of its options, so that the same options find it again. While
@@ -12,26 +12,23 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from pdtool.api.console import note, status
-from pdtool.api.inputs import file_name, was_made_from
+from pdtool.api.console import muted, note, status
+from pdtool.api.inputs import default_plan_path, file_name, was_made_from
 from pdtool.api.planning import NO_LIMIT, PlanRequest
-from pdtool.api.staleness import why_model_differs
 from pdtool.artifacts.artifact import Artifact, ModelRef
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.errors import ArtifactError, PdtoolError
-from pdtool.frontend import compute_mode
-from pdtool.frontend.user_code import find_source, model_name, parse_ref
+from pdtool.errors import ArtifactError, PdtoolError, StaleError, UsageError
 from pdtool.options.declaration import declared
 from pdtool.options.plan_options import PartitionOptions, ProfileOptions
-from pdtool.units import format_bits_rate, format_seconds
+from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
 _DIGEST_LENGTH = 8
 _POLL_S = 0.2
@@ -62,6 +59,8 @@ def why_not_reused(path: str, ref: ModelRef, asked: ProfileOptions) -> str:
     Raises:
         ModelError: the model cannot be traced.
     """
+    from pdtool.api.staleness import why_model_differs  # it loads torch
+
     if not Path(path).exists():
         return "it does not exist"
     try:
@@ -84,6 +83,8 @@ def fresh_profile(model: str, output: str | None, asked: ProfileOptions) -> str:
         model: in the form for the command.
         output: file to write; None: profiles/NAME.json.
     """
+    from pdtool.frontend.user_code import find_source, model_name, parse_ref
+
     ref = parse_ref(model, asked.model_settings)
     target = output or f"profiles/{file_name(model_name(find_source(ref.source), ref.function))}.json"
     why = why_not_reused(target, ref, asked)
@@ -109,17 +110,56 @@ def other_profile(profile: Profile, ref: ModelRef, asked: ProfileOptions) -> str
 
 def _is_device(profile: Profile, had: str, asked: str) -> bool:
     """Whether a profile is for the requested device: of the same name, or of the one here that `auto` stands for."""
+    from pdtool.frontend.compute_mode import default_device
+
     if profile.device.kind == "estimated":
         return had == asked
     measured = "cpu" if profile.is_measured_on_cpu else "cuda"
-    return measured == (compute_mode.default_device() if asked == "auto" else asked)
+    return measured == (default_device() if asked == "auto" else asked)
 
 
-def why_plan_is_stale(plan: Plan, request: PlanRequest) -> str:
-    """Say why a plan is not the requested one, or not from the current profile; "" if it is."""
+def why_plan_not_reused(path: str, request: PlanRequest) -> str:
+    """Say why the plan in a file is not the requested one, or not from the current profile; "" if it is, with a note.
+
+    Raises:
+        StaleError: it is not, but someone edited it.
+        ArtifactError: it cannot be read; someone may have edited it.
+    """
+    if not Path(path).exists():
+        return "it does not exist"
+    plan = Plan.load(path)
+    why, edited = other_plan(plan, request), ", edited by hand" if plan.edited else ""
     if plan.profile == request.path and not was_made_from(plan, request.profile):
-        return f"it was made from an earlier version of {request.path}"
-    return other_plan(plan, request)
+        why = f"it was made from an earlier version of {request.path}"
+    if not why:
+        note(f"partition: reusing {path} ({plan.config}, schedule {plan.schedule}{edited})")
+    elif edited:
+        remedy = "partition to another file with -o and repeat your edits there, or remove this one"
+        raise StaleError(path, f"was edited by hand and would be replaced, because {why}", remedy)
+    return why
+
+
+def fresh_plan(profiles: Sequence[str], output: str | None, asked: PartitionOptions) -> str:
+    """Return the file that `partition` would write if it exists and is up to date; otherwise "", and note why.
+
+    Args:
+        profiles: paths of the profiles, as `partition` gets them.
+        output: file to write; None: plans/NAME-TOPOLOGY.yaml.
+
+    Raises:
+        UsageError: there are several profiles, or the only one is stdin; or see `PlanRequest.read`.
+        StaleError, ArtifactError: see `why_plan_not_reused`.
+    """
+    if len(profiles) > 1 or profiles[0] == "-":
+        what = f"--if-stale compares a plan with the file of one profile, not with {' '.join(profiles)}"
+        raise UsageError(what, "name one file, or leave --if-stale out")
+    with muted():  # what `partition` says, if it is run
+        request = PlanRequest.read(profiles[0], asked)
+    target = output or default_plan_path(request.plan_name)
+    why = why_plan_not_reused(target, request)
+    if why:
+        note(f"partition: making {target}: {why}")
+    return "" if why else target
 
 
 def other_plan(plan: Plan, request: PlanRequest) -> str:
@@ -133,7 +173,7 @@ def other_plan(plan: Plan, request: PlanRequest) -> str:
         "topology": (plan.cluster.topology, request.cluster.topology),
         "bandwidth": tuple(_each(c, "bandwidth_bytes_per_s", format_bits_rate) for c in clusters),
         "latency": tuple(_each(c, "latency_s", format_seconds) for c in clusters),
-        "memory": tuple(NO_LIMIT if c.memory_bytes is None else c.memory_bytes for c in clusters),
+        "memory": tuple(NO_LIMIT if c.memory_bytes is None else format_bytes(c.memory_bytes) for c in clusters),
         "wire_dtype": (plan.wire_dtype, request.profile.wire_dtype),
     }
     figures |= {field.name: (getattr(plan.asked, field.name), getattr(asked, field.name)) for field in fields(asked)}

@@ -72,13 +72,11 @@ class Placement:
                 self.stages, self.workers, self.in_flight, self.recompute, strict=True
             )
         )
-        strategy = self.execution.strategy  # a plan that is made for comparison lies beside the planner's own
-        suffix = "" if STRATEGIES[strategy].is_own else f"-{strategy}"
         remedy = "give the profile a path of at most 500 ordinary characters"
         with fields_checked(lambda fault: UsageError(f"the plan cannot be written: {fault}", remedy)):
             return Plan(
                 **vars(self.execution),
-                name=f"{profile.name[:_MAX_NAME]}-{cluster.topology}{suffix}",
+                name=plan_name(profile, cluster, self.execution.strategy),
                 model=profile.model,
                 profile=profile_path,
                 digests={**profile.digests, profile_path: profile.content_sha256},
@@ -135,3 +133,9 @@ class Placement:
         """Return the same with other numbers of minibatches in flight at each replica of the stages on workers of their
         own; with chunks, the others have those of the stage on the same workers."""
         return replace(self, in_flight=tuple(in_flight) * self.execution.chunks)
+
+
+def plan_name(profile: Profile, cluster: Cluster, strategy: str) -> str:
+    """Return the name of a plan: one that is made for comparison lies beside the planner's own."""
+    suffix = "" if STRATEGIES[strategy].is_own else f"-{strategy}"
+    return f"{profile.name[:_MAX_NAME]}-{cluster.topology}{suffix}"

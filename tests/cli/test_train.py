@@ -330,7 +330,7 @@ def make(folder, monkeypatch):
     step=$1
     case $1 in
       profile) for f; do :; done; mkdir -p profiles; grep -q harmless *.py || touch "$f";;
-      partition) for f; do :; done; mkdir -p plans; touch "$f";;
+      partition) for f; do :; done; mkdir -p plans; [ -e from-git ] || touch "$f";;
       codegen) mkdir -p "${2%.yaml}"; touch "${2%.yaml}/bundle.yaml";;
       run) while [ $# -gt 1 ]; do [ "$1" = -o ] && mkdir -p "$2" && touch "$2/report.json"; shift; done;;
     esac
@@ -354,7 +354,7 @@ def test_the_rules_make_a_plan_and_a_run_of_any_model(folder, make):
     folder.write("my-model.py", NET)
     commands = [
         "pdtool profile my-model.py --if-stale -o profiles/my-model.json",
-        "pdtool partition profiles/my-model.json --topology 2x2 -o plans/my-model-2x2.yaml",
+        "pdtool partition profiles/my-model.json --topology 2x2 --if-stale -o plans/my-model-2x2.yaml",
     ]
     assert make("plans/my-model-2x2.yaml") == commands
     assert make("plans/my-model-2x2.yaml") == []
@@ -372,7 +372,7 @@ def test_the_rules_make_again_what_was_made_with_other_options(folder, make):
     assert make(target, "RUN=--epochs 3") == [f"{run} --epochs 3"]
     assert make(target, "RUN=--epochs 3") == []
     assert make(target, "RUN=--epochs 3", "PARTITION=--latency '1ms,2 s'") == [
-        partitioning.replace(" -o", " --latency 1ms,2 s -o"),
+        partitioning.replace(" --if-stale", " --latency 1ms,2 s --if-stale"),
         codegen,
         f"{run} --epochs 3",
     ]
@@ -416,6 +416,21 @@ def test_a_harmless_change_of_a_model_trains_again_once_and_leaves_the_rest(fold
     assert make("plans/net-2.yaml")[0] == profiling.replace(" --if-stale", "")
 
 
+def test_a_plan_from_git_is_kept_whatever_its_date(folder, make):
+    """It was planned again in each fresh clone, and stopped make if someone had edited it."""
+    folder.write("net.py", NET)
+    profiling, partitioning, *_ = make("runs/net-2/report.json")
+    folder.write("from-git", "")
+    for path in (*Path("profiles").glob(".*"), *Path("plans").glob(".*")):
+        path.unlink()
+    os.utime("plans/net-2.yaml", (0, 0))
+    folder.write("net.py", f"{NET}# harmless")
+    assert make("plans/net-2.yaml") == [profiling, partitioning]
+    assert make("plans/net-2/bundle.yaml") == []
+    Path("plans/net-2.yaml").unlink()
+    assert make("plans/net-2.yaml") == [partitioning.replace(" --if-stale", "")]
+
+
 def test_the_rules_are_included_by_a_makefile_of_the_users(folder, make):
     folder.write("models/net.py", NET)
     folder.write("own.mk", "PROFILE = --threads 1\nhello:\n\techo hello\n\ninclude $(shell pdtool makefile)\n")
@@ -433,7 +448,7 @@ def test_what_is_written_is_packaged(folder):
     assert shutil.which("make")
 
 
-def test_profile_if_stale_leaves_what_is_fresh(folder):
+def test_if_stale_leaves_what_is_fresh(folder):
     """As the rules of make call it: another learning rate changes no profile, so that no plan becomes stale."""
     folder.write("model.py", NET)
     folder.pdtool("profile", "model.py", "--batch-size", "4")
@@ -442,6 +457,14 @@ def test_profile_if_stale_leaves_what_is_fresh(folder):
     same = ("profile", "model.py", "--batch-size", "4", "--if-stale")
     assert "profile: reusing profiles/model.json" in folder.pdtool(*same).stderr
     assert PROFILE.stat().st_mtime_ns == written
+    planning = ("partition", "--topology", "2", "--if-stale")
+    assert "partition: making plans/model-2.yaml: it does not exist" in folder.pdtool(*planning).stderr
+    plan = Path("plans/model-2.yaml")
+    plan.write_text(plan.read_text().replace("in_flight: 1", "in_flight: 2"))
+    assert "partition: reusing plans/model-2.yaml (2, schedule 1f1b, edited by hand)" in folder.pdtool(*planning).stderr
+    refused = folder.pdtool(*planning, "--memory", "none", code=3).stderr
+    assert "because it was made with --memory" in refused
+    assert "--if-stale compares" in folder.pdtool("partition", "a.json", "b.json", *planning[1:], code=2).stderr
     made = folder.pdtool("profile", "model.py", "--if-stale").stderr
     assert "profile: making profiles/model.json: it was made with --batch-size 4, not 32" in made
     assert PROFILE.stat().st_mtime_ns != written

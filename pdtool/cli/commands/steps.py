@@ -42,9 +42,14 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
 )
 @click.argument("profile", nargs=-1)
 @options.options_of(PartitionOptions)
+@options.flag(
+    "--if-stale", help="Keep the file if it is a plan from this profile with the same options, also if edited."
+)
 @options.as_json
 @options.output("File to write; - is stdout.  [default: plans/NAME-TOPOLOGY.yaml]")
-def partition(profile: tuple[str, ...], asked: PartitionOptions, output: str | None, as_json: bool) -> None:
+def partition(
+    profile: tuple[str, ...], asked: PartitionOptions, output: str | None, as_json: bool, if_stale: bool
+) -> None:
     """Find the fastest plan to train PROFILE's model on a cluster.
 
     It compares pipelines, data parallelism and one worker alone.
@@ -58,8 +63,17 @@ def partition(profile: tuple[str, ...], asked: PartitionOptions, output: str | N
     from pdtool.api.planning import keep_edits, planned_for
     from pdtool.cli.artifact_views import plan_view
 
-    plan = planned_for(profile or [given_or_only("profile", None)], asked)
-    path = output or default_plan_path(plan)
+    profiles = profile or [given_or_only("profile", None)]
+    if if_stale:
+        from pdtool.api.reuse import fresh_plan
+        from pdtool.artifacts.plan import Plan
+
+        if path := fresh_plan(profiles, output, asked):
+            if as_json:
+                print_json(Plan.load(path))
+            return
+    plan = planned_for(profiles, asked)
+    path = output or default_plan_path(plan.name)
     keep_edits(path)
     write_artifact(plan, path, as_json=as_json, view=plan_view(plan), is_named=output is not None)
 

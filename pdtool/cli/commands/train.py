@@ -14,7 +14,6 @@ from pdtool.cli.click_options import CommandOption, asked_in, is_asked_for, make
 from pdtool.cli.command_line import command
 from pdtool.cli.commands.steps import partition, profile, run
 from pdtool.cli.terminal import note
-from pdtool.errors import StaleError
 from pdtool.options.declaration import declared
 from pdtool.options.plan_options import PartitionOptions, ProfileOptions
 from pdtool.options.run_options import RunOptions
@@ -172,32 +171,21 @@ def _partition(context: click.Context, profile_path: str, path: str) -> str:
         path: its path, unless a plan with other options is there.
 
     Raises:
-        StaleError: someone edited the plan, and its profile has changed.
-        ArtifactError: it cannot be read; someone may have edited it.
+        StaleError, ArtifactError: see `why_plan_not_reused`.
     """
     from pdtool.api.console import muted
     from pdtool.api.planning import PlanRequest
-    from pdtool.api.reuse import other_plan, own_path, why_plan_is_stale
+    from pdtool.api.reuse import other_plan, own_path, why_plan_not_reused
     from pdtool.artifacts.plan import Plan
 
     asked = asked_in(context, PartitionOptions)
     with muted():  # `partition` says the same, if it is run
         request = PlanRequest.read(profile_path, asked)
     path, why_other = own_path(path, Plan, partial(other_plan, request=request), profile_path, asked)
-    why = "it does not exist"
-    if Path(path).exists():
-        plan = Plan.load(path)
-        why = why_plan_is_stale(plan, request)
-        edited = ", edited by hand" if plan.edited else ""
-        if not why:
-            note(f"partition: reusing {path} ({plan.config}, schedule {plan.schedule}{edited})")
-            return path
-        if edited:
-            remedy = "partition to another file with -o and repeat your edits there, or remove this one"
-            raise StaleError(path, f"was edited by hand and would be replaced, because {why}", remedy)
-    note(f"partition: making {path}: {why_other or why}")
-    context.params |= {"profile": (profile_path,), "output": path}
-    _invoke(context)
+    if why := why_plan_not_reused(path, request):
+        note(f"partition: making {path}: {why_other or why}")
+        context.params |= {"profile": (profile_path,), "output": path}
+        _invoke(context)
     return path
 
 

@@ -35,7 +35,8 @@ endef
 
 .SECONDEXPANSION:
 .PHONY: .pdtool_always
-.PRECIOUS: profiles/%.json plans/%.yaml plans/%/bundle.yaml profiles/.%.options profiles/.%.checked plans/.%.options runs/.%.options
+.PRECIOUS: profiles/%.json plans/%.yaml plans/%/bundle.yaml
+.PRECIOUS: profiles/.%.options profiles/.%.checked plans/.%.options plans/.%.checked runs/.%.options
 
 vpath %.py $(MODELS)
 
@@ -56,8 +57,13 @@ profiles/.%.checked: %.py profiles/.%.options | $(PDTOOL_NEEDS)
 profiles/%.json: profiles/.%.checked %.py | $(PDTOOL_NEEDS)
 	@test -f $@ || $(PDTOOL) profile $(word 2,$^) $(PROFILE) -o $@
 
-plans/%.yaml: profiles/$$(call pdtool_name,$$*).json plans/.%.options | $(PDTOOL_NEEDS)
-	$(PDTOOL) partition $< --topology $(call pdtool_topology,$*) $(PARTITION) -o $@
+# Keep a plan that is not stale, such as one from git, whose date says nothing, or one that you edited.
+plans/.%.checked: profiles/$$(call pdtool_name,$$*).json plans/.%.options | $(PDTOOL_NEEDS)
+	$(PDTOOL) partition $< --topology $(call pdtool_topology,$*) $(PARTITION) --if-stale -o plans/$*.yaml
+	@touch $@
+
+plans/%.yaml: plans/.%.checked profiles/$$(call pdtool_name,$$*).json | $(PDTOOL_NEEDS)
+	@test -f $@ || $(PDTOOL) partition $(word 2,$^) --topology $(call pdtool_topology,$*) $(PARTITION) -o $@
 
 plans/%/bundle.yaml: plans/%.yaml | $(PDTOOL_NEEDS)
 	$(PDTOOL) codegen $<
