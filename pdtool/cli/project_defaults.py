@@ -13,7 +13,7 @@ A table for each command, with the long names of its options. The command line o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,11 @@ class ProjectDefaults:
                 raise ArtifactError(path, "has no [tool.pdtool]", "add it, or name another file with --config")
         return cls(path, {name: _table(path, name, values, commands) for name, values in content.items()})
 
-    def sentence(self, command: click.Command, error: str) -> str:
-        """Say which of the options named in an error come from the file; "" for none."""
+    def sentence(self, command: click.Command, error: str, typed: Collection[str]) -> str:
+        """Say which of the options named in an error come from the file, not from `typed` ones; "" for none."""
         long_names = {param.name: param.opts[-1].removeprefix("--") for param in command.params}
-        table = self.tables.get(command.name or "", {})
-        named = {long_names[name]: value for name, value in table.items() if long_names[name] in error}
+        of_file = {long_names[name]: value for name, value in self.tables.get(command.name or "", {}).items()}
+        named = {name: value for name, value in of_file.items() if name in error and f"--{name}" not in typed}
         options = ", ".join(f"{name} = {value!r}" for name, value in named.items())
         return f"{self.path} gives {command.name} these options: {options}" if options else ""
 

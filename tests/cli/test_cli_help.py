@@ -173,6 +173,9 @@ def test_a_refused_command_line_names_the_options_that_the_file_gave(profiled):
     stderr = profiled.pdtool("partition", "--topology", "2", code=2).stderr
     assert "error: bandwidth '10'" in stderr
     assert "pdtool.toml gives partition these options: bandwidth = '10'" in stderr
+    typed = profiled.pdtool("partition", "--topology", "2", "--bandwidth=11", code=2).stderr
+    assert "error: bandwidth '11'" in typed
+    assert "pdtool.toml" not in typed
 
 
 def test_settings_of_the_model_are_a_table(folder):

@@ -38,6 +38,7 @@ _SECTIONS: dict[str, tuple[click.Command, ...]] = {
     "Projects and shells": (init, makefile, schema, completion, help_),
 }
 _STEPS = ("profile", "partition", "run")
+_TYPED = f"{__name__}.typed"  # in a context: the options on its command line
 _EPILOG = """\b
 Exit codes:
   0  done                        4  no feasible plan
@@ -84,6 +85,7 @@ class CommandGroup(click.Group):
             return _failed_output(ctx, error)
 
     def invoke(self, ctx: click.Context) -> Any:
+        ctx.meta[_TYPED] = {word.partition("=")[0] for word in ctx.args}
         try:
             with _usage_errors_as_ours(ctx), telling_what_takes_long(lambda: ctx.invoked_subcommand or ""):
                 _check_folder()
@@ -144,9 +146,9 @@ def _place(error: BaseException) -> str:
 
 def _note_defaults(ctx: click.Context, command: str, error: str) -> None:
     """Name the options in an error that come from a project's defaults for a command, or for a step of `train`."""
-    defaults = ctx.find_object(ProjectDefaults)
+    defaults, typed = ctx.find_object(ProjectDefaults), ctx.meta.get(_TYPED, ())
     for name in (command, *(_STEPS if command == "train" else ())):
-        if defaults and name in main.commands and (sentence := defaults.sentence(main.commands[name], error)):
+        if defaults and name in main.commands and (sentence := defaults.sentence(main.commands[name], error, typed)):
             note(sentence)
 
 
