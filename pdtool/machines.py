@@ -41,6 +41,13 @@ class Machines:
     node_rank: int = 0
     endpoint: str = ""
 
+    def check_rank(self) -> None:
+        """Raise UsageError if this machine's number is out of range."""
+        if not 0 <= self.node_rank < self.count:
+            raise UsageError(
+                f"--node-rank {self.node_rank} is not one of 0 to {self.count - 1}", "number the machines from 0"
+            )
+
     def node_workers(self, workers: int) -> range:
         """Return the numbers of the workers that this machine starts.
 
@@ -51,10 +58,7 @@ class Machines:
             UsageError: the workers cannot be divided evenly, this machine's number is out of range, or the endpoint is
                 missing or malformed.
         """
-        if not 0 <= self.node_rank < self.count:
-            raise UsageError(
-                f"--node-rank {self.node_rank} is not one of 0 to {self.count - 1}", "number the machines from 0"
-            )
+        self.check_rank()
         check_even_shares(workers, self.count)
         if self.count > 1:
             if not self.endpoint:

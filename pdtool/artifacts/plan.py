@@ -367,6 +367,9 @@ class Plan(YamlArtifact):
             chunked = schedule_names(lambda kind: kind.chunked, "and")
             raise FieldError("chunks", f"{self.chunks}: {chunked} need 2 or more on each worker, other schedules 1")
         self._check_workers()
+        if self.kind.equal_replicas and len({stage.replicas for stage in self.stages}) > 1:
+            fault = f"{self.schedule} needs the same number of replicas for each stage, but the plan is {self.config}"
+            raise FieldError("schedule", f"{fault}; use a straight plan, or 1f1b-flush")
         if rule := STRATEGIES[self.strategy].broken_rule(self.schedule, self.shape()):
             raise FieldError("strategy", f"{self.strategy} {rule}; write auto for your own plan")
         self._check_predicted()

@@ -291,6 +291,8 @@ def check_agreement(own_settings: Mapping[str, str], group: object, missing: str
             "run the same command with the same files on every machine, and with the same environment variables if "
             "model.py reads any; only --node-rank may differ"
         )
+        if any("'s version" in difference for difference in differences):
+            remedy = "install the same versions of pdtool and torch on every machine"
         raise UsageError(what, remedy)
 
 

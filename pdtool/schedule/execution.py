@@ -38,8 +38,9 @@ def check_executable(kind: ScheduleKind, shape: PipelineShape) -> None:
             _execute(kind.build(shape, kind.fullest_round(shape)), shape)
     except ScheduleError as error:
         replicas = shape.replicas[: shape.pipeline_depth]
-        wanted = ", ".join(map(str, kind.usual_in_flight(replicas, shape.update_every[0], shape.chunks)))
-        raise ScheduleError(error.what, f"set in_flight of the stages to {wanted}, as {kind.name} requires") from error
+        wanted = kind.usual_in_flight(replicas, shape.update_every[0], shape.chunks) * shape.chunks
+        remedy = f"set in_flight of the stages to {', '.join(map(str, wanted))}, as {kind.name} requires"
+        raise ScheduleError(error.what, remedy) from error
 
 
 def _execute(lists: Sequence[Actions], shape: PipelineShape) -> None:

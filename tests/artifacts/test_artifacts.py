@@ -501,6 +501,7 @@ def test_sizes_follow_the_minibatch():
             {"schedule": "interleaved", "weights": "flush", "chunks": 2},
             r"stages\[1\]\.workers: must be those of stage 0, because each worker has 2 chunks",
         ),
+        ({"schedule": "zb-h1", "weights": "flush"}, "schedule: zb-h1 needs the same number of replicas .* is 2-1"),
         ({"microbatches": 4}, "only flushing schedules have microbatches"),
         ({"cluster": {"levels": []}}, r"cluster\.levels"),
     ],

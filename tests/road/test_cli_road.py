@@ -311,6 +311,8 @@ def test_a_dry_run_says_who_does_what_where_and_does_nothing(road, monkeypatch):
     assert "1, replica 0" in result.stdout
     assert not (road.path / "runs").exists()
     assert not (road.path / "plans/model-2").exists()
+    no_machine = road.pdtool("run", "--dry-run", "--nnodes", "2", "--node-rank", "2", code=2).stderr
+    assert "--node-rank 2 is not one of 0 to 1" in no_machine
     assert "cannot be divided evenly among 3" in road.pdtool("run", "--dry-run", "--nnodes", "3", code=2).stderr
     message = "--json cannot be combined with --dry-run, which prints a table; leave one out"
     assert message in road.pdtool("run", "--dry-run", "--json", code=2).stderr

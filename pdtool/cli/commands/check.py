@@ -83,7 +83,8 @@ def _check_claims(path: str, plan: Plan, profile: Profile, as_json: bool) -> Non
         return
     remedy = "fix it by hand or" if plan.edited else "do not rely on it:"
     remedy += " plan again with `pdtool partition`"
-    raise ArtifactError(path, f"{false[0].words}{_and_more(false)}", remedy, field=false[0].field or false[0].claim)
+    words = false[0].words.partition("\n")[0]  # without the schedule's actions, which were printed
+    raise ArtifactError(path, f"{words}{_and_more(false)}", remedy, field=false[0].field or false[0].claim)
 
 
 def _update(path: str, plan: Plan, profile: Profile) -> None:

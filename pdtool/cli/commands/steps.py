@@ -133,6 +133,7 @@ def run(plan: str | None, asked: RunOptions, dry_run: bool, as_json: bool) -> No
     if dry_run:
         if as_json:
             raise UsageError("--json cannot be combined with --dry-run, which prints a table", "leave one out")
+        asked.machines.check_rank()
         show(worker_table(chosen, asked.nnodes), err=False)
         return
     config, report = train_plan(inputs, chosen, asked)
