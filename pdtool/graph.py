@@ -90,7 +90,7 @@ class Graph:
                     meant = suggestion(name, [*self.inputs, *self.members], "see the names in the profile")
                     faults.append(f"stage {index} names {name!r}, which the profile does not have ({meant})")
                 elif name in stage_of:
-                    faults.append(f"{name!r} stands in stage {stage_of[name]} and in stage {index}")
+                    faults.append(f"{name!r} is in stage {stage_of[name]} and in stage {index}")
                 stage_of[name] = index
         faults += [f"{name!r} is in no stage" for name in self.inputs if name not in stage_of]
         if not faults:

@@ -56,7 +56,7 @@ def check_may_start_processes() -> None:
     """Raise UsageError in a process that multiprocessing forbids to have children."""
     if multiprocessing.current_process().daemon:
         what = "this process cannot start workers because it is daemonic, like a worker of multiprocessing.Pool"
-        raise UsageError(what, "train in the main process, or in one of concurrent.futures.ProcessPoolExecutor")
+        raise UsageError(what, "train in the main process, or in a worker of concurrent.futures.ProcessPoolExecutor")
 
 
 def process_start_s() -> float:

@@ -133,7 +133,10 @@ def worker_environment(environment: Mapping[str, str], endpoint: str = "") -> di
     else:
         return {}
     if rank >= workers:
-        what = f"this process has rank {rank} of {workers} (RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS)"
+        what = (
+            f"this process has rank {rank}, but the ranks of {workers} workers are 0 to {workers - 1} "
+            "(RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS)"
+        )
         raise UsageError(what, "start the workers with torchrun or srun, which number them from 0")
     if not address[0] or not 0 < address[1] <= _MAX_PORT:
         named = f"MASTER_ADDR {address[0]!r:.80} and MASTER_PORT {address[1]}"

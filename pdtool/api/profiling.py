@@ -127,8 +127,8 @@ def _check_options(asked: ProfileOptions) -> None:
     if asked.calibrate:
         raise UsageError(f"--device {device} measures, but --calibrate is for estimates", "leave it out")
     if asked.precision not in (None, "fp32", "bf16"):
-        what = f"--device {device} measures with the precisions of `run`, not {asked.precision}"
-        raise UsageError(what, "pass fp32 or bf16")
+        what = f"--device {device} cannot measure with --precision {asked.precision}"
+        raise UsageError(what, "pass fp32 or bf16, the precisions of `run`")
 
 
 def _calibrated(spec: DeviceSpec, path: str, precision: Precision | None) -> DeviceSpec:

@@ -100,7 +100,7 @@ def profile_findings(profile: Profile, path: str, source: str, traced: Traced) -
     changed = recorded is not None and file_sha256(find_source(source)) != recorded
     if profile.graph_sha256 is None:
         has = "has changed since" if changed else "is unchanged since"
-        is_fresh, words = not changed, f"{path} records no operator graph, but {source} {has} it was profiled"
+        is_fresh, words = not changed, f"{path} records no operator graph, and {source} {has} it was profiled"
     elif profile.graph_sha256 == graph_sha256(traced):
         is_fresh, words = True, f"{source} and {path} have the same operators"
     else:

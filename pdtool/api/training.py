@@ -365,7 +365,8 @@ def _note_crowding(config: RunConfig) -> None:
     if config.threads > fair_share:
         note(
             f"{counted(workers, 'worker')} with {config.threads} threads each, as in the profile, share the {cores} "
-            f"cores of this machine: profile with --threads {fair_share} and plan again, or run with it"
+            f"cores of this machine: profile with --threads {fair_share} and plan again, or pass "
+            f"--threads {fair_share} to run"
         )
 
 

@@ -128,7 +128,7 @@ class MetricsLog:
         if not os.fstat(self._file.fileno()).st_nlink:
             raise PdtoolError(
                 f"{self._path} was removed while the run wrote to it",
-                "start the run again in another folder, and leave that one alone",
+                "start the run again in another folder, and do not remove that one",
             )
         lines, self._unwritten = self._unwritten, []
         try:

@@ -186,7 +186,7 @@ class Certificate(FrozenModel):
         plans = "1 candidate was" if self.simulated_plans == 1 else f"{self.simulated_plans} candidates were"
         simulated = f". {plans} simulated" if self.simulated_plans else ""
         if limits := ". ".join(self._limits()):
-            return f"bound: {limits}. The bound{with_replicas} is the time of {on}, never idle{simulated}"
+            return f"bound: {limits}. The bound{with_replicas} is the time of {on} without idle time{simulated}"
         kind = STRATEGIES[self.kind].noun or f"plan of strategy {self.kind}"
         at_most = f" of at most {self.max_stages} stages" if self.max_stages else ""
         without_limit = ", without the memory limit" if self.without_memory_limit else ""

@@ -223,7 +223,7 @@ class Checkpoint:
         if earlier:
             before = complete[max(earlier)].path
             return f"continue in a new folder from the checkpoint before it: --resume {before} without -o"
-        return "this run has none before it: train again in another folder"
+        return "this run has no earlier checkpoint: train again in another folder"
 
 
 class RunDir:

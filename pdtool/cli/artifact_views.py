@@ -77,7 +77,7 @@ def cluster_view(cluster: ClusterFile) -> Lines:
             share = measured.allreduce_bytes_per_s / level.bandwidth_bytes_per_s
             row += [*map(format_rate, (measured.pair_bytes_per_s, measured.allreduce_bytes_per_s)), f"{share:.0%}"]
     yield Table(columns, rows, title=title, drop=("of the ring formula", "one pair alone"))
-    yield "bandwidth: of the link from one member of a level to the others, in both directions, for all its workers"
+    yield "bandwidth: of the link from one member of a level to the others, in each direction, shared by its workers"
 
 
 def plan_view(plan: Plan) -> Lines:
@@ -325,7 +325,7 @@ def simulation_view(plan: Plan, schedule: str, result: SimulationResult) -> Line
     else:
         yield f"no steady state, because there are too few minibatches: {time}, including fill and drain"
     total, fill, drain = map(format_seconds, (result.makespan_s, result.fill_s, result.drain_s))
-    yield f"all minibatches: {total}. The last worker began after {fill} (fill), the first ended {drain} early (drain)"
+    yield f"all minibatches: {total}. The last worker began after {fill} (fill). The first ended {drain} early (drain)"
 
 
 def predicted_s(plan: Plan, schedule: str) -> float | None:

@@ -41,7 +41,9 @@ class SectionedCommand(click.Command):
         for param in (each for each in self.params if isinstance(each, click.Argument)):
             given = ctx.params.get(param.name or "")
             if "" in (given if isinstance(given, tuple) else (given,)):
-                raise UsageError("an argument is empty", "name a file or folder, or set the shell variable that does")
+                raise UsageError(
+                    "an argument is empty", "name a file or folder, or set the shell variable that you passed"
+                )
         prefer_typed(ctx)
         return rest
 

@@ -120,7 +120,7 @@ def state_fault(model: nn.Module, state: object) -> str:
             what = f"has {name}, a {type(value).__name__} and not a tensor"
             return f"{what}; leave get_extra_state() out, or keep the value in a buffer"
         if name not in known:
-            what = f"has {name}, which is no parameter or buffer of this name, so checkpoints would not have its values"
+            what = f"has {name}, but no parameter or buffer has this name, so checkpoints would not have its values"
             return f"{what}; leave out the hook, wrapper, get_extra_state() or state_dict() that adds or renames it"
     saved = {id(known[name]) for name in state}
     for name, parameter in model.named_parameters():

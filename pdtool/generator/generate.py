@@ -283,8 +283,8 @@ def _check_after_update(model_file: ModelFile, bundle: Bundle) -> None:
     if tried(partial(_after_update_changes_outputs, model_file, model, inputs), model.parameters()):
         raise model_file.error_in(
             "after_update",
-            "after_update() changes something besides parameters and buffers that forward reads, but stages keep "
-            "its value as a constant",
+            "after_update() changes a value that forward reads and that is neither a parameter nor a buffer, but "
+            "stages keep it as a constant",
             "keep it in a buffer that forward changes",
         )
 
@@ -338,7 +338,7 @@ def _check_repeated_calls(model_file: ModelFile, bundle: Bundle) -> None:
                 function,
                 f"{what} depends on how often {function}() is called, but in each update a worker calls it once for "
                 "each of its stages and for each parameter that several stages hold",
-                "compute the value from the number of the update, as in 0.99**update, and not from the value before",
+                "compute the value from the number of the update, as in 0.99**update, and not from its previous value",
             )
 
 

@@ -56,8 +56,8 @@ def check_outputs_only(model_file: ModelFile, bundle: Bundle, texts: Mapping[str
             raise model_file.error_in(function, what, remedy)
         case function, "model":
             what = (
-                f"{function}() reads from a variable what training changes in the model, but in the last stage this "
-                "variable does not follow the training"
+                f"{function}() reads a weight, buffer or attribute of the model from a variable, but in the last stage "
+                "this variable does not follow the training"
             )
             raise model_file.error_in(function, what, "let forward return what it needs as part of the output")
 

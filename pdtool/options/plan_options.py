@@ -145,8 +145,8 @@ class PartitionOptions:
         Count(
             1,
             MAX_MINIBATCHES,
-            unset="with a flush, the fewest that are fastest; without one, what the schedule needs, or up to twice "
-            "that if it makes the plan 10 % faster",
+            unset="with a flush, the smallest number that is fastest; without one, what the schedule needs, or up to "
+            "twice that if it makes the plan 10 % faster",
         ),
         "Minibatches in flight at each replica of the first stage. Later stages have fewer. With a flush, at most "
         "the microbatches of one update.",

@@ -101,7 +101,7 @@ class WorkerOptions:
             unset="as many as the profile's loading time needs, but no more than there are cores; "
             "0 if loading takes under 1 ms or 2 % of a minibatch",
         ),
-        "Processes that load data for each replica of the first stage. With 0, the training process loads.",
+        "Processes that load data for each replica of the first stage. With 0, the training process loads it.",
     )
     threads: int | None = _computing(
         "--threads N",

@@ -69,13 +69,13 @@ class EmulateOptions:
     minibatches: int | None = _computing(
         "--minibatches N",
         Count(unset="enough for steady state"),
-        "Minibatches in an epoch. Those in steady state are timed.",
+        "Minibatches in an epoch. Only those in steady state are timed.",
     )
     epochs: int | None = again(
         RunOptions,
         "epochs",
         value=Count(unset="1, or 2 with --compute real"),
-        help="Epochs at most. If there are several, the first one warms up.",
+        help="Maximum number of epochs. If there are several, the first one is a warm-up.",
     )
     target: Target | None = again(  # noqa: RUF009
         RunOptions,

@@ -59,7 +59,7 @@ def compile_model(model: ProfiledModel, seconds: Seconds, note: OnNote, progress
     shortest_s = max(_MIN_SEGMENT_S[model.run.device.type], total_s / _MAX_SEGMENTS)
     cut = cut_into_segments(model.computed, model.outputs, seconds, shortest_s)
     segments = {_name(segment): segment for segment in cut}
-    note(f"compiling {counted(len(segments), 'segment')} and then the whole model, which takes some seconds each")
+    note(f"compiling {counted(len(segments), 'segment')} and then the whole model, which takes some seconds for each")
     compiled = _compiled_segments(model, segments, note, progress)
     in_segments = _with_operators(model, segments, compiled)
     module: Any = compute_mode.compiled(model.traced.model)

@@ -113,7 +113,7 @@ def measured_model(profile: Profile, path: Path | str) -> ModelRef:
         raise ArtifactError(path, "contains no times that pdtool measured", remedy)
     if profile.compiled:
         what = "was measured with --compile: its operators have no times of their own"
-        raise ArtifactError(path, what, "calibrate with a profile made without", field="compiled")
+        raise ArtifactError(path, what, "calibrate with a profile made without --compile", field="compiled")
     return profile.model
 
 

@@ -145,7 +145,7 @@ def _line(match: re.Match[str], number: int, path: str) -> _NodeLine:
 def _number(text: str, key: str, line: int, path: str) -> float:
     value = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not math.isfinite(value):
-        raise _fault(path, line, f"{key} {text[:40]!r} is not a number from 0 up")
+        raise _fault(path, line, f"{key} {text[:40]!r} is not a finite number of 0 or more")
     if value > _MAX_NUMBER or 0 < value < 1 / _MAX_NUMBER:
         limits = f"0, or from {1 / _MAX_NUMBER:g} to {_MAX_NUMBER:g}"
         raise _fault(path, line, f"{key} {text[:40]!r} is not plausible: {limits}")

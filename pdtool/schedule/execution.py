@@ -29,9 +29,9 @@ def check_executable(kind: ScheduleKind, shape: PipelineShape) -> None:
     """
     minibatches, stages = shape.representative_minibatches, len(shape.replicas)
     if minibatches * stages > _MAX_MINIBATCHES_TIMES_STAGES:
-        limit = f"the most that can be checked is {_MAX_MINIBATCHES_TIMES_STAGES // stages}"
-        what = f"{stages} stages need {minibatches} minibatches to fill the pipeline and update; {limit}"
-        raise ScheduleError(what, "use fewer in flight, fewer per update, or fewer replicas")
+        limit = f"at most {_MAX_MINIBATCHES_TIMES_STAGES // stages} can be checked"
+        what = f"{stages} stages need {minibatches} minibatches to fill the pipeline and update, but {limit}"
+        raise ScheduleError(what, "use fewer minibatches in flight or per update, or fewer replicas")
     try:
         _execute(kind.build(shape, minibatches), shape)
         if kind.fullest_round:
@@ -64,7 +64,7 @@ def _fault(action: Action, tracker: StashTracker, forward_versions: ForwardVersi
         return f"puts {len(tracker.in_flight)} minibatches in flight, but the plan allows {limit}"
     versions, max_versions = tracker.versions(stage), shape.versions(stage)
     if versions > max_versions:
-        return f"makes {versions} weight versions; the plan allows {max_versions}"
+        return f"makes {versions} weight versions, but the plan allows {max_versions}"
     return ""
 
 

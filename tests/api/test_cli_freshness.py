@@ -176,7 +176,7 @@ def test_artifacts_without_a_graph_go_by_the_bytes_of_the_file(road):
     without_graph(Bundle.load("plans/model-2/bundle.yaml")).save("plans/model-2/bundle.yaml")
     assert "generating it" not in road.pdtool("run", "--steps", "2").stderr
     assert (
-        "profiles/model.json records no operator graph, but model.py is unchanged"
+        "profiles/model.json records no operator graph, and model.py is unchanged"
         in road.pdtool("check", "--fresh").stdout
     )
     road.write("model.py", NET + "\n# changed\n")

@@ -556,7 +556,7 @@ def test_a_value_that_cannot_be_is_told_in_the_words_of_a_plan(old, new, match):
     ("change", "match"),
     [
         ({"nodes": ["x"]}, "'a' is in no stage"),
-        ({"nodes": ["x", "a", "loss"]}, "'loss' stands in stage 0 and in stage 1"),
+        ({"nodes": ["x", "a", "loss"]}, "'loss' is in stage 0 and in stage 1"),
         ({"nodes": ["x", "a", "zzz"]}, "stage 0 names 'zzz', which the profile does not have"),
     ],
 )
@@ -603,7 +603,9 @@ def test_a_schedule_that_nobody_means_is_refused_unbuilt():
     plan = plan_of(
         chain([1.0] * 3), [["x", "a0"], ["a1"], ["a2"]], workers, make_cluster((269,), (1e9,)), in_flight=[2, 2, 2]
     ).model_copy(update={"weights": "vertical-sync"})
-    with pytest.raises(ScheduleError, match=r"^3 stages need 1433079 minibatches .* is 83333; use fewer"):
+    with pytest.raises(
+        ScheduleError, match=r"^3 stages need 1433079 minibatches .* at most 83333 can be checked; use fewer"
+    ):
         plan.check_schedule()
 
 
@@ -885,7 +887,7 @@ def test_a_certificate_names_the_limits_of_its_search():
     certificate = Certificate(bound_s=1.0, workers=16, cuts=4, max_workers_per_copy=8, merged_operators=merged)
     assert certificate.sentence() == (
         "bound: one copy of the pipeline has at most 8 workers. 9 groups of operators were merged into 3 to search at "
-        "most 4 cuts (--cuts), so a better plan may exist. The bound is the time of 16 workers, never idle"
+        "most 4 cuts (--cuts), so a better plan may exist. The bound is the time of 16 workers without idle time"
     )
 
 

@@ -44,7 +44,7 @@ def test_the_tables(planned):
     assert [(worker, stage) for worker, stage, *_ in workers] == [("0", "0"), ("1", "0"), ("2", "1")]
     assert all(99 <= sum(map(int, shares)) <= 101 for _, _, *shares in workers)
     assert re.search(r"steady state: \S+ m?s per minibatch \(\S+ samples/s\); predicted .*, simulated [+-]", text)
-    assert re.search(r"The last worker began after .* \(fill\), the first ended .* early \(drain\)", text)
+    assert re.search(r"The last worker began after .* \(fill\). The first ended .* early \(drain\)", text)
     for label in ("this plan", "data parallelism", "straight pipeline", "GPipe", "model parallelism"):
         assert re.search(rf"^{label}.* [0-9.]+ (B|kB)  ", text, re.MULTILINE)
 

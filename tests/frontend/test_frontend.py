@@ -93,8 +93,11 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("body", "what"),
     [
-        ("for n in ('weight',): state['own.' + n] = state.pop(n)", "has own.weight, which is no parameter or buffer"),
-        ("state['merged'] = module.weight + 1", "has merged, which is no parameter or buffer"),
+        (
+            "for n in ('weight',): state['own.' + n] = state.pop(n)",
+            "has own.weight, but no parameter or buffer has this name",
+        ),
+        ("state['merged'] = module.weight + 1", "has merged, but no parameter or buffer has this name"),
         ("del state['weight']", "lacks weight, a trained parameter"),
         ("del state['bias']", None),
     ],

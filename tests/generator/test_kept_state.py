@@ -328,7 +328,7 @@ def test_what_a_method_called_in_loss_changes_is_refused(variable: str, tmp_path
 )
 def test_what_after_update_changes_elsewhere_is_refused_too(statement: str, value: str, tmp_path: Path) -> None:
     """Found by calling it, with the line where it is defined."""
-    message = r"model.py:\d+: after_update\(\) changes something besides parameters and buffers"
+    message = r"model.py:\d+: after_update\(\) changes a value that forward reads and that is neither a parameter"
     with pytest.raises(ModelError, match=message):
         _generated_with_after_update(statement, value, tmp_path)
 
@@ -509,7 +509,9 @@ COUNTED_BY_CALLS = {
 def test_what_counts_its_calls_is_refused_where_a_worker_repeats_them(name: str, tmp_path: Path) -> None:
     """A parameter that stages share is stepped by itself."""
     function, what = COUNTED_BY_CALLS[name]
-    with pytest.raises(ModelError, match=rf"model.py:\d+: {what}.* depends on how often .* not from the value before"):
+    with pytest.raises(
+        ModelError, match=rf"model.py:\d+: {what}.* depends on how often .* not from its previous value"
+    ):
         _generated_tied(function, tmp_path)
 
 

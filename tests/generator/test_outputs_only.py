@@ -67,7 +67,7 @@ def plain(loss: str = "", metrics: str = "output[2].mean()") -> str:
 
 GRAPH, WEIGHTS = (
     "depends on how the model computed its outputs",
-    "reads from a variable what training changes in the model",
+    "reads a weight, buffer or attribute of the model from a variable",
 )
 CASES = {
     "another output by one of an earlier stage": (penalty("h", True), rf"model.py:\d+: loss\(\) {GRAPH}"),

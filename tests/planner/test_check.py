@@ -299,7 +299,7 @@ def test_a_bound_above_another_pipeline_is_caught(net, stages, workers):
 def test_a_bound_that_claims_too_little_is_only_weak(net, plan):
     weak = claimed(plan, bound_s=1e-3, gap=plan.predicted.bottleneck_s / 1e-3 - 1)
     assert faults(weak, net) == {}
-    assert any("a weak claim" in one.words for one in check_plan(weak, net))
+    assert any("this bound is weak" in one.words for one in check_plan(weak, net))
 
 
 def test_what_was_asked_for_is_what_is_searched_again(net):
@@ -463,7 +463,7 @@ def test_check_and_show_compute_what_an_edited_plan_says_now(edited, net):
     now = refresh(Plan.load("plans/net.yaml"), net).predicted
     figures = f"{format_seconds(now.simulated_s)} per minibatch ({now.throughput_samples_per_s:.4g} samples/s)"
     lines = " ".join(edited.pdtool("check").stdout.split())
-    assert "– figures: the plan was edited by hand, its file still has the old ones; " in lines
+    assert "– figures: the plan was edited by hand, and its file still has the old figures; " in lines
     assert f"it now takes {figures}" in lines
     assert "more than the fastest plan found with the options of the plan before" in lines
     shown = edited.pdtool("show", "plans/net.yaml")
@@ -479,7 +479,9 @@ def test_an_edited_plan_may_be_faster_than_its_options_allow():
     alone, free = (make_plan(profile, "p.json", cluster, PlanOptions(workers=workers)) for workers in (1, None))
     edited = alone.model_copy(update={"stages": free.stages})
     findings = {finding.claim: finding.words for finding in check_plan(edited, profile)}
-    assert "50.0% less than the fastest plan found with the options of the plan before (1, " in findings["lower bound"]
+    assert (
+        "50.0% less than the fastest plan found with the options of the unedited plan (1, " in findings["lower bound"]
+    )
 
 
 @pytest.mark.parametrize(

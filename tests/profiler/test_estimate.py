@@ -365,7 +365,10 @@ def test_the_command_never_mixes_measuring_and_estimating(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     write(tmp_path, NET)
     for arguments, what in (
-        (["--precision", "fp16"], "--device auto measures with the precisions of `run`, not fp16; pass fp32 or bf16"),
+        (
+            ["--precision", "fp16"],
+            "--device auto cannot measure with --precision fp16; pass fp32 or bf16, the precisions of `run`",
+        ),
         (["--calibrate", "x.json"], "--device auto measures, but --calibrate is for estimates"),
         (["--device", "v100", "--threads", "2"], "--device v100 estimates, but --threads is for measuring"),
         (["--device", "v100", "--compile"], "--device v100 estimates operator by operator, but a compiled model"),

@@ -177,7 +177,7 @@ def test_the_profile_says_what_was_compiled(tmp_path: Path, monkeypatch: pytest.
     assert len(profile.segments) > 1
     assert list(chain(*profile.segments)) == [n.name for n in profile.nodes if n.op not in ("input", "loss")]
     assert notes == [
-        f"compiling {len(profile.segments)} segments and then the whole model, which takes some seconds each"
+        f"compiling {len(profile.segments)} segments and then the whole model, which takes some seconds for each"
     ]
     assert profile.step_s > 0
     assert profile.by_name["out"].backward_s > 0

@@ -78,7 +78,7 @@ class _WorkerValidator:
             return f"puts {in_flight} minibatches in flight, but the plan allows {self.limit}"
         max_versions = self.max_versions[action.stage]
         if versions > max_versions:
-            return f"makes {versions} weight versions; the plan allows {max_versions}"
+            return f"makes {versions} weight versions, but the plan allows {max_versions}"
         return ""
 
     def _out_of_order(self, action: Action) -> str:

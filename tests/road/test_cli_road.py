@@ -349,7 +349,7 @@ def edited(folder, *stages, code=0):
 
 def test_an_edited_plan_is_checked_predicted_again_and_runs(road):
     twice = edited(road, ("input", "target", "first", "relu"), ("relu", "middle", "last", "loss"), code=3)
-    assert "'relu' stands in stage 0 and in stage 1" in twice.stderr
+    assert "'relu' is in stage 0 and in stage 1" in twice.stderr
     missing = edited(road, ("input", "target", "first"), ("middle", "last", "loss"), code=3)
     assert "'relu' is in no stage" in missing.stderr
     backwards = edited(road, ("input", "target", "relu"), ("first", "middle", "last", "loss"), code=3)

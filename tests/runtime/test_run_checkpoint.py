@@ -367,7 +367,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_named(tmp_path: P
     launch(replace(spec, epochs=2, resume=first, out=tmp_path / "again"))
     assert RunDir(tmp_path / "again").latest_checkpoint().path.name == "epoch-2"
     shutil.rmtree(first)
-    with pytest.raises(ArtifactError, match="this run has none before it"):
+    with pytest.raises(ArtifactError, match="this run has no earlier checkpoint"):
         checkpoint.export(spec.out, tmp_path / "model.pt")
 
 
@@ -420,7 +420,7 @@ def test_a_file_of_a_checkpoint_that_is_no_file_is_refused(tmp_path: Path) -> No
     (folder / name).unlink()
     os.mkfifo(folder / name)
     with pytest.raises(
-        ArtifactError, match=rf"{name}: is damaged \(it is not a regular file\); this run has none before it"
+        ArtifactError, match=rf"{name}: is damaged \(it is not a regular file\); this run has no earlier checkpoint"
     ):
         checkpoint.export(spec.out, tmp_path / "model.pt")
 

@@ -130,7 +130,7 @@ def test_a_signal_says_how_to_go_on_and_after_the_last_epoch_what_there_is(tmp_p
     assert stop_message(signal.SIGINT, out.path, machines).endswith(f"(epoch 1) with `{command}`")
     (out.path / "other").rename(out.checkpoint(2).manifest_file)
     message = stop_message(signal.SIGINT, out.path)
-    assert message == f"stopped by Ctrl-C after all epochs; their result is `pdtool export '{out.path}'`"
+    assert message == f"stopped by Ctrl-C after all epochs; `pdtool export '{out.path}'` writes the weights"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -217,7 +217,7 @@ def test_messages_come_in_the_order_in_which_they_are_expected() -> None:
     """A stage that asks for another one, or leaves one, breaks its list of actions."""
     first, second = two_stages()
     first.send_outputs(0, [torch.ones(2, 3)])
-    with pytest.raises(AssertionError, match="minibatch 1 was asked for, 0 was posted first"):
+    with pytest.raises(AssertionError, match="minibatch 1 was asked for, but 0 was posted first"):
         second.receive_inputs(1)
     with pytest.raises(AssertionError, match=r"minibatches \[0, 1\] were posted and never received"):
         first.end_phase()

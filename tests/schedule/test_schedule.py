@@ -239,7 +239,7 @@ def test_a_flush_that_is_none_is_refused() -> None:
     """One version of the weights: nothing may be in flight when they are updated."""
     shape = shape_of("1f1b-flush", (1, 1), 4)
     running = SCHEDULES["1f1b"].build(shape, 8)
-    with pytest.raises(ScheduleError, match=r"0U0 makes 2 weight versions; the plan allows 1\n.*>0U0<"):
+    with pytest.raises(ScheduleError, match=r"0U0 makes 2 weight versions, but the plan allows 1\n.*>0U0<"):
         validate(running, shape, 8)
 
 

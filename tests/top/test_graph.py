@@ -63,7 +63,7 @@ def test_consumers_are_the_other_way_round():
     [
         ([["a", "m.b"], ["m.c", "m.inner.d"]], "'e' is in no stage"),
         ([["a", "a2"], ["m.b", "m.c", "m.inner.d", "e"]], "names 'a2', which the profile does not have"),
-        ([["a", "e"], ["m.b", "m.c", "m.inner.d", "e"]], "'e' stands in stage 0 and in stage 1"),
+        ([["a", "e"], ["m.b", "m.c", "m.inner.d", "e"]], "'e' is in stage 0 and in stage 1"),
         ([["a", "m.inner.d", "e"], ["m.b", "m.c"]], "'m.inner.d' in stage 0 takes 'm.b' from the later stage 1"),
     ],
 )

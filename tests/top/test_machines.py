@@ -95,7 +95,7 @@ def test_slurm_lists_the_tasks_of_all_nodes() -> None:
             "MASTER_ADDR 'a' and MASTER_PORT 99999 are not a host and a port from 1",
         ),
         ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR '' and MASTER_PORT 1 are not a host"),
-        ({**TORCHRUN, "RANK": "2"}, r"this process has rank 2 of 2 \(RANK"),
+        ({**TORCHRUN, "RANK": "2"}, r"this process has rank 2, but the ranks of 2 workers are 0 to 1 \(RANK"),
         ({k: v for k, v in SLURM.items() if k != "SLURM_PROCID"}, "variable SLURM_PROCID is not set; start"),
         ({**SLURM, "SLURM_NTASKS": "many"}, "variable SLURM_NTASKS is 'many', not a whole number"),
     ],

@@ -68,7 +68,7 @@ def import_(graph: str, output: str | None, batch_size: int | None, name: str | 
     text = read_text(graph, "name a graph.txt of PipeDream's profiler", may_be_pipe=True)
     path = "stdin" if graph == "-" else graph
     profile, batch_source = read_pipedream_profile(text, path, name=name or _name(graph), batch_size=batch_size)
-    lines = ["the file has no times of the optimizer, and of a stash only the operators' outputs"]
+    lines = ["the file has no optimizer times. Its only data about stashes are the operators' outputs"]
     if batch_source:
         lines.insert(0, f"minibatch of {profile.batch_size}, {batch_source}; name another with --batch-size")
     path = output or f"profiles/{file_name(profile.name)}.json"
@@ -88,7 +88,7 @@ def _name(path: str) -> str:
     "  pdtool probe --topology 2x4 --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29511 -o cluster.yaml"
 )
 @options.option_of(PartitionOptions, "topology", required=True)
-@options.output("File to write; - is stdout, the default.")
+@options.output("File to write; - is stdout.  [default: -]")
 @options.option("--name", metavar="NAME", show_default="the topology", help="Name of the cluster.")
 @options.option_of(RunOptions, "device", help="Device of the tensors. auto is cuda if every worker has a CUDA device.")
 @options.option_of(RunOptions, "timeout_s", value=Text(timeout, default="60s"))

@@ -25,7 +25,7 @@ _GRAPH_WIDTH = 1200  # pixels
 
 @command(epilog="\b\nExamples:\n  pdtool export runs/mnist-2\n  pdtool export runs/mnist-2 -o mnist.pt")
 @click.argument("run_dir")
-@options.output("File to write for torch.load, model.pt if not given; - is stdout.")
+@options.output("File to write for torch.load; - is stdout.  [default: model.pt]")
 def export(run_dir: str, output: str | None) -> None:
     """Write RUN_DIR's last checkpoint as one ordinary state_dict."""
     from pdtool.api.reporting import export as write
@@ -38,7 +38,7 @@ def export(run_dir: str, output: str | None) -> None:
     "  pdtool report runs/mnist-2 runs/mnist-2.2 --watch"
 )
 @click.argument("what", nargs=-1, metavar="[PLAN|RUN]...")
-@options.output("The page to write, report.html if not given; - is stdout.")
+@options.output("Page to write; - is stdout.  [default: report.html]")
 @click.option("--watch", is_flag=True, help="Update the page during a run, until the run ends.")
 def report(what: tuple[str, ...], output: str | None, watch: bool) -> None:
     """Draw plans, runs and emulations as one HTML page.

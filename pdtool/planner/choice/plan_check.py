@@ -62,8 +62,8 @@ def check_plan(plan: Plan, profile: Profile) -> Iterator[Finding]:
     except ArtifactError as error:
         yield Finding("stages", False, error.fault, error.field)
         return
-    words = f"each of {len(profile.nodes)} operators in one of {len(placement.stages)}"
-    yield Finding("stages", True, f"{words}, none sends backwards, groups and pins hold")
+    words = f"{counted(len(profile.nodes), 'operator')} in {counted(len(placement.stages), 'stage')}, each in one"
+    yield Finding("stages", True, f"{words}. No stage takes a tensor from a later one. Groups and pins hold")
     schedule = _schedule(plan)
     yield schedule
     if not schedule.holds:
@@ -82,9 +82,9 @@ def check_plan(plan: Plan, profile: Profile) -> Iterator[Finding]:
 
 def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iterator[Finding]:
     """Report what an edited plan is now. Its stored figures belong to the plan before, so none can be false."""
-    stored = "the plan was edited by hand, its file still has the old ones"
+    stored = "the plan was edited by hand, and its file still has the old figures"
     if plan.predicted is None:
-        stored = "the file has none for this profile"
+        stored = "the file has no figures for this profile"
     words = (
         f"{stored}; it now takes {format_seconds(recomputed.time_s)} per minibatch "
         f"({format_throughput(recomputed.throughput_samples_per_s)}), {recomputed.gain_over_data_parallel:.3g} times "
@@ -100,7 +100,7 @@ def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iter
         difference = f"{ratio - 1:.1%} more" if ratio >= 1 else f"{1 - ratio:.1%} less"
         words = (
             f"by the formulas it takes {format_seconds(recomputed.bottleneck_s)}, {difference} than the fastest plan "
-            f"found with the options of the plan before ({fastest.placement.config}, {format_seconds(best_s)})"
+            f"found with the options of the unedited plan ({fastest.placement.config}, {format_seconds(best_s)})"
         )
         yield Finding("lower bound", None, words, recomputed=best_s)
 
@@ -159,7 +159,7 @@ def _lower_bound(plan: Plan, profile: Profile, certificate: Certificate, time_s:
     fastest = _found_again(plan, profile)
     best_s = min([time_s, *(candidate.time_per_minibatch_s for candidate in fastest[:1])])
     bound_s, least_s = certificate.bound_s, certificate.bound_s * (1 - _RELATIVE_TOLERANCE)
-    words = f"it says that no plan takes less than {format_seconds(bound_s)}; the fastest found now "
+    words = f"the plan says that no plan takes less than {format_seconds(bound_s)}; the fastest found now "
     words += f"takes {format_seconds(best_s)}"
     if fastest and best_s < time_s:
         words += f" ({fastest[0].placement.config})"
@@ -167,7 +167,7 @@ def _lower_bound(plan: Plan, profile: Profile, certificate: Certificate, time_s:
         words += "; the plan does not record its options, so the search took them from its stages"
     floor_s = sum(node.forward_s + node.backward_s for node in profile.nodes) / plan.cluster.workers
     if bound_s < floor_s * (1 - _RELATIVE_TOLERANCE):
-        words += f"; a weak claim: all workers without a pause take {format_seconds(floor_s)}"
+        words += f"; this bound is weak, because workers that never wait would take {format_seconds(floor_s)}"
     holds = best_s >= least_s or (None if plan.asked is None and time_s >= least_s else False)
     return Finding("lower bound", holds, words, "why.certificate.bound_s", bound_s, best_s)
 

@@ -65,7 +65,7 @@ class Reaper:
         try:
             return int(self._pipe.recv())
         except EOFError as error:
-            what = "the reaper, which ends the workers if the launcher dies, died at its start"
+            what = "the reaper, which ends the workers if the launcher dies, died while it started"
             remedy = 'start the run again; a script of your own must call pdtool.run under `if __name__ == "__main__":`'
             raise WorkerDiedError(what, remedy) from error
 
@@ -158,7 +158,7 @@ def stop_message(number: signal.Signals, out: Path, machines: Machines | None = 
     run_dir = RunDir(out)
     done, command, state = run_dir.checkpoints(), f"`{run_dir.resume_command(machines)}`", run_dir.state()
     if state and max(done, default=0) >= state.epochs:
-        return f"stopped by {stop_name(number)} after all epochs; their result is `pdtool export {quoted(out)}`"
+        return f"stopped by {stop_name(number)} after all epochs; `pdtool export {quoted(out)}` writes the weights"
     if not done:
         return f"stopped by {stop_name(number)} before the first checkpoint; start it again with {command}"
     return f"stopped by {stop_name(number)}; continue from the last checkpoint (epoch {max(done)}) with {command}"

@@ -179,7 +179,7 @@ class StageIO:
     def _load(self, source: MinibatchSource, minibatch: int) -> None:
         """Load the next minibatch, and start copying this stage's part of it to a GPU."""
         next_one, self._unloaded = self._unloaded[0], self._unloaded[1:]
-        assert next_one == minibatch, f"minibatch {minibatch} was asked for, {next_one} comes next"
+        assert next_one == minibatch, f"minibatch {minibatch} was asked for, but {next_one} comes next"
         with self._meter.loading:
             inputs, target = source.load(minibatch)
         targets = {target_name(i): leaf for i, leaf in enumerate(target)}
@@ -193,7 +193,7 @@ class StageIO:
         if not traffic.receivers:
             return []
         oldest, samples = traffic.posted.popleft(), self._data.minibatches.samples(minibatch)
-        assert oldest == minibatch, f"minibatch {minibatch} was asked for, {oldest} was posted first"
+        assert oldest == minibatch, f"minibatch {minibatch} was asked for, but {oldest} was posted first"
         messages = []
         with self._meter.waiting:
             for route, receiver in traffic.receivers:

@@ -33,7 +33,7 @@ def check_last_minibatch(modules: Mapping[int, nn.Module], bundle: Bundle, sampl
     size = bundle.batch_size
     if (samples - 1) % size:
         return
-    what = f"the last of an epoch's minibatches has one sample ({samples} samples in minibatches of {size})"
+    what = f"the last minibatch of an epoch has one sample ({samples} samples in minibatches of {size})"
     remedy = "set DROP_LAST = True in the model file to skip a short last minibatch"
     for s, module in modules.items():
         spec = bundle.stages[s]
@@ -72,8 +72,8 @@ def check_single_samples(bundle: Bundle, trained: int, validated: int) -> None:
     ):
         if bundle.differs_for_one_sample and samples and not (samples - 1) % size:
             raise ModelError(
-                f"the last minibatch of {where} has one sample ({samples} samples in minibatches of {size}), and for "
-                "one sample the model computes something else than for several",
+                f"the last minibatch of {where} has one sample ({samples} samples in minibatches of {size}), and the "
+                "model computes a single sample differently from several",
                 "if forward branches on the number of samples, move that line into a module of its own and name the "
                 f"module in HINTS = {{'opaque': [...]}}, {leave_out}",
             )
