@@ -163,3 +163,19 @@ def road(folder: Folder, planned: Folder) -> Folder:
     """A current folder with a small model.py that has been profiled and partitioned."""
     shutil.copytree(planned.path, folder.path, dirs_exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def generated(planned: Folder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stage files of the plan of `planned`, to be copied."""
+    folder = Folder(tmp_path_factory.mktemp("generated"))
+    shutil.copytree(planned.path, folder.path, dirs_exist_ok=True)
+    with chdir(folder.path):
+        folder.pdtool("codegen")
+    return folder.path / "plans/model-2"
+
+
+@pytest.fixture
+def stages(road: Folder, generated: Path) -> Path:
+    """The stage files of the plan in the folder of `road`, for tests that train: each would trace the model again."""
+    return Path(shutil.copytree(generated, road.path / "plans/model-2"))

@@ -431,6 +431,10 @@ PRELOAD = (
     "sklearn.datasets",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.resnet.modeling_resnet",
+    "torch._subclasses.schema_check_mode",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
+    "libraries_known",
 )
 
 

@@ -17,9 +17,10 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from functools import cache
 from importlib.machinery import (
     EXTENSION_SUFFIXES,
     SOURCE_SUFFIXES,
@@ -45,6 +46,7 @@ _Stamp = tuple[int, int]
 
 _imported: dict[Path, tuple[Path, str]] = {}  # model file -> its folder, and the name that it has
 _kept: dict[Path, dict[str, ModuleType]] = {}  # model file -> modules from its folder that it has imported
+_libraries: dict[str, ModuleType] = {}  # those found so far in files of libraries
 _stamps: WeakKeyDictionary[ModuleType, _Stamp] = WeakKeyDictionary()  # of a module's file when it was imported
 
 
@@ -79,8 +81,8 @@ def user_modules_importable() -> Iterator[None]:
 
 def imported_digests() -> dict[str, str]:
     """Return the digest of each of the user's files that this process has imported, by its module's name."""
-    places = {user_module(name): _place(name, module) for name, module in [*sys.modules.items()]}
-    return {name: file_sha256(place) for name, place in places.items() if place and place.is_file()}
+    places = {user_module(name): place for name, place in _places().items()}
+    return {name: file_sha256(place) for name, place in places.items() if place.is_file()}
 
 
 def files_and_classes(kinds: Collection[type]) -> list[ModuleType | type]:
@@ -125,8 +127,9 @@ def begin_import(path: Path, folder: Path, name: str = "") -> None:
         importlib.invalidate_caches()
     else:
         _set_path_hooks([_finder_of_user, *sys.path_hooks])
-    own = _below([folder]) | _kept.get(path, {})
-    for other in [other for other, module in sys.modules.items() if _place(other, module)]:
+    places = _places()
+    own = _below([folder], places) | _kept.get(path, {})
+    for other in places:
         spec = PathFinder.find_spec(other.partition(".")[0], [str(folder)])
         if other in own or (spec and spec.loader):
             del sys.modules[other]
@@ -147,7 +150,9 @@ def undoing_imports() -> Iterator[None]:
     finally:
         added = [Path(entry).resolve() for entry in sys.path if entry not in path]
         for file, (folder, name) in _imported.items():
-            own = {n: m for n, m in _below([folder, *added]).items() if n != name and modules.get(n) is not m}
+            own = {
+                n: m for n, m in _below([folder, *added], _places()).items() if n != name and modules.get(n) is not m
+            }
             for module in own.values():
                 _stamps.setdefault(module, _stamp(module))
             _kept[file] = own
@@ -188,20 +193,38 @@ class _CurrentSource(SourceFileLoader):
 
 def _finder_of_user(folder: str) -> FileFinder:
     """Find the modules of a folder that is not a library's; raises ImportError for all others."""
-    if any(library in f"{folder}/" for library in _LIBRARIES) or not os.path.isdir(folder):
+    if _is_of_library(f"{folder}/") or not os.path.isdir(folder):
         raise ImportError("no folder of the user", path=folder)
     return FileFinder(folder, (ExtensionFileLoader, EXTENSION_SUFFIXES), (_CurrentSource, SOURCE_SUFFIXES))
 
 
 def _set_path_hooks(hooks: list[Any]) -> None:
+    """Set sys.path_hooks; finders of libraries stay if the hooks differ in `_finder_of_user` only, which has none."""
+    before, after = ([hook for hook in each if hook is not _finder_of_user] for each in (sys.path_hooks, hooks))
     sys.path_hooks[:] = hooks
-    sys.path_importer_cache.clear()
+    if before != after:
+        sys.path_importer_cache.clear()
+    for folder, finder in [*sys.path_importer_cache.items()]:
+        if not finder or not _is_of_library(f"{folder}/"):
+            del sys.path_importer_cache[folder]
 
 
-def _below(folders: Iterable[Path]) -> dict[str, ModuleType]:
-    """The user's modules whose files lie in or below these folders, which are absolute and without links."""
-    places = {name: _place(name, module) for name, module in [*sys.modules.items()]}
-    return {n: sys.modules[n] for n, p in places.items() if p and any(p.is_relative_to(folder) for folder in folders)}
+def _below(folders: Iterable[Path], places: Mapping[str, Path]) -> dict[str, ModuleType]:
+    """Those of the user's modules whose files lie in or below these folders, which are absolute and without links."""
+    return {n: sys.modules[n] for n, p in places.items() if any(p.is_relative_to(folder) for folder in folders)}
+
+
+def _places() -> dict[str, Path]:
+    """The place of each of the user's modules; those of libraries, which are thousands, are looked at once."""
+    places = {}
+    for name, module in [*sys.modules.items()]:
+        if _libraries.get(name) is module:
+            continue
+        if place := _place(name, module):
+            places[name] = place
+        elif isinstance(module, ModuleType) and _is_of_library(str(vars(module).get("__file__"))):
+            _libraries[name] = module
+    return places
 
 
 def _place(name: str, module: ModuleType) -> Path | None:
@@ -210,9 +233,15 @@ def _place(name: str, module: ModuleType) -> Path | None:
         return None
     values = vars(module)
     place = values.get("__file__") or next(iter(values.get("__path__") or ()), None)
-    if not isinstance(place, str) or any(library in place for library in _LIBRARIES):
+    if not isinstance(place, str) or _is_of_library(place):
         return None
     return Path(place).resolve()
+
+
+@cache  # a process has thousands of modules, and asks of all of them several times
+def _is_of_library(place: str) -> bool:
+    """Whether a file is a library's, or a folder whose path ends with a slash."""
+    return any(library in place for library in _LIBRARIES)
 
 
 def _is_as_imported(module: ModuleType) -> bool:

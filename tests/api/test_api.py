@@ -144,10 +144,10 @@ def test_errors_are_those_of_the_commands(road):
             function("plans/model-2.yaml")
 
 
+@pytest.mark.usefixtures("stages")
 def test_a_run_raises_what_its_worker_raised(road):
     """Once, errors with the same exit code arrived as one class: a StaleError was a ScheduleError."""
     folder = road.path / "plans/model-2"
-    pdtool.codegen("plans/model-2.yaml")
     stage = folder / "stage_1.py"
     written = stage.read_text()
     stage.write_text(f"{written}\n# edited\n")

@@ -148,6 +148,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.usefixtures("stages")
 def test_run_in_a_pool_says_what_to_do(road: Folder) -> None:
     refused, trained = output_of(road.path, IN_A_POOL).splitlines()
     assert "a worker of multiprocessing.Pool" in refused
@@ -163,6 +164,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.usefixtures("stages")
 def test_run_in_a_program_from_stdin(road: Folder) -> None:
     """Workers do not look for a file of that name."""
     command = [sys.executable, "-"]

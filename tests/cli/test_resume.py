@@ -39,6 +39,7 @@ def trainable(road: Folder) -> Folder:
     return road
 
 
+@pytest.mark.usefixtures("stages")
 def test_resume_alone_trains_what_the_run_was_asked_for(trainable: Folder) -> None:
     """Half a run, gone on with by nothing but its folder, has the losses of a whole one; so has one begun again."""
     plan = ("run", "plans/model-2.yaml", *OPTIONS)
@@ -62,6 +63,7 @@ def test_resume_alone_trains_what_the_run_was_asked_for(trainable: Folder) -> No
     assert losses("runs/half") == losses("runs/whole")
 
 
+@pytest.mark.usefixtures("stages")
 def test_a_run_whose_plan_is_gone_continues_with_its_own_copy(trainable: Folder) -> None:
     """It took the only other plan in plans/, of another schedule, without a word."""
     trainable.pdtool("run", "plans/model-2.yaml", *OPTIONS, "--epochs", "1", "-o", "runs/a")
@@ -77,6 +79,7 @@ def test_a_run_whose_plan_is_gone_continues_with_its_own_copy(trainable: Folder)
     assert "runs/a/plan.yaml, the plan of runs/a, is missing; name another plan" in said
 
 
+@pytest.mark.usefixtures("stages")
 def test_what_is_typed_goes_before_what_the_run_was_asked_for(trainable: Folder) -> None:
     trainable.pdtool("run", "plans/model-2.yaml", *OPTIONS, "-o", "runs/a")
     said = trainable.pdtool(
@@ -114,6 +117,7 @@ def test_an_option_of_the_plan_leaves_the_others_as_they_were(tmp_path: Path, re
     assert asked.schedule == given.get("schedule"), "the schedule of another plan is its own"
 
 
+@pytest.mark.usefixtures("stages")
 def test_a_damaged_run_json_is_refused_and_told_where_a_plan_is_given(trainable: Folder) -> None:
     trainable.pdtool("run", "plans/model-2.yaml", *OPTIONS, "-o", "runs/a")
     Path("runs/a/run.json").write_text("[]")

@@ -97,6 +97,7 @@ def test_a_run_without_a_checkpoint_is_started_again(folder: Folder) -> None:
     assert json.loads(folder.pdtool("show", "runs/b", "--json").stdout)["reason"] == "no"
 
 
+@pytest.mark.usefixtures("stages")
 def test_a_run_that_has_reached_its_target_is_not_resumed_for_nothing(road: Folder) -> None:
     """It would train no epoch, and put a report of zeros in place of the one that is there."""
     road.pdtool("run", "-o", "runs/a", "--epochs", "3", "--target", "accuracy>=0")
@@ -111,6 +112,7 @@ def test_a_run_that_has_reached_its_target_is_not_resumed_for_nothing(road: Fold
     assert "target" not in road.pdtool("run", "--resume", "runs/a", "--epochs", "4").stderr
 
 
+@pytest.mark.usefixtures("stages")
 def test_after_a_failed_resume_the_old_report_is_not_shown_as_new(road: Folder) -> None:
     """It is kept under another name; a refusal leaves it where it is, and says nothing of training."""
     road.pdtool("run", "-o", "runs/a")

@@ -73,7 +73,7 @@ def with_optimizer(code: str, more: str = "") -> Toy:
     return replace(SKIP3, model=SKIP3.model + made)
 
 
-@pytest.mark.rows_of_the_day(days=2)
+@pytest.mark.rows_of_the_day(days=4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_in_three_stages_it_trains_as_in_a_plain_loop(tmp_path: Path, name: str) -> None:
     """In a run that goes on from a checkpoint, too. Those that have modes are in that of evaluation at the end."""

@@ -74,7 +74,7 @@ def assert_kept(spec: RunConfig, outcomes: list[Outcome], expected: replay.Pipel
             assert o.peak_versions == shape.versions(o.stage)
 
 
-@pytest.mark.rows_of_the_day(days=2)
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize(("toy", "replicas", "optimizer", "settings", "every"), CASES)
 def test_1f1b_equals_its_replay_and_keeps_no_more_than_the_plan_says(
     tmp_path: Path,

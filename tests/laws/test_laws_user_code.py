@@ -182,7 +182,7 @@ def program(draw: random.Random) -> tuple[str, Toy]:
     )
 
 
-@pytest.mark.rows_of_the_day(days=2)
+@pytest.mark.rows_of_the_day(days=4)
 @pytest.mark.parametrize("seed", range(DRAWS))
 def test_programs_of_users_train_what_a_plain_loop_trains(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)

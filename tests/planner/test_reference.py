@@ -52,6 +52,7 @@ def searched(model, shape, cost):
     return ours, ours.fastest_plans()[0]
 
 
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize("row", ONE_LEVEL, ids=name)
 def test_one_level_equals_the_original(row):
     cost = "pipedream" if row["activation_compression_ratio"] else "pipedream-free"
@@ -61,6 +62,7 @@ def test_one_level_equals_the_original(row):
     assert found <= row["bottleneck_s"] * (1 + 1e-6)
 
 
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize("cost", ["ours", "pipedream"])
 @pytest.mark.parametrize("row", SEVERAL, ids=name)
 def test_several_levels_are_never_worse_than_the_originals_plan(row, cost):

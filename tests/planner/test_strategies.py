@@ -434,6 +434,7 @@ def test_samples_per_update_give_the_minibatches(samples, batch_size, asked, sch
     assert [(each.microbatches, each.update_every) for each in options.executions] == updates
 
 
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-flush", "auto"])
 def test_all_that_a_plan_is_compared_with_averages_as_many_samples(schedule):
     """Minibatches of 8, six of them in an update, on four workers and on eight: no more than six are replicas then.

@@ -60,6 +60,7 @@ def test_profile_to_export(road):
     assert "has already trained its 2 epochs; pass a larger --epochs" in errors
 
 
+@pytest.mark.usefixtures("stages")
 def test_another_seed_and_other_steps_on_resuming_are_told(road):
     """And reports count the minibatches of the epochs that they measure: the others' may have had another size."""
     road.pdtool("run", "--steps", "2", "--seed", "3", "-o", "runs/x")
@@ -79,6 +80,7 @@ def test_another_seed_and_other_steps_on_resuming_are_told(road):
     assert "2 earlier, 1 × 3" in (road.path / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("stages")
 def test_other_samples_per_update_on_resuming_are_told_and_the_remedy_gives_the_old_ones(road):
     road.pdtool("run", "--steps", "6", "-o", "runs/x")
     assert (
@@ -132,6 +134,7 @@ def test_without_a_device_profile_measures_where_run_trains(road, monkeypatch):
         assert "on cuda" in road.pdtool("profile", "model.py", *arguments, code=2).stderr
 
 
+@pytest.mark.usefixtures("stages")
 def test_a_plan_for_cpus_that_is_run_on_gpus_is_told(road, monkeypatch):
     monkeypatch.setattr("pdtool.frontend.compute_mode.default_device", lambda: "cuda")
     told = road.pdtool("run", "--steps", "1").stderr  # the workers see that there is none
@@ -241,8 +244,8 @@ def test_an_edited_stage_file_is_run_with_trust_only_and_never_overwritten_unask
     assert "stage_1.py: is missing; run `pdtool codegen` again" in road.pdtool("run", "--trust", code=3).stderr
 
 
+@pytest.mark.usefixtures("stages")
 def test_a_trusted_file_that_does_not_fit_is_named(road):
-    road.pdtool("codegen")
     stage = road.path / "plans/model-2/stage_0.py"
     text = stage.read_text()
     stage.write_text("syntax error here(")
@@ -277,6 +280,7 @@ def test_an_empty_output_is_refused(road):
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", "x" * 101, "\ud800"])
+@pytest.mark.usefixtures("stages")
 def test_a_metric_that_cannot_be_printed_is_refused_at_once(road, name):
     path = road.path / "model.py"
     path.write_text(path.read_text().replace('{"accuracy":', f"{{{name!r}:"))
@@ -295,6 +299,7 @@ def test_tensors_of_a_resealed_bundle_are_compared_too(road):
     assert "bundle.yaml: differs from what codegen writes here for this plan and model" in errors
 
 
+@pytest.mark.usefixtures("stages")
 def test_another_schedule_for_the_same_stages(road):
     result = road.pdtool("run", "--schedule", "1f1b-flush", "--microbatches", "2", "--steps", "4", "--json")
     report = Report.parse(result.stdout)
@@ -378,6 +383,7 @@ def test_workers_started_one_by_one_need_a_bundle_and_a_folder(road, monkeypatch
 
 
 @pytest.mark.parametrize("options", [["--timeout", "5x"], ["--target", "accuracy"], ["--nnodes", "2", "-o", "x"]])
+@pytest.mark.usefixtures("stages")
 def test_impossible_options_of_run_exit_with_2(road, options):
     assert road.pdtool("run", *options, code=2).stderr.count("error: ") == 1
 
@@ -417,6 +423,7 @@ def test_an_export_holds_what_no_operator_uses_and_every_name_of_what_one_does(f
     assert not torch.equal(state["also.weight"], before["also.weight"])
 
 
+@pytest.mark.usefixtures("stages")
 def test_a_folder_that_holds_a_run_is_left_alone(road):
     road.pdtool("run", "-o", "runs/a", "--epochs", "2")
     before = (road.path / "runs/a/metrics.jsonl").read_text()

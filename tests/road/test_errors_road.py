@@ -223,8 +223,8 @@ def alive(session: int) -> list[str]:
     return found
 
 
+@pytest.mark.usefixtures("stages")
 def test_ctrl_c_ends_the_run_with_130_and_leaves_no_worker(road):
-    road.pdtool("codegen")
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.Popen(
         [sys.executable, "-m", "pdtool", "run", "-o", "runs/a", "--epochs", "100000"],

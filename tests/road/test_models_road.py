@@ -28,7 +28,7 @@ TASKS, REFUSED = tasks(*FAMILIES), tasks("refused")
 pytestmark = pytest.mark.filterwarnings("ignore")  # models warn, as they do in a plain loop
 
 
-@pytest.mark.rows_of_the_day(days=3)
+@pytest.mark.rows_of_the_day(days=6)
 @pytest.mark.parametrize("name", parameters(ROAD))
 def test_the_commands_train_as_a_plain_loop(name, folder):
     outcome = take_the_road(folder.path, name, noisy=TASKS[name].noisy)

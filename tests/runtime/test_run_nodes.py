@@ -16,10 +16,12 @@ from typing import Any
 import harness
 import pytest
 import torch
+from conftest import Folder
 from harness import CONV1, CONV2, CONV3
 from launches import Launch, end, free_port, machines
 from torch.distributed import TCPStore
 
+from pdtool.artifacts.report import Report
 from pdtool.machines import Machines
 from pdtool.rendezvous import gather_machines
 from pdtool.runtime.config import RunConfig
@@ -81,15 +83,24 @@ def test_two_machines_train_what_one_machine_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_trains_what_the_command_trains(tmp_path: Path, script: Path) -> None:
-    """Each of its processes imports torch: no more of them than a pipeline needs."""
-    spec, alone = (harness.job(tmp_path / name, CONV2, (1, 1)) for name in ("torchrun", "one"))
-    (tmp_path / "spec").write_bytes(pickle.dumps(spec))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    code, out, errors = ended(start([*torchrun, str(script), str(tmp_path / "spec")]))
-    assert code == 0, errors
-    assert "1-1" in out
-    trained_the_same(spec, alone)
+def test_torchrun_trains_what_the_command_trains(road: Folder) -> None:
+    """As docs/clusters.md calls it. Each of its processes imports torch: no more of them than a pipeline needs."""
+    road.pdtool("codegen")
+    command = ["run", "plans/model-2.yaml", "--steps", "4", "-o"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2"]
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    launch = [*torchrun, *rendezvous, "-m", "pdtool", *command, "runs/torchrun"]
+    code, out, errors = ended(start(launch, GLOO_SOCKET_IFNAME="lo"))
+    assert code == 0, out + errors
+    assert Report.load("runs/torchrun/report.json").config == "1-1"
+    road.pdtool(*command, "runs/alone")
+    states = []
+    for name in ("torchrun", "alone"):
+        road.pdtool("export", f"runs/{name}", "-o", f"{name}.pt")
+        states.append(torch.load(f"{name}.pt", weights_only=True))
+    state, expected = states
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
 
 
 def test_a_worker_that_dies_ends_the_run_on_all_machines(tmp_path: Path) -> None:
