@@ -23,7 +23,7 @@ from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle
 from pdtool.cli.commands.app import main
 from pdtool.frontend.model_file import ModelFile
-from pdtool.generator.verify import compose
+from pdtool.generator.composed import compose
 from pdtool.runtime.loading.minibatches import sample_order
 from pdtool.runtime.worker.worker_model import load_stage_module
 

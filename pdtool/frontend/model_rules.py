@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -163,12 +163,16 @@ def check_gradient(loss: Tensor, output: Any) -> None:
         raise ModelError("loss() returned a tensor without a gradient, so nothing can be trained", remedy)
 
 
-def check_loss_parameters(loss: Tensor, known: Iterable[Tensor]) -> None:
-    """Check that the loss depends on no parameter of its own, which no stage would train; raises ModelError.
+def check_loss_parameters(loss: Tensor, known: Collection[Tensor]) -> None:
+    """Check that the loss of the first minibatch depends on no parameter of its own, which no stage would train, and
+    that loss() has called no backward itself; raises ModelError.
 
     Args:
         known: the tensors that may get a gradient from the loss: parameters of the model, and leaves of its output.
     """
+    if any(tensor.is_leaf and tensor.grad is not None for tensor in known):
+        what = "loss() calls backward() itself, but earlier stages would not get its gradients"
+        raise ModelError(what, "return the sum of all losses instead")
     own = {id(leaf): leaf for leaf in graph_leaves(loss)}
     for tensor in known:
         own.pop(id(tensor), None)

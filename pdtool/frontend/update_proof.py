@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR, ReduceLROnPlateau
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
@@ -65,7 +66,8 @@ def set_mode(optimizer: Optimizer, *, training: bool) -> None:
 def user_code_in_step(file: ModelFile, optimizer: Optimizer) -> list[str]:
     """Name the code outside torch that takes part in a step of optimizer()'s result."""
     # One that wraps another may not have called Optimizer.__init__, and so have none.
-    hooks = (vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post"))
+    hooks = [vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
+    hooks += [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     is_of_torch = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
     causes = [] if is_of_torch and not any(hooks) else [f"a step of {type(optimizer).__name__}"]
     return causes + ["after_update()"] * file.has("after_update")

@@ -22,6 +22,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, Subset, default_collate
 
@@ -137,17 +138,23 @@ def import_source(source: str, path: Path) -> ModuleType:
 @contextmanager
 def undoing_user_changes() -> Iterator[None]:
     """Undo at the end what the user's code and its import changed in this process: the current folder, signal handlers,
-    torch's default dtype, and imports (see undoing_imports). It begins with torch's own defaults, as a worker does."""
+    torch's default dtype, hooks of all optimizers, and imports (see undoing_imports). It begins with torch's own
+    defaults, as a worker does."""
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     torch.set_default_dtype(torch.float32)
     if device.type != "cpu":
         torch.set_default_device(None)
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    hooks: list[tuple[dict[int, Any], dict[int, Any]]]
+    hooks = [(each, each.copy()) for each in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
     with chdir("."), undoing_imports(), torch.inference_mode(False), torch.enable_grad():  # or the caller's modes
         try:
             yield
         finally:
             torch.set_default_dtype(dtype)
+            for registered, before in hooks:
+                registered.clear()
+                registered.update(before)
             if device.type != "cpu":
                 torch.set_default_device(device)
             for number, handler in handlers.items():

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,25 +31,23 @@ from pdtool.frontend.random_numbers import random_state_kept, seed_generators
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.trial import tried
 from pdtool.frontend.update_proof import TRIED_UPDATES, check_update
+from pdtool.generator.composed import ModelFailedError, VerificationError
 from pdtool.generator.kept_state import has_same_content
 from pdtool.generator.output_writer import output_class_names
 from pdtool.generator.outputs_only import check_outputs_only
 from pdtool.generator.stage_file import StageWriter
 from pdtool.generator.variable_uses import changed_in_training, collected
-from pdtool.generator.verify import (
-    ModelFailedError,
-    VerificationError,
-    outputs_in_both_modes,
-    set_by_first_minibatch,
-    verify_shapes,
-    verify_values,
-)
+from pdtool.generator.verify import outputs_in_both_modes, set_by_first_minibatch, verify_shapes, verify_values
 from pdtool.generator.wiring import Wiring
 
 # Copies of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
 _COPIES = 6
 _IN_TRAINING = {"collate", "sampler", "loss", "scheduler", "metrics", "summarize_metrics", "after_update"}
 _COMPUTED_AFTER = {"after_update": "what loss() or metrics() computes", "scheduler": "the learning rate"}
+_AFTER_FORWARD = ("loss", "metrics", "after_update", "scheduler")
+# What the first functions change, the second do not see: with several stages they run in different processes.
+_APART = {("collate", "sampler"): ("loss", "metrics", "after_update", "scheduler")}
+_APART[("loss", "metrics")] = ("collate", "sampler", "after_update", "scheduler")
 _COMPARED_UPDATES = (1, 2, 3, TRIED_UPDATES)  # a value may change at first only
 _VERIFIED_SAMPLES = 2  # of most minibatches; 1 is a special case for some operators
 
@@ -81,8 +80,9 @@ def generate(
     progress("writing the stages")
     fits = fits_in_memory(traced.model)
     texts, bundle = _written(plan, stages, traced, "values" if fits else "shapes")
+    several = any(stage.in_flight > 1 for stage in plan.stages)
     progress("comparing the stages with the model" if fits else "checking shapes (the model is too large to run here)")
-    bundle = bundle.model_copy(update={"differs_for_one_sample": _verify(traced, model_file, texts, bundle)})
+    bundle = bundle.model_copy(update={"differs_for_one_sample": _verify(traced, model_file, texts, bundle, several)})
     _check_replicated_parameters(plan, bundle, model_file)
     outputs = len([leaf for _, leaf in named_leaves(traced.output, "output") if isinstance(leaf, Value)])
     check_user_functions(model_file, plan, bundle, texts, lambda: traced.model, outputs)
@@ -113,6 +113,22 @@ def _check_metrics(model_file: ModelFile, replicas: int) -> None:
         )
 
 
+def _check_passed_values(model_file: ModelFile, stages: int) -> None:
+    """Check that no variable carries a value from one function of the user to one in another process.
+
+    Raises:
+        VerificationError: one does.
+    """
+    for changing, reading in _APART.items() if stages > 1 else ():
+        for function, reader in product(*(filter(model_file.has, each) for each in (changing, reading))):
+            for line, variable in collected(model_file.module, function, reader):
+                raise VerificationError(
+                    f"{line}: {function}() changes {variable}, which {reader}() reads, but with several stages these "
+                    "functions run in different processes",
+                    "pass the value on in the inputs, the target or the model's output, or compute it where it is read",
+                )
+
+
 def check_user_functions(
     model_file: ModelFile,
     plan: Plan,
@@ -134,6 +150,7 @@ def check_user_functions(
         ModelError: it differs from what they do in a plain loop.
     """
     _check_metrics(model_file, plan.stages[-1].replicas)
+    _check_passed_values(model_file, len(plan.stages))
     check_outputs_only(model_file, bundle, texts, outputs)
     _check_after_update(model_file, bundle)
     if bundle.tied or plan.chunks > 1:
@@ -218,16 +235,20 @@ def _written(
     return texts, bundle.with_graph(graph_sha256(traced))
 
 
-def _verify(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle: Bundle) -> bool:
-    """Compare stages and model to the extent of `bundle.proof`; return whether they differ for one sample."""
+def _verify(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle: Bundle, several: bool) -> bool:
+    """Compare stages and model to the extent of `bundle.proof`; return whether they differ for one sample.
+
+    Args:
+        several: whether a stage has several minibatches in flight.
+    """
     if bundle.proof == "values":
         size = min(bundle.batch_size, _VERIFIED_SAMPLES)
         try:
-            return _verify_values(model_file, texts, bundle, size)
+            return _verify_values(model_file, texts, bundle, size, several)
         except ModelFailedError:
             if size == bundle.batch_size:
                 raise
-            return _verify_values(model_file, texts, bundle, bundle.batch_size)
+            return _verify_values(model_file, texts, bundle, bundle.batch_size, several)
     inputs = ModelInputs.of(model_file.example_inputs(bundle.batch_size))
     state, size = named_state(traced.model), bundle.batch_size
     output = traced.output_with(lambda leaf: leaf.meta(size) if isinstance(leaf, Value) else state[leaf.name], size)
@@ -235,14 +256,14 @@ def _verify(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle
     return False
 
 
-def _verify_values(model_file: ModelFile, texts: dict[str, str], bundle: Bundle, size: int) -> bool:
+def _verify_values(model_file: ModelFile, texts: dict[str, str], bundle: Bundle, size: int, several: bool) -> bool:
     """Compare values for minibatches of `size` samples and of one more, and of one as the last of an epoch may have."""
     batches = [model_file.example_inputs(samples) for samples in (size, size, size + 1)]
-    after_forward = {name: model_file.function(name) for name in ("loss", "metrics") if model_file.has(name)}
+    after_forward = {name: model_file.function(name) for name in _AFTER_FORWARD if model_file.has(name)}
     one_sample = None
     with suppress(PdtoolError):  # example_inputs cannot give one sample
         one_sample = model_file.example_inputs(1)
-    return verify_values(model_file.build, texts, bundle, batches, after_forward, one_sample)
+    return verify_values(model_file.build, texts, bundle, batches, after_forward, one_sample, several_in_flight=several)
 
 
 def _check_replicated_parameters(plan: Plan, bundle: Bundle, model_file: ModelFile) -> None:

@@ -20,8 +20,9 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.operators import registered_state
 from pdtool.frontend.trial import tried
+from pdtool.generator.composed import compose, copy_state, load_stages
 from pdtool.generator.kept_state import has_same_content
-from pdtool.generator.verify import compose, copy_state, load_stages, repeatable
+from pdtool.generator.verify import repeatable
 
 _SAMPLES = 2
 _Sight = tuple[str, Literal["graph", "model"]]  # a function, and what it sees

@@ -28,6 +28,7 @@ from pdtool.generator.forward_writer import ForwardWriter
 from pdtool.generator.output_writer import output_classes, output_imports
 from pdtool.generator.wiring import Wiring
 
+FUNCTION_MARK = "  # an autograd.Function"  # after the import of one of the user's
 _SEED_OPERATOR = '''
 def seed_operator(name, *tensors):
     """Return the tensors that the random operator of this name draws like; `pdtool run` seeds torch here as well."""
@@ -94,7 +95,7 @@ class StageWriter:
     def _function_imports(self) -> list[str]:
         """Import each autograd.Function of the user; pdtool finds the user's file wherever it is."""
         functions = [part.function for op in self._forward.operators for part in op.parts if part.function]
-        lines = [f"{_import(f)}  # an autograd.Function" for f in functions]
+        lines = [f"{_import(f)}{FUNCTION_MARK}" for f in functions]
         return ["", *dict.fromkeys(lines)] if lines else []
 
     def _train(self) -> Iterator[str]:

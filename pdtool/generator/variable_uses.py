@@ -143,16 +143,19 @@ def changed_in_training(
 
 def collected(file: ModuleType, function: str, reader: str) -> Iterator[tuple[str, str]]:
     """Yield (line, variable) for each variable of the user's file that a function changes and another one reads."""
-    read = set(names_read(getattr(file, reader)))
+    sources = [getattr(file, name) for name in (function, reader)]
+    changing, reading = (each if isinstance(each, FunctionType) else type(each) for each in sources)
+    read = set(names_read(reading))
     tree, _, file_name = _tree(file)
-    for defined in (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function):
+    kinds = ast.FunctionDef | ast.ClassDef  # the second of a callable object
+    for defined in (node for node in tree.body if isinstance(node, kinds) and node.name == changing.__name__):
         for node in ast.walk(defined):
             for part in _changed_by(node):
                 if isinstance(part, ast.Name) and part.id in read and _is_global(part.id, defined, file):
                     yield f"{file_name}:{part.lineno}", part.id
 
 
-def _is_global(name: str, function: ast.FunctionDef, file: ModuleType) -> bool:
+def _is_global(name: str, function: ast.FunctionDef | ast.ClassDef, file: ModuleType) -> bool:
     """Whether a name in a function is that of a variable of its file."""
     nodes = [*ast.walk(function)]
     if any(isinstance(node, ast.Global) and name in node.names for node in nodes):

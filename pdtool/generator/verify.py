@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +31,7 @@ from pdtool.frontend.model_rules import hook_on_parameter
 from pdtool.frontend.operators import named_state, registered_state, shared_memory
 from pdtool.frontend.random_numbers import derive_seed, random_state_kept, seed_generators, seed_torch
 from pdtool.frontend.user_code import line_of
-from pdtool.frontend.user_modules import user_modules_importable
+from pdtool.generator.composed import REPORT, ModelFailedError, VerificationError, compose, copy_state, load_stages
 from pdtool.generator.kept_state import (
     GENERATORS,
     TOLERANCE,
@@ -42,6 +41,7 @@ from pdtool.generator.kept_state import (
     kept_attributes,
     kept_state,
 )
+from pdtool.generator.stage_file import FUNCTION_MARK
 from pdtool.generator.variable_uses import names_read, user_classes
 
 _STAGES = "the generated stages"
@@ -51,82 +51,11 @@ _CHECK_STATE = (
     "its own; if so, name that module in HINTS opaque. If it calls torch.utils.checkpoint, leave that out: `pdtool "
     "partition` lets stages recompute where memory is short"
 )
-_REPORT = "this is a defect of pdtool: please report it with your model file"
 _EQUAL = 1e-10  # difference of outputs in double precision, where the same elements are dropped
 _ROUNDINGS = 100  # in a gradient, of the precision of the largest one
 _RANDOM = ("dropout", "attention", "lstm", "gru", "rnn", "rand", "bernoulli", "multinomial", "normal", "rrelu")
 _FILLING = ("uniform_", "normal_", "bernoulli_", "exponential_", "random_", "cauchy_", "log_normal_", "geometric_")
 _FILLING_WITHIN = {"gumbel_softmax": "exponential_"}  # function that fills a tensor of its argument's shape
-
-
-class VerificationError(PdtoolError):
-    """The generated stages are not equal to the model: nothing is written."""
-
-
-class ModelFailedError(VerificationError):
-    """The model itself fails, perhaps because a minibatch is too small for it."""
-
-
-def load_stages(
-    texts: Mapping[str, str], bundle: Bundle, device: str = "cpu", build: Callable[[], nn.Module] | None = None
-) -> list[nn.Module]:
-    """Make the stage modules from the generated texts, on `device` (`meta`: without storage).
-
-    Args:
-        build: makes a model for each stage, which takes its opaque modules from it.
-    """
-    modules = []
-    for stage in bundle.stages:
-        module = ModuleType(stage.file.removesuffix(".py"))
-        with user_modules_importable():
-            exec(compile(texts[stage.file], stage.file, "exec", dont_inherit=True), module.__dict__)
-        kind = getattr(module, stage.class_name)
-        model = (build(),) if stage.opaque and build else ()
-        with torch.device(device), patch.multiple(Tensor, uniform_=_unchanged, normal_=_unchanged):
-            module_of_stage = kind(*model)
-        modules.append(module_of_stage.train())
-    return modules
-
-
-def _unchanged(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Draw no initial weights, which takes seconds in large models: `copy_state` gives a stage the model's."""
-    return tensor
-
-
-def copy_state(model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle) -> None:
-    """Give each stage the model's parameters and buffers, by name."""
-    state = named_state(model)
-    with torch.no_grad():
-        for stage, spec in zip(stages, bundle.stages, strict=True):
-            stage_state = registered_state(stage)
-            missing = set(stage_state) ^ {*spec.parameters, *spec.buffers}
-            if missing:
-                what = f"{spec.file} and the model name their parameters and buffers differently: {sorted(missing)}"
-                raise VerificationError(what, _REPORT)
-            for name, tensor in stage_state.items():
-                tensor.copy_(state[name])
-
-
-def compose(stages: Sequence[nn.Module], bundle: Bundle, inputs: Sequence[Tensor], *, cuts_graph: bool = False) -> Any:
-    """Run all stages in this process, one after the other, and return the last one's output.
-
-    As in a run, only tensors with a gradient in the bundle send one back over a border.
-
-    Args:
-        cuts_graph: whether tensors lose their graph at each border, as in a run.
-    """
-    tensors = dict(zip(bundle.inputs, inputs, strict=True))
-    result: Any = None
-    for stage, spec in zip(stages, bundle.stages, strict=True):
-        result = stage(*(tensors[name] for name in spec.inputs))
-        if spec.outputs:
-            outputs = result if len(spec.outputs) > 1 else (result,)
-            for name, tensor in zip(spec.outputs, outputs, strict=True):
-                has_gradient = bundle.by_name[name].gradient
-                if cuts_graph or not has_gradient:
-                    tensor = tensor.detach().requires_grad_(has_gradient and tensor.requires_grad)
-                tensors[name] = tensor
-    return result
 
 
 def verify_values(
@@ -136,6 +65,8 @@ def verify_values(
     batches: Sequence[Any],
     after_forward: Mapping[str, Callable[..., Any]] | None = None,
     one_sample: Any = None,
+    *,
+    several_in_flight: bool = True,
 ) -> bool:
     """Compare the composed stages with the model, and return whether they differ for a minibatch of one sample.
 
@@ -146,6 +77,7 @@ def verify_values(
         after_forward: the user's functions that a run calls with the last stage's output, by name.
         one_sample: inputs of that minibatch. torch.export assumes two samples or more, so `if len(x) > 1` is true in
             the stages. None: it is not tried.
+        several_in_flight: whether a stage computes the forward of a minibatch before the backward of an earlier one.
 
     Raises:
         VerificationError: an output, a gradient or a buffer differs, or the model keeps other state between
@@ -166,7 +98,9 @@ def verify_values(
         _refuse_changed_memory(model, shared)
         raise
     _refuse_kept_state(kept_attributes(model, before), build, minibatches)
-    _refuse_hidden_paths(model, bundle, minibatches[-1], after_forward or {})
+    _refuse_hidden_paths(model.train(), bundle, minibatches[0], after_forward or {})
+    if several_in_flight and _runs_user_code(model, texts, bundle):
+        _compare_in_flight(model, stages, bundle, (minibatches[0], minibatches[-1]))
     return one_sample is not None and _differ_for(ModelInputs.of(one_sample), model, stages, bundle)
 
 
@@ -235,6 +169,44 @@ def _compare_minibatches(
             f"forward changes parameter {changed[0]} at each call: minibatches in flight together cannot share it",
             "let after_update() change it, or keep what forward changes in a buffer of the module that uses it",
         )
+
+
+def _runs_user_code(model: nn.Module, texts: Mapping[str, str], bundle: Bundle) -> bool:
+    """Whether stages call code that may change, in the next forward, what a backward reads: opaque modules and
+    functions of the user, or a forward that writes into a buffer. The modules of torch do not."""
+    if any(stage.opaque for stage in bundle.stages) or any(FUNCTION_MARK in text for text in texts.values()):
+        return True
+    has_buffers = (m for m in model.modules() if next(m.buffers(recurse=False), None) is not None)
+    return any(not type(module).__module__.startswith("torch.nn.") for module in has_buffers)
+
+
+def _compare_in_flight(
+    model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle, batches: Sequence[ModelInputs]
+) -> None:
+    """Compare the gradients of two minibatches: in the model one after the other, in the stages in flight together."""
+    copy_state(model, stages, bundle)
+    for module in (model, *stages):
+        module.train().zero_grad()
+    where = "training, two minibatches in flight"
+    for inputs in batches:
+        with repeatable():
+            expected = _run("the model", partial(_call, model, inputs), where)
+        _run("the backward of the model", partial(_backward, tensors_of(expected)), where)
+    try:
+        outputs = []
+        for inputs in batches:
+            with repeatable():
+                outputs.append(_run(_STAGES, partial(compose, stages, bundle, _copy(inputs).tensors), where))
+        for output in outputs:
+            _run(_STAGES, partial(_backward, tensors_of(output)), where)
+        _compare_gradients(_gradient_pairs(model, stages, where), where)
+    except VerificationError as error:
+        what = f"{error.what}: backward of the first minibatch needs what forward of the second has changed"
+        remedy = (
+            "keep what backward needs in ctx or in a local variable of forward, and compute with a copy of a buffer "
+            "that forward changes, such as self.scale.clone()"
+        )
+        raise VerificationError(what, remedy) from error
 
 
 def set_by_first_minibatch(build: Callable[[], nn.Module], batches: Sequence[Any]) -> list[str]:
@@ -355,7 +327,7 @@ def verify_shapes(texts: Mapping[str, str], bundle: Bundle, inputs: ModelInputs,
     for name, a, b in _paired(output, composed, "shapes"):
         if isinstance(a, Tensor) and (a.shape, a.dtype) != (b.shape, b.dtype):
             what = f"{name} is {tuple(b.shape)} {b.dtype} in the stages, but {tuple(a.shape)} {a.dtype} in the model"
-            raise VerificationError(what, _REPORT)
+            raise VerificationError(what, REPORT)
 
 
 def outputs_in_both_modes(model: nn.Module, batch: Any) -> list[list[Tensor]]:
@@ -417,6 +389,11 @@ def _gradients(
         module.zero_grad()
     for what, output in (("the model", expected), (_STAGES, composed)):
         _run(f"the backward of {what}", partial(_backward, tensors_of(output)), where)
+    return _gradient_pairs(model, stages, where)
+
+
+def _gradient_pairs(model: nn.Module, stages: Sequence[nn.Module], where: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return each parameter's gradients: the model's, and that of the stages."""
     stage_gradients = _stage_gradients(model, stages)
     gradients = {}
     for name, parameter in model.named_parameters():

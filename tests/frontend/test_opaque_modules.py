@@ -15,8 +15,8 @@ from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.model_rules import Hints
 from pdtool.frontend.tracing import trace_file
 from pdtool.generator import generate as generate_module
+from pdtool.generator.composed import VerificationError
 from pdtool.generator.generate import generate
-from pdtool.generator.verify import VerificationError
 from pdtool.profiler.estimate import estimate
 from pdtool.profiler.measure import measure
 from pdtool.runtime.worker.worker_model import load_stage_module

@@ -17,9 +17,10 @@ from pdtool.errors import ArtifactError, StaleError, UsageError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.tracing import trace, trace_file
 from pdtool.generator import generate as generate_module
+from pdtool.generator.composed import VerificationError, compose, copy_state, load_stages
 from pdtool.generator.generate import generate
 from pdtool.generator.stage_file import StageWriter
-from pdtool.generator.verify import VerificationError, compose, copy_state, load_stages, verify_values
+from pdtool.generator.verify import verify_values
 from pdtool.generator.wiring import Wiring
 from pdtool.profiler.measure import measure
 

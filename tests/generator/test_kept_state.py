@@ -21,9 +21,9 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.errors import ModelError, TraceError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.tracing import trace_file
+from pdtool.generator.composed import VerificationError
 from pdtool.generator.generate import generate
 from pdtool.generator.kept_state import kept_attributes, kept_state
-from pdtool.generator.verify import VerificationError
 
 HEAD = """
 import torch

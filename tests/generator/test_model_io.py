@@ -15,8 +15,8 @@ from pdtool.errors import TraceError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs, named_leaves, with_own_classes
 from pdtool.frontend.tracing import trace
+from pdtool.generator.composed import compose, copy_state, load_stages
 from pdtool.generator.generate import generate
-from pdtool.generator.verify import compose, copy_state, load_stages
 from pdtool.profiler.measure import measure
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.loading.minibatches import sample_order

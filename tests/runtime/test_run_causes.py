@@ -34,7 +34,7 @@ from pdtool.errors import (
     revived,
 )
 from pdtool.frontend.compute_mode import compiler_error, is_compiler_error
-from pdtool.generator.verify import ModelFailedError, VerificationError
+from pdtool.generator.composed import ModelFailedError, VerificationError
 from pdtool.host import MemoryLimit, memory_limits, oom_kills
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.groups import PeerErrorContext

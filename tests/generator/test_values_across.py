@@ -1,0 +1,166 @@
+"""Values that user code carries from one minibatch or function to another, past the tensors that stages exchange."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from skeletons import plan_of, skeleton
+
+from pdtool.artifacts.artifact import ModelRef
+from pdtool.errors import ModelError
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.model_rules import check_loss_parameters
+from pdtool.generator.composed import VerificationError
+from pdtool.generator.generate import generate
+
+FILE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset, default_collate
+
+{before}
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+        {init}
+    def forward(self, x):
+        h = self.linear(x)
+        {forward}
+
+def model():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Part(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+def dataset(split):
+    x = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target)
+
+def optimizer(named_parameters):
+    return torch.optim.SGD([p for _, p in named_parameters], lr=0.1)
+{after}
+"""
+CUBE = """
+CACHE = {}
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        CACHE["x"] = x
+        return x**3
+    @staticmethod
+    def backward(ctx, gradient):
+        return 3 * CACHE["x"]**2 * gradient
+"""
+HOOK = "self.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * (1 + {}.abs()),))"
+IN_FLIGHT = {
+    "an activation that a hook reads": {
+        "init": HOOK.format("module.kept"),
+        "forward": "self.kept = x.detach(); return torch.tanh(h)",
+    },
+    "a cache beside ctx": {"before": CUBE, "forward": "return Cube.apply(h)"},
+    "a buffer that forward changes through data": {
+        "forward": "self.scale.data.mul_(0.5).add_(h.detach().abs().mean(0)); return torch.tanh(h / self.scale)"
+    },
+    "a buffer that forward changes": {
+        "forward": "self.scale.lerp_(h.detach().abs().mean(0), 0.5); return h / self.scale"
+    },
+}
+MIXUP = """
+LAMBDA = {"now": 1.0}
+class Mixup:
+    def __call__(self, samples):
+        LAMBDA["now"] = 0.3
+        return default_collate(samples)
+collate = Mixup()
+def loss(output, target):
+    return LAMBDA["now"] * nn.functional.cross_entropy(output, target)
+"""
+EPOCH = """
+EPOCH = 0
+def sampler(dataset, epoch):
+    global EPOCH
+    EPOCH = epoch
+    return list(range(len(dataset)))
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target) * (1 + EPOCH)
+"""
+LOAD = """
+def after_update(named, update):
+    for name, parameter in named:
+        parameter.add_(0.01 * LOAD["now"])
+"""
+WRITES_LOAD = 'LOAD["now"] = h.detach().mean() if self.training else 0.0; return h'
+PASSED = {
+    "callable object to loss": ({"after": MIXUP}, r"model\.py:\d+: collate\(\) changes LAMBDA, which loss\(\) reads"),
+    "sampler to loss": ({"after": EPOCH}, r"sampler\(\) changes EPOCH, which loss\(\) reads"),
+    "forward to after_update": (
+        {"before": "LOAD = {}", "forward": WRITES_LOAD, "after": LOAD},
+        r"forward changes the global variable LOAD of model\.py in each call, and it is read in after_update\(\)",
+    ),
+}
+CLIPPED = """
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+def clip(optimizer, *_):
+    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
+def optimizer(named_parameters):
+    register_optimizer_step_pre_hook(clip)
+    return torch.optim.SGD([p for _, p in named_parameters], lr=0.1)
+"""
+
+
+def generated(folder: Path, in_flight: int | None = None, **parts: str) -> None:
+    defaults = {"before": "", "init": "", "forward": "return torch.tanh(h)", "after": ""}
+    text = FILE
+    for name, part in (defaults | parts).items():
+        text = text.replace(f"{{{name}}}", part)
+    (folder / "model.py").write_text(text)
+    file = ModelFile.load(ModelRef(source=str(folder / "model.py")), trusted=True)
+    profile = skeleton(file)
+    plan = plan_of(profile, 2)
+    if in_flight:
+        stages = tuple(stage.model_copy(update={"in_flight": in_flight}) for stage in plan.stages)
+        plan = plan.model_copy(update={"stages": stages})
+    generate(plan, profile, file, folder / "plan")
+
+
+@pytest.mark.parametrize("name", IN_FLIGHT)
+def test_what_a_backward_reads_must_not_be_changed_by_the_next_forward(name, tmp_path):
+    """In a plain loop each backward follows its own forward; with several minibatches in flight it does not."""
+    with pytest.raises(VerificationError, match=r"two minibatches in flight.*backward of the first minibatch needs"):
+        generated(tmp_path, **IN_FLIGHT[name])
+    generated(tmp_path, in_flight=1, **IN_FLIGHT[name])
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        "scale = h.detach().abs(); self.training and h.register_hook(lambda g: g / (1 + scale)); return h",
+        "self.scale.add_(h.detach().mean(0)); return h / self.scale.clone()",
+    ],
+)
+def test_values_of_their_own_may_be_kept_for_backward(forward, tmp_path):
+    generated(tmp_path, forward=forward)
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_no_variable_carries_a_value_to_a_function_in_another_process(name, tmp_path):
+    parts, message = PASSED[name]
+    with pytest.raises(VerificationError, match=message):
+        generated(tmp_path, **parts)
+
+
+def test_a_hook_of_all_optimizers_takes_part_in_the_update(tmp_path):
+    with pytest.raises(ModelError, match="a step of SGD depends on parameters of several stages"):
+        generated(tmp_path, after=CLIPPED)
+
+
+def test_a_loss_that_calls_backward_is_refused():
+    output = torch.ones(2, requires_grad=True)
+    output.square().sum().backward()
+    with pytest.raises(ModelError, match=r"loss\(\) calls backward\(\) itself"):
+        check_loss_parameters(output.sum(), [output])
