@@ -304,7 +304,8 @@ def profiles(draw: st.DrawFn) -> Profile:
         for i, name in enumerate(names)
     )
     some = st.lists(st.sampled_from(names), max_size=3).map(tuple)
-    shared = st.builds(SharedParameter, name=_names, bytes=_bytes, nodes=some)
+    most = min(node.parameter_bytes for node in nodes) // 2  # of each of two
+    shared = st.builds(SharedParameter, name=_names, bytes=st.integers(0, most), nodes=some)
     return Profile(
         name=draw(_words),
         model=draw(st.one_of(st.none(), st.just(MODEL))),
@@ -379,7 +380,7 @@ def reports(draw: st.DrawFn) -> Report:
     return report().model_copy(
         update={
             "metrics": draw(st.dictionaries(_labels, finite, max_size=3)),
-            "stages": tuple(draw(st.lists(stage, max_size=3))),
+            "stages": tuple(draw(st.lists(stage, max_size=2))),
             "plan": draw(_labels),
             "target_reached": draw(st.sampled_from([None, True, False])),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Self
@@ -146,6 +147,14 @@ class Profile(Artifact):
             for name in group:
                 if name not in positions:
                     raise FieldError(field, f"{name!r} is not a node")
+
+        shared_bytes: Counter[str] = Counter()
+        for i, shared in enumerate(self.shared):
+            shared_bytes.update(dict.fromkeys(shared.nodes, shared.bytes))
+            for name in shared.nodes:
+                if self.nodes[positions[name]].parameter_bytes < shared_bytes[name]:
+                    fault = f"{shared_bytes[name]} in all exceed the parameter_bytes of {name!r}"
+                    raise FieldError(f"shared[{i}].bytes", fault)
 
     def __hash__(self) -> int:
         """Hash by name and size: figures that are computed from a profile are remembered by it."""

@@ -11,6 +11,8 @@ from pdtool.artifacts.artifact import Artifact, FrozenModel
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.fields import Bytes, Count, Figure, FigureBytes, Label, Number, Seconds, Title
 from pdtool.artifacts.plan import Predicted
+from pdtool.errors import FieldError
+from pdtool.units import counted
 
 Factor = Annotated[float, Field(ge=1, le=1e9, allow_inf_nan=False)]
 
@@ -114,6 +116,11 @@ class Report(Artifact):
     local_workers: Count | None = None
     loader_workers: Number | None = None
     includes_compilation: bool = False
+
+    def check(self) -> None:
+        if self.predicted and len(self.predicted.memory_bytes) < len(self.stages):
+            fault = f"has {counted(len(self.predicted.memory_bytes), 'value')}, but there are {len(self.stages)} stages"
+            raise FieldError("predicted.memory_bytes", fault)
 
     @property
     def epochs_by_length(self) -> list[tuple[int, int]]:

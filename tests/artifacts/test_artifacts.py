@@ -344,6 +344,7 @@ def test_numbers_that_nobody_means_are_refused(artifact, changes, match):
         ({"together": [["a", "gone"]]}, r"together\[0\]: 'gone' is not a node"),
         ({"pin": {"gone": 0}}, "pin: 'gone' is not a node"),
         ({"shared": [{"name": "w", "bytes": 1, "nodes": ["gone"]}]}, r"shared\[0\]\.nodes: 'gone' is not a node"),
+        ({"shared": [{"name": "w", "bytes": 999, "nodes": ["a"]}]}, r"shared\[0\]\.bytes: 999 in all exceed the param"),
         ({"batch_size": 0}, "batch_size"),
         ({"device": {"name": "cpu", "kind": "guessed"}}, r"device\.kind"),
     ],

@@ -77,7 +77,7 @@ def test_help_is_an_imperative_sentence_with_two_examples(folder, name):
         if isinstance(option, click.Option):
             assert option.help, f"{name} {option.opts}"
             assert option.help[0].isupper()
-            assert option.help.rstrip("]").endswith((".", "]", "-o", "yaml", "json", "html", "PLAN"))
+            assert option.help.endswith((".", "]"))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
