@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -74,7 +74,7 @@ def note(text: str) -> None:
         if _bars:
             _bars[-1].print(_at_words(text), soft_wrap=True)
         else:
-            click.echo(_at_words(text) if sys.stderr.isatty() else text, err=True)
+            click.echo(_at_words(text) if _is_terminal(sys.stderr) else text, err=True)
 
 
 def _at_words(text: str) -> str:
@@ -96,7 +96,7 @@ def telling_what_takes_long(command: Callable[[], str]) -> Iterator[None]:
     Args:
         command: returns the name of the step, unless a `status` or `progress` has one.
     """
-    if sys.stderr.isatty():
+    if _is_terminal(sys.stderr):
         yield
         return
     ended = threading.Event()
@@ -165,9 +165,14 @@ def show(*parts: RenderableType, err: bool = True) -> None:
         click.echo(text, err=err, nl=False)
 
 
+def _is_terminal(stream: TextIO | None) -> bool:
+    """Whether people look at a stream; a service may have none."""
+    return stream is not None and stream.isatty()
+
+
 def is_progress_shown() -> bool:
     """Return whether people look at stderr, and did not ask for quiet."""
-    return sys.stderr.isatty() and not Verbosity.is_quiet
+    return _is_terminal(sys.stderr) and not Verbosity.is_quiet
 
 
 @contextmanager

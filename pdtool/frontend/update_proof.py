@@ -132,6 +132,32 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
             others = f" and {len(different) - 3} others" * (len(different) > 3)
             what = f"with the same gradients, {', '.join(different[:3])}{others} get different values"
             raise _refusal(file, update, f"{what} if {owner} has an optimizer of its own")
+    if trained := [name for name, p in parameters.items() if p.requires_grad and any(name in s for s in stages)]:
+        _check_skipped_updates(file, update, stages, trained[0], is_same)
+
+
+def _check_skipped_updates(
+    file: ModelFile,
+    update: _Update,
+    stages: Sequence[Collection[str]],
+    spoiled: str,
+    is_same: Callable[[Tensor, Tensor], bool],
+) -> None:
+    """Check that a gradient of one stage that is not finite changes no update of the others, as in an optimizer that
+    skips such an update.
+
+    Args:
+        spoiled: the parameter with that gradient.
+    """
+    try:
+        expected = update.of([name for stage in stages for name in stage], spoiled)
+    except ModelError:  # it ends the run, whichever stage raises it
+        return
+    for stage in (stage for stage in stages if spoiled not in stage):
+        found = update.of(stage, spoiled)
+        if changed := [name for name in found if not is_same(found[name], expected[name])]:
+            what = f"if the gradient of {spoiled} is not finite, {changed[0]} gets another value"
+            raise _refusal(file, update, f"{what} if each stage has an optimizer of its own")
 
 
 def _refusal(file: ModelFile, update: _Update, what: str) -> ModelError:
@@ -175,16 +201,19 @@ class _Update:
             for name, p in parameters.items()
         }
 
-    def of(self, part: Collection[str]) -> dict[str, Tensor]:
+    def of(self, part: Collection[str], spoiled: str = "") -> dict[str, Tensor]:
         """Return the values of the parameters of a part after the updates, by name.
 
         Each part is tried from the same state of the user's variables, and no variable or file of the user changes.
+
+        Args:
+            spoiled: instead, make two updates, and in the second one this parameter's gradient is not finite.
         """
-        values, draws_random_numbers = tried(partial(self._of, part), self._parameters.values())
+        values, draws_random_numbers = tried(partial(self._of, part, spoiled), self._parameters.values())
         self.draws_random_numbers |= draws_random_numbers
         return values
 
-    def _of(self, part: Collection[str]) -> tuple[dict[str, Tensor], bool]:
+    def _of(self, part: Collection[str], spoiled: str) -> tuple[dict[str, Tensor], bool]:
         """Return the values of `of`, and whether the updates draw random numbers.
 
         The gradients point the same way in each update, so that a search for a step size finds one. Their size grows
@@ -199,10 +228,11 @@ class _Update:
         before = _generator_states()
         try:
             set_mode(optimizer, training=True)
-            for update in range(TRIED_UPDATES):
+            for update in range(2 if spoiled else TRIED_UPDATES):
                 size = _LAST_SIZES.get(update - TRIED_UPDATES, 1 + 0.1 * update)
                 for name, gradient in gradients.items():
-                    own[name].grad = gradient * size if own[name].requires_grad else None
+                    factor = math.nan if update == 1 and name == spoiled else size
+                    own[name].grad = gradient * factor if own[name].requires_grad else None
                 optimizer.step()
                 self._file.after_update(list(own.items()), update + 1)
                 if scheduler:

@@ -85,6 +85,7 @@ def verify_values(
     """
     minibatches = [ModelInputs.of(inputs) for inputs in batches]
     model, stages = _model_and_stages(build, texts, bundle)
+    _refuse_listed_parameters(model, bundle)
     _fill_zeros(model)
     copy_state(model, stages, bundle)
     before = kept_state(model)
@@ -102,6 +103,23 @@ def verify_values(
     if several_in_flight and _runs_user_code(model, texts, bundle):
         _compare_in_flight(model, stages, bundle, (minibatches[0], minibatches[-1]))
     return one_sample is not None and _differ_for(ModelInputs.of(one_sample), model, stages, bundle)
+
+
+def _refuse_listed_parameters(model: nn.Module, bundle: Bundle) -> None:
+    """Refuse an opaque module whose code reads trained parameters from a list, tuple or dict: a stage gives its modules
+    the weights of a minibatch's version by assigning to their attributes."""
+    for path in (path for stage in bundle.stages for path in stage.opaque):
+        for name, module in model.get_submodule(path).named_modules(prefix=path):
+            read = {attribute for kind in user_classes(module) for attribute in names_read(kind)}
+            for attribute in read & vars(module).keys() - vars(nn.Module()).keys():
+                value = vars(module)[attribute]
+                listed = pytree.tree_leaves(value) if isinstance(value, (list, tuple, dict)) else ()
+                if any(isinstance(leaf, nn.Parameter) and leaf.requires_grad for leaf in listed):
+                    what = f"self.{attribute} of {name} holds parameters in a {type(value).__name__}"
+                    raise VerificationError(
+                        f"{what}, so this opaque module would not compute with the weights of its minibatch",
+                        "use nn.ParameterList or nn.ParameterDict, or read each parameter from its own attribute",
+                    )
 
 
 def _fill_zeros(model: nn.Module) -> None:

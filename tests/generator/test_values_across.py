@@ -113,6 +113,17 @@ def optimizer(named_parameters):
 """
 
 
+SKIPPING = """
+class Careful(torch.optim.SGD):
+    def step(self, closure=None):
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if all(bool(gradient.isfinite().all()) for gradient in gradients):
+            super().step(closure)
+def optimizer(named_parameters):
+    return Careful([p for _, p in named_parameters], lr=0.1)
+"""
+
+
 def generated(folder: Path, in_flight: int | None = None, **parts: str) -> None:
     defaults = {"before": "", "init": "", "forward": "return torch.tanh(h)", "after": ""}
     text = FILE
@@ -157,6 +168,17 @@ def test_no_variable_carries_a_value_to_a_function_in_another_process(name, tmp_
 def test_a_hook_of_all_optimizers_takes_part_in_the_update(tmp_path):
     with pytest.raises(ModelError, match="a step of SGD depends on parameters of several stages"):
         generated(tmp_path, after=CLIPPED)
+
+
+def test_an_update_that_gradients_of_another_stage_may_skip_is_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"if the gradient of 0\.weight is not finite, .* gets another value"):
+        generated(tmp_path, after=SKIPPING)
+
+
+def test_an_opaque_module_that_reads_parameters_from_a_list_is_refused(tmp_path):
+    init = "self.weights = [self.linear.weight]; self.register_full_backward_hook(lambda *_: None)"
+    with pytest.raises(VerificationError, match=r"self\.weights of 2 holds parameters in a list"):
+        generated(tmp_path, init=init, forward="return torch.tanh(x @ self.weights[0])")
 
 
 def test_a_loss_that_calls_backward_is_refused():
