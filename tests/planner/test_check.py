@@ -465,7 +465,7 @@ def test_check_and_show_compute_what_an_edited_plan_says_now(edited, net):
     lines = " ".join(edited.pdtool("check").stdout.split())
     assert "– figures: the plan was edited by hand, and its file still has the old figures; " in lines
     assert f"it now takes {figures}" in lines
-    assert "more than the fastest plan found with the options of the plan before" in lines
+    assert "more than the fastest plan found with the options of the unedited plan" in lines
     shown = edited.pdtool("show", "plans/net.yaml")
     assert f"simulated: {figures}" in shown.stdout
     assert "the plan was edited by hand" in shown.stderr

@@ -223,7 +223,7 @@ def test_interleaved_stages_of_one_worker_share_no_parameter():
     net, cluster = chain([1.0] * 8), make_cluster((2,), (1e9,))
     options = PlanOptions(schedule="interleaved", microbatches=4)
     for nodes, is_planned in ((("a0", "a7"), True), (("a0", "a4"), False)):  # of stages 0 and 3, 0 and 2
-        tied = profile_of(net.nodes, shared=(SharedParameter(name="w", bytes=8, nodes=nodes),))
+        tied = profile_of(net.nodes, shared=(SharedParameter(name="w", bytes=0, nodes=nodes),))
         if is_planned:
             assert make_plan(tied, "net.json", cluster, options).chunks == 2
         else:
