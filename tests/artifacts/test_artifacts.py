@@ -317,6 +317,11 @@ def test_repeated_keys_of_json_are_refused():
         (samples.bundle(), {"batch_size": 10**400}, "batch_size"),
         (samples.plan(), {"why": {"bottleneck": "", "certificate": {"bound_s": 5e-324}}}, r"bound_s: .*1e-100"),
         (samples.report(), {"epochs": -1}, "epochs"),
+        (
+            samples.report(),
+            {"stages": 3 * samples.report().model_dump(mode="json")["stages"][:1]},
+            "2 values, but there a",
+        ),
         (samples.report(), {"minibatches": 10**20}, "minibatches"),
     ],
 )

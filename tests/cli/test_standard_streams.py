@@ -45,6 +45,15 @@ def test_a_note_that_cannot_be_written_ends_nothing(monkeypatch):
     terminal.note("epoch 1")
 
 
+def test_a_process_without_stderr_is_told_nothing(monkeypatch):
+    """A service calls the Python API: `isatty` of None was asked for."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", None)
+        terminal.note("epoch 1")
+        is_shown = terminal.is_progress_shown()
+    assert not is_shown
+
+
 @pytest.mark.parametrize(("columns", "width"), [("³", 80), ("", 80), ("0", 80), ("-5", 80), ("20", 20)])
 def test_only_a_number_is_a_width(columns, width, monkeypatch):
     with monkeypatch.context() as patch:  # only here: pytest -v reads it, too, and cannot write so wide

@@ -19,6 +19,7 @@ from test_run_nodes import ended, start
 
 from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
+from pdtool.runtime import groups
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.groups import describe_differences
 from pdtool.runtime.launch.launcher import launch
@@ -76,6 +77,14 @@ def test_a_lock_ends_with_its_context(tmp_path: Path) -> None:
         assert code != 0
         assert f"is in use by a run (process {os.getpid()} on " in errors
     assert ended(start([sys.executable, "-c", take]))[0] == 0
+
+
+def test_workers_of_other_versions_are_told_to_install_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = [("machine 0 (a)", {"torch's version": "2.13.0"}), ("machine 1 (b)", {"torch's version": "2.12.0"})]
+    monkeypatch.setattr(groups, "all_gather", lambda *_: workers)
+    monkeypatch.setattr(groups.dist, "get_rank", lambda: 0)
+    with pytest.raises(UsageError, match=r"2\.12\.0 on machine 1.*; install the same versions of pdtool and torch on"):
+        groups.check_agreement({}, None)
 
 
 def test_differences_are_told_with_the_machine() -> None:
