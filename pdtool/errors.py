@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -160,6 +161,15 @@ def describe_error(error: BaseException) -> str:
     if len(text) > _MAX_TEXT:
         text = f"{text[:_MAX_TEXT]}... ({len(text)} characters)"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def refused_exit(error: BaseException) -> ModelError:
+    """Return the error for user code that called sys.exit(), or raised something else that is no Exception."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    what = f"{describe_error(error)} was raised, which is not an Exception"
+    if isinstance(error, SystemExit):
+        what = f"sys.exit({error.code!r}) was called"
+    return ModelError(f"{Path(frame.filename).name}:{frame.lineno}: {what}", "raise an error in the model file instead")
 
 
 def with_article(noun: str) -> str:

@@ -167,6 +167,9 @@ def _recorded(model: nn.Module, paths: Collection[str], minibatch: ModelInputs) 
 
     def call(path: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         inputs = tensors_in((args, kwargs))
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, inputs)):
+            what = f"forward calls {path} inside a transform of torch.func"
+            raise TraceError(what, "move the transform into a module of its own", module=path.rpartition(".")[0])
         before = [t.detach().clone() for t in inputs]
         versions = [t._version for t in inputs]
         result = forward(*args, **kwargs)

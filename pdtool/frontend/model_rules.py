@@ -187,13 +187,18 @@ def graph_leaves(tensor: Tensor) -> list[Tensor]:
     """Return the leaves of a tensor's autograd graph: parameters and inputs that get a gradient from it."""
     if tensor.grad_fn is None:
         return [tensor] if tensor.requires_grad else []
-    nodes = {tensor.grad_fn: None}
+    return [node.variable for node in graph_nodes(tensor) if hasattr(node, "variable")]
+
+
+def graph_nodes(tensor: Tensor) -> Collection[Any]:
+    """Return the nodes of a tensor's autograd graph, each once."""
+    nodes: dict[Any, None] = {tensor.grad_fn: None} if tensor.grad_fn else {}
     todo = list(nodes)
     while todo:
         below = [node for node, _ in todo.pop().next_functions if node is not None and node not in nodes]
         nodes.update(dict.fromkeys(below))
         todo += below
-    return [node.variable for node in nodes if hasattr(node, "variable")]
+    return nodes
 
 
 def hook_on_parameter(location: str) -> TraceError:

@@ -26,7 +26,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from pdtool.errors import PdtoolError, describe_error
+from pdtool.errors import PdtoolError, describe_error, refused_exit
 from pdtool.host import end_with_parent
 
 _T = TypeVar("_T")
@@ -93,6 +93,8 @@ def _do(work: Callable[[], Any], folder: str, writer: Connection) -> NoReturn:
 
 def _portable(error: BaseException) -> bytes:
     """Return an error in a form for another process, with its traceback as a note."""
+    if isinstance(error, SystemExit):
+        error = refused_exit(error)
     error.add_note("".join(traceback.format_exception(error)))
     try:
         copy(error)  # as it is made anew from its pickle

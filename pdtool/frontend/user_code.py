@@ -28,7 +28,7 @@ from torch.utils.data import IterableDataset, Subset, default_collate
 
 from pdtool.artifacts.artifact import ModelRef, fields_checked
 from pdtool.artifacts.text_formats import check_plain
-from pdtool.errors import FieldError, ModelError, UsageError, describe_error
+from pdtool.errors import FieldError, ModelError, UsageError, describe_error, refused_exit
 from pdtool.frontend.user_modules import begin_import, import_file, module_name, undoing_imports
 
 _ZOO = Path(__file__).parent.parent / "zoo"
@@ -139,7 +139,11 @@ def import_source(source: str, path: Path) -> ModuleType:
 def undoing_user_changes() -> Iterator[None]:
     """Undo at the end what the user's code and its import changed in this process: the current folder, signal handlers,
     torch's default dtype, hooks of all optimizers, and imports (see undoing_imports). It begins with torch's own
-    defaults, as a worker does."""
+    defaults, as a worker does.
+
+    Raises:
+        ModelError: the user's code calls sys.exit().
+    """
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     torch.set_default_dtype(torch.float32)
     if device.type != "cpu":
@@ -150,6 +154,8 @@ def undoing_user_changes() -> Iterator[None]:
     with chdir("."), undoing_imports(), torch.inference_mode(False), torch.enable_grad():  # or the caller's modes
         try:
             yield
+        except SystemExit as end:
+            raise refused_exit(end) from end
         finally:
             torch.set_default_dtype(dtype)
             for registered, before in hooks:

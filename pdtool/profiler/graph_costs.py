@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,13 +18,14 @@ from pdtool.artifacts.profile import Node, Profile, SharedParameter
 from pdtool.errors import PdtoolError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import tensors_in, tensors_of
-from pdtool.frontend.model_rules import check_loss_parameters, graph_leaves, unknown_module_remedy
+from pdtool.frontend.model_rules import check_loss_parameters, graph_leaves, graph_nodes, unknown_module_remedy
 from pdtool.frontend.operators import Value, storage_address, unique_name
 from pdtool.profiler.execute import ProfiledModel
 from pdtool.profiler.kernels import FLOP_FORMULAS
 
 _MAX_REASON = 300  # characters of the reason why a module is opaque
 Seconds = Mapping[str, float]  # by node
+_T = TypeVar("_T")
 Counts = Mapping[str, int]  # by node
 
 
@@ -79,26 +81,45 @@ def count_stash_and_flops(model: ProfiledModel) -> tuple[dict[str, int], dict[st
                 saved_by[producers[address]] = node
         return tensor
 
-    environment = model.environment()
     counter = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t), counter:
-        for op in model.traced.operators:
-            if op.constant:
-                continue
-            if not op.is_input:
-                node, before = op.name, counter.get_total_flops()
-                environment.update(zip(op.outputs, model.run(op, environment), strict=True))
-                flops[node] = counter.get_total_flops() - before
-            if len(op.outputs) == 1:
-                output = environment[op.outputs[0]]
-                if output.untyped_storage().nbytes() == output.nbytes:
-                    producers[storage_address(output)] = op.name
-        if model.with_loss:
-            node = "loss"
-            output = model.output(environment)
-            known = [leaf for tensor in tensors_of(output) for leaf in graph_leaves(tensor)]
-            check_loss_parameters(model.loss(output), (*known, *model.run.state.values()))
+
+    def counted(work: Callable[[], _T]) -> _T:
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t), counter:
+                result = work()
+            flops[node] = counter.get_total_flops()
+        except Exception:  # perhaps torch allows no hooks there: in torch.func, or in autograd.grad of a leaf
+            result = work()
+            for tensor in _saved_tensors(tensors_in(result)):
+                count(tensor)
+        return result
+
+    environment = model.environment()
+    for op in model.traced.operators:
+        if op.constant:
+            continue
+        if not op.is_input:
+            node = op.name
+            environment.update(zip(op.outputs, counted(partial(model.run, op, environment)), strict=True))
+        if len(op.outputs) == 1:
+            output = environment[op.outputs[0]]
+            if output.untyped_storage().nbytes() == output.nbytes:
+                producers[storage_address(output)] = op.name
+    if model.with_loss:
+        node = "loss"
+        output = model.output(environment)
+        known = [leaf for tensor in tensors_of(output) for leaf in graph_leaves(tensor)]
+        check_loss_parameters(counted(partial(model.loss, output)), (*known, *model.run.state.values()))
     return stash_bytes, saved_by, flops
+
+
+def _saved_tensors(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors that the autograd graph of some outputs has saved, also those of earlier operators."""
+    for node in {node for output in outputs for node in graph_nodes(output)}:
+        for name in dir(node):
+            if name.startswith("_saved_") or name == "saved_tensors":
+                with suppress(RuntimeError):  # they are freed
+                    yield from tensors_in(getattr(node, name))
 
 
 def make_profile(model: ProfiledModel, device: Device, costs: GraphCosts, **measured: Any) -> Profile:

@@ -793,6 +793,31 @@ class Directional(nn.Module):
         return torch.func.jvp(lambda t: self.linear(t).tanh(), (x,), (torch.ones_like(x),))[1]
 
 
+class GradientOfInput(nn.Module):
+    """Adds the gradient of a potential by a detached input, as force fields and energy-based models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.potential = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x):
+        with torch.enable_grad():
+            position = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.potential(position).sum(), position, create_graph=True)
+        return x + force
+
+
+class GradientsOfSamples(nn.Module):
+    """Adds the gradient of a potential by each sample: torch.func allows no hooks on saved tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.potential = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x):
+        return x + torch.func.vmap(torch.func.grad(lambda sample: self.potential(sample).sum()))(x)
+
+
 class Gate(nn.Module):
     """Ignores its second input in most minibatches."""
 
@@ -860,6 +885,10 @@ MODELS = {
         lambda: nn.Sequential(StochasticLayer(), StochasticLayer(), nn.Linear(8, 3)), INPUT, CLASS, noisy=True
     ),
     "directional": Task(lambda: nn.Sequential(nn.Linear(8, 8), Directional(), perceptron()), INPUT, CLASS),
+    "gradient_of_input": Task(lambda: nn.Sequential(nn.Linear(8, 8), GradientOfInput(), perceptron()), INPUT, CLASS),
+    "gradients_of_samples": Task(
+        lambda: nn.Sequential(nn.Linear(8, 8), GradientsOfSamples(), perceptron()), INPUT, CLASS
+    ),
     "running_norm": Task(
         RunningNorm, INPUT, lambda g: {"action": classes(4)(g), "return": numbers()(g)}, actor_critic_loss
     ),

@@ -225,6 +225,22 @@ def test_state_that_no_checkpoint_holds_is_told_once(tmp_path, capsys):
     assert capsys.readouterr().err.count("keeps 'closure', a function: checkpoints hold tensors, numbers, string") == 1
 
 
+def test_lists_of_numbers_in_attributes_are_saved_and_tensors_there_are_told(tmp_path, capsys):
+    """As a Lookahead keeps its slow weights beside its state."""
+    first, resumed = optimizer_of(load(tmp_path)), optimizer_of(load(tmp_path))
+    first.optimizer._steps, resumed.optimizer._steps = [1, 2.5], []
+    first.optimizer.__class__ = resumed.optimizer.__class__ = type("Own", (first.optimizer.__class__,), {})
+    saved = {name: {} for name in first.names}
+    for name, entry, tensor in first.state_dict():
+        saved[name][entry] = tensor
+    assert not capsys.readouterr().err
+    resumed.load_state_dict(saved)
+    assert resumed.optimizer._steps == [1, 2.5]
+    first.optimizer.slow = {"weights": [torch.ones(2)]}
+    list(first.state_dict())
+    assert "keeps tensors in its attribute slow, which no checkpoint holds" in capsys.readouterr().err
+
+
 def test_what_an_optimizer_keeps_is_packed_as_it_is():
     """Of all types, under any names; two names that differ in where their dots are stay two."""
     nested = {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(3), "": torch.ones(()), 3: [torch.ones(1), (1, 2.5)]}

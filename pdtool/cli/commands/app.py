@@ -29,7 +29,7 @@ from pdtool.cli.commands.steps import codegen, partition, profile, run
 from pdtool.cli.commands.train import train
 from pdtool.cli.project_defaults import ProjectDefaults
 from pdtool.cli.terminal import Verbosity, note, open_closed_streams, telling_what_takes_long
-from pdtool.errors import PdtoolError, UsageError, describe_error, suggestion
+from pdtool.errors import PdtoolError, UsageError, refused_exit, suggestion
 
 _SECTIONS: dict[str, tuple[click.Command, ...]] = {
     "Commands: the four steps, and all of them at once": (profile, partition, codegen, run, train),
@@ -97,9 +97,6 @@ class CommandGroup(click.Group):
             if isinstance(error, UsageError):
                 _note_defaults(ctx, ctx.invoked_subcommand or "", str(error))
             ctx.exit(error.exit_code)
-        except SystemExit as end:  # from the user's code: pdtool itself exits through click
-            note(f"error: {_place(end)}: sys.exit({end.code!r}) was called; raise an error in the model file instead")
-            ctx.exit(1)
         except OSError as error:
             _failed_output(ctx, error)
         except KeyboardInterrupt:
@@ -108,8 +105,7 @@ class CommandGroup(click.Group):
         except BaseException as error:
             if isinstance(error, Exception):
                 raise
-            # from the user's code; no `except Exception` has caught it
-            note(f"error: {_place(error)}: {describe_error(error)} was raised, which is not an Exception")
+            note(f"error: {refused_exit(error)}")  # of the user's code: pdtool itself exits through click
             ctx.exit(1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -136,12 +132,6 @@ def _failed_output(ctx: click.Context, error: OSError) -> NoReturn:
         raise error
     note(f"error: {error.filename or 'the output'} failed: {error.strerror}")
     ctx.exit(1)
-
-
-def _place(error: BaseException) -> str:
-    """Return `model.py:12`, the line that raised an error."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
 def _note_defaults(ctx: click.Context, command: str, error: str) -> None:

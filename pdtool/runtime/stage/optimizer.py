@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pdtool.errors import FieldError, ModelError
 from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.model_io import tensors_in
 from pdtool.frontend.random_numbers import derive_seed, seed_generators
 from pdtool.frontend.update_proof import (
     NAMES_OF_GROUP,
@@ -38,6 +39,7 @@ from pdtool.runtime.corrections import CompensatedSteps, DelayCompensation
 from pdtool.runtime.stage.component import CannotPackError, pack, unpack
 
 _PLAIN = (bool, int, float, str)
+_SAVED = {"state", "param_groups", "defaults"}  # attributes of an optimizer that are saved elsewhere, or never change
 _MAX_SETTINGS = 500
 
 
@@ -92,7 +94,7 @@ class NamedOptimizer:
         self.is_by_user_code = self._may_draw or self.schedule.is_by_user_code
         self._first_trained = {name: p.requires_grad for name, p in self._saved.items()}
         self._groups = len(self._param_groups)
-        self._first_attributes = _attributes(self.optimizer) if self.optimizer else {}
+        self._first_attributes = copy.deepcopy(_attributes(self.optimizer)) if self.optimizer else {}
         self._first_groups = [
             copy.deepcopy({k: group[k] for k in group.keys() - NAMES_OF_GROUP}) for group in self._param_groups
         ]
@@ -197,9 +199,15 @@ class NamedOptimizer:
 
     def _of_whole_optimizer(self) -> dict[str, Any]:
         """Other state of an optimizer: for no parameter, as numbers or texts in attributes, and the number of
-        groups."""
+        groups; warn if it keeps tensors in attributes."""
         if not self.optimizer:
             return {}
+        for name, value in vars(self.optimizer).items():
+            if name not in _SAVED and any(not isinstance(t, nn.Parameter) for t in tensors_in(value)):
+                self._warn_once(
+                    f"keeps tensors in its attribute {name}, which no checkpoint holds: a resumed run starts without "
+                    "them; keep them in self.state[parameter]"
+                )
         state = {key: value for key, value in self.optimizer.state.items() if not isinstance(key, Tensor)}
         first = self._first_attributes
         attributes = {
@@ -216,13 +224,16 @@ class NamedOptimizer:
                 list(pack({key: value}))
                 packable[key] = value
             except CannotPackError as error:
-                if not self._has_warned:
-                    self._has_warned = True
-                    sys.stderr.write(
-                        f"warning: {type(self.optimizer).__name__} keeps {key!r}, {error}: checkpoints hold tensors, "
-                        "numbers, strings and containers of them, so a resumed run starts without it\n"
-                    )
+                self._warn_once(
+                    f"keeps {key!r}, {error}: checkpoints hold tensors, numbers, strings and containers of them, so a "
+                    "resumed run starts without it"
+                )
         return packable
+
+    def _warn_once(self, what: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            sys.stderr.write(f"warning: {type(self.optimizer).__name__} {what}\n")
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Load the saved state; the learning-rate schedule catches up.
@@ -339,8 +350,9 @@ def without_changes(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """The numbers and texts in an optimizer's own attributes."""
-    return {key: v for key, v in vars(optimizer).items() if type(v) in _PLAIN and not key.startswith("_")}
+    """The numbers and texts, and lists and tuples of them, in an optimizer's own attributes."""
+    is_of_torch = type(optimizer).__module__.startswith("torch.")
+    return {k: v for k, v in vars(optimizer).items() if _is_plain(v) and not (is_of_torch and k.startswith("_"))}
 
 
 def _is_same(value: Any, other: Any) -> bool:
