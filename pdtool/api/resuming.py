@@ -12,6 +12,7 @@ from pdtool.api.console import note
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.run_dir import Checkpoint, RunDir, RunState
 from pdtool.errors import ArtifactError, UsageError
+from pdtool.files import quoted
 from pdtool.machines import is_first_worker
 from pdtool.options.declaration import Option, declared
 from pdtool.options.run_options import SAME_FOLDER, RunOptions, excluded_by
@@ -80,13 +81,18 @@ def own_plan(asked: RunOptions) -> str | None:
     It is None if no run is resumed, or if it has not begun.
 
     Raises:
-        UsageError: both are gone.
+        UsageError: both are gone, or the run began in another folder.
         ArtifactError: run.json is damaged.
     """
     run = _resumed_run(asked)
     if run is None or not run.state_file.is_file():
         return None
-    path = RunState.load(run.state_file).plan_path
+    state = RunState.load(run.state_file)
+    began_in, path = run.path.resolve() / state.folder, state.plan_path
+    if state.folder and began_in.is_dir() and not began_in.samefile("."):
+        folder, name = began_in.resolve(), os.path.relpath(run.path.resolve(), began_in)
+        what = f"{run.path} began in {folder}, and this folder may have another plan and model of the same names"
+        raise UsageError(what, f"`cd {quoted(folder)} && pdtool run --resume {quoted(name)}`, or name a plan")
     if os.path.isfile(path):
         return path
     if not run.plan_file.is_file():

@@ -96,6 +96,7 @@ class RunState(Artifact):
     Attributes:
         plan: name of the plan.
         plan_path: path of the plan; "" if an earlier pdtool, which did not record it, trained it.
+        folder: where the paths of its plan and its model begin, from its own folder. Older files lack it.
         epochs: total epochs of the run.
         epochs_done: epochs with a complete checkpoint.
         resumed_after: epochs of the resumed run when this one began.
@@ -113,6 +114,7 @@ class RunState(Artifact):
 
     plan: Label
     plan_path: str = ""
+    folder: str = ""
     config: Label
     schedule: Label
     epochs: Number

@@ -80,6 +80,20 @@ def test_a_run_whose_plan_is_gone_continues_with_its_own_copy(trainable: Folder)
 
 
 @pytest.mark.usefixtures("stages")
+def test_a_run_is_not_resumed_with_the_plan_of_another_folder(trainable: Folder, tmp_path_factory, monkeypatch) -> None:
+    """That plan, and the model that it names, may have the same names, and even parameters of the same shapes."""
+    trainable.pdtool("run", "plans/model-2.yaml", *OPTIONS, "--epochs", "1", "-o", "runs/a b")
+    began_in, other = Path.cwd(), tmp_path_factory.mktemp("other")
+    shutil.copytree(began_in, other / "copy")
+    monkeypatch.chdir(other / "copy")
+    said = trainable.pdtool("run", "--resume", f"{began_in}/runs/a b", "--epochs", "2", code=2).stderr
+    assert f"a b began in {began_in}, and this folder may have another plan" in said
+    assert f"`cd {began_in} && pdtool run --resume 'runs/a b'`, or name a plan" in said
+    trainable.pdtool("run", "--resume", "runs/a b", "--epochs", "2")  # the run has moved with its folder
+    trainable.pdtool("run", "plans/model-2.yaml", "--resume", f"{began_in}/runs/a b", "--epochs", "3")
+
+
+@pytest.mark.usefixtures("stages")
 def test_what_is_typed_goes_before_what_the_run_was_asked_for(trainable: Folder) -> None:
     trainable.pdtool("run", "plans/model-2.yaml", *OPTIONS, "-o", "runs/a")
     said = trainable.pdtool(

@@ -103,6 +103,7 @@ def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterat
         state = RunState(
             plan=plan.name,
             plan_path=config.plan_path,
+            folder=os.path.relpath(Path.cwd(), Path(config.out).resolve()),
             config=plan.config,
             schedule=plan.schedule,
             epochs=config.epochs,
