@@ -46,8 +46,9 @@ _IN_TRAINING = {"collate", "sampler", "loss", "scheduler", "metrics", "summarize
 _COMPUTED_AFTER = {"after_update": "what loss() or metrics() computes", "scheduler": "the learning rate"}
 _AFTER_FORWARD = ("loss", "metrics", "after_update", "scheduler")
 # What the first functions change, the second do not see: with several stages they run in different processes.
-_APART = {("collate", "sampler"): ("loss", "metrics", "after_update", "scheduler")}
-_APART[("loss", "metrics")] = ("collate", "sampler", "after_update", "scheduler")
+_APART = {("collate", "sampler"): ("loss", "metrics", "after_update", "scheduler", "optimizer")}
+_APART[("loss", "metrics")] = ("collate", "sampler", "after_update", "scheduler", "optimizer")
+_READERS = {"optimizer": "the optimizer's step"}
 _COMPARED_UPDATES = (1, 2, 3, TRIED_UPDATES)  # a value may change at first only
 _VERIFIED_SAMPLES = 2  # of most minibatches; 1 is a special case for some operators
 
@@ -123,8 +124,8 @@ def _check_passed_values(model_file: ModelFile, stages: int) -> None:
         for function, reader in product(*(filter(model_file.has, each) for each in (changing, reading))):
             for line, variable in collected(model_file.module, function, reader):
                 raise VerificationError(
-                    f"{line}: {function}() changes {variable}, which {reader}() reads, but with several stages these "
-                    "functions run in different processes",
+                    f"{line}: {function}() changes {variable}, which {_READERS.get(reader, f'{reader}()')} reads, but "
+                    "with several stages these run in different processes",
                     "pass the value on in the inputs, the target or the model's output, or compute it where it is read",
                 )
 

@@ -142,17 +142,32 @@ def changed_in_training(
 
 
 def collected(file: ModuleType, function: str, reader: str) -> Iterator[tuple[str, str]]:
-    """Yield (line, variable) for each variable of the user's file that a function changes and another one reads."""
-    sources = [getattr(file, name) for name in (function, reader)]
-    changing, reading = (each if isinstance(each, FunctionType) else type(each) for each in sources)
-    read = set(names_read(reading))
+    """Yield (line, variable) for each variable of the user's file that a function changes and another one reads.
+
+    Either may do so in functions and classes of the file that it uses. Those that both use do not count: they may keep
+    a cache. `optimizer` is called before training, so as a reader it stands for the classes that it uses.
+    """
+    changing, reading = (_used_by(getattr(file, name), file) for name in (function, reader))
+    if reader == "optimizer":
+        reading = {each for each in reading if isinstance(each, type)}
+    read = {name for each in reading - changing for name in names_read(each)}
+    changers = {each.__name__ for each in changing - reading}
     tree, _, file_name = _tree(file)
-    kinds = ast.FunctionDef | ast.ClassDef  # the second of a callable object
-    for defined in (node for node in tree.body if isinstance(node, kinds) and node.name == changing.__name__):
+    kinds = ast.FunctionDef | ast.ClassDef
+    for defined in (node for node in tree.body if isinstance(node, kinds) and node.name in changers):
         for node in ast.walk(defined):
             for part in _changed_by(node):
                 if isinstance(part, ast.Name) and part.id in read and _is_global(part.id, defined, file):
                     yield f"{file_name}:{part.lineno}", part.id
+
+
+def _used_by(source: Any, file: ModuleType) -> set[type | FunctionType]:
+    """Return a function, or the class of a callable object, with the functions and classes of its file that it uses."""
+    used = [source if isinstance(source, FunctionType) else type(source)]
+    for each in used:  # which grows
+        named = (getattr(file, name, None) for name in names_read(each))
+        used += {n for n in named if isinstance(n, (type, FunctionType)) and n.__module__ == file.__name__} - {*used}
+    return {*used}
 
 
 def _is_global(name: str, function: ast.FunctionDef | ast.ClassDef, file: ModuleType) -> bool:

@@ -89,6 +89,33 @@ def sampler(dataset, epoch):
 def loss(output, target):
     return nn.functional.cross_entropy(output, target) * (1 + EPOCH)
 """
+HELPERS = """
+STEEPNESS = {}
+def keep(value):
+    STEEPNESS["now"] = value
+def loss(output, target):
+    value = nn.functional.cross_entropy(output, target)
+    keep(float(value))
+    return value
+class Careful(torch.optim.SGD):
+    def step(self, closure=None):
+        if STEEPNESS.get("now", 1.0) > 0.01:
+            super().step(closure)
+def optimizer(named_parameters):
+    return Careful([p for _, p in named_parameters], lr=0.1)
+"""
+SHARED_CACHE = """
+TABLES = {}
+def table(size):
+    if size not in TABLES:
+        TABLES[size] = torch.ones(size)
+    return TABLES[size]
+def collate(samples):
+    x, y = default_collate(samples)
+    return x * table(4), y
+def loss(output, target):
+    return nn.functional.cross_entropy(output * table(2), target)
+"""
 LOAD = """
 def after_update(named, update):
     for name, parameter in named:
@@ -97,6 +124,10 @@ def after_update(named, update):
 WRITES_LOAD = 'LOAD["now"] = h.detach().mean() if self.training else 0.0; return h'
 PASSED = {
     "callable object to loss": ({"after": MIXUP}, r"model\.py:\d+: collate\(\) changes LAMBDA, which loss\(\) reads"),
+    "a helper of loss to the optimizer's class": (
+        {"after": HELPERS},
+        r"model\.py:\d+: loss\(\) changes STEEPNESS, which the optimizer's step reads",
+    ),
     "sampler to loss": ({"after": EPOCH}, r"sampler\(\) changes EPOCH, which loss\(\) reads"),
     "forward to after_update": (
         {"before": "LOAD = {}", "forward": WRITES_LOAD, "after": LOAD},
@@ -163,6 +194,10 @@ def test_no_variable_carries_a_value_to_a_function_in_another_process(name, tmp_
     parts, message = PASSED[name]
     with pytest.raises(VerificationError, match=message):
         generated(tmp_path, **parts)
+
+
+def test_a_cache_that_functions_in_two_processes_use_is_no_such_value(tmp_path):
+    generated(tmp_path, after=SHARED_CACHE)
 
 
 def test_a_hook_of_all_optimizers_takes_part_in_the_update(tmp_path):
