@@ -25,8 +25,8 @@ from pdtool.errors import PdtoolError, StaleError, UsageError
 from pdtool.files import write_atomically, write_remedy
 from pdtool.frontend.graph_digest import check_profile, graph_sha256
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.model_io import ModelInputs, named_leaves
-from pdtool.frontend.operators import Traced, Value, first_names, named_state, registered_state
+from pdtool.frontend.model_io import ModelInputs, named_leaves, tensors_in
+from pdtool.frontend.operators import Traced, Value, first_names, named_state, registered_state, storage_address
 from pdtool.frontend.random_numbers import random_state_kept, seed_generators
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.trial import tried
@@ -152,6 +152,8 @@ def check_user_functions(
     """
     _check_metrics(model_file, plan.stages[-1].replicas)
     _check_passed_values(model_file, len(plan.stages))
+    if bundle.proof == "values" and model_file.has("dataset"):
+        _check_target_kept(model_file, build())
     check_outputs_only(model_file, bundle, texts, outputs)
     _check_after_update(model_file, bundle)
     if bundle.tied or plan.chunks > 1:
@@ -290,6 +292,33 @@ def _check_replicated_parameters(plan: Plan, bundle: Bundle, model_file: ModelFi
                     f"{plan.stages[s].replicas} replicas, and each would set it from another one",
                     "set it in model() from fixed samples, or plan with one worker for this stage, such as --straight",
                 )
+
+
+def _check_target_kept(model_file: ModelFile, model: nn.Module) -> None:
+    """Check that forward does not write into a target that lies in the memory of an input, as with `return x, x` in
+    collate(): the target goes to the last stage before the first one computes.
+
+    Raises:
+        ModelError: it does.
+    """
+    inputs = ModelInputs.of(model_file.example_inputs(_VERIFIED_SAMPLES))
+    if not tried(partial(_writes_into, model, inputs), model.parameters()):
+        return
+    batch: Any = ((), ())
+    with suppress(PdtoolError):  # there may be no training set here
+        batch = model_file.example_batch(_VERIFIED_SAMPLES)
+    written, target = ({*map(storage_address, tensors_in(part))} for part in batch)
+    if written & target:
+        what = "forward writes into its input, and the target lies in the same memory"
+        raise model_file.error(what, "return a copy as the target, such as x.clone(), or let forward copy its input")
+
+
+def _writes_into(model: nn.Module, inputs: ModelInputs) -> bool:
+    """Whether forward changes its inputs; the model may change, too."""
+    before = [tensor.clone() for tensor in inputs.tensors]
+    with suppress(Exception), torch.no_grad():  # such as a minibatch that is too small
+        inputs.call(model)
+    return not all(map(has_same_content, before, inputs.tensors))
 
 
 def _check_after_update(model_file: ModelFile, bundle: Bundle) -> None:

@@ -200,6 +200,18 @@ def test_a_cache_that_functions_in_two_processes_use_is_no_such_value(tmp_path):
     generated(tmp_path, after=SHARED_CACHE)
 
 
+def test_a_target_in_the_memory_of_an_input_must_not_be_written(tmp_path):
+    """A plain loop would compare the output with what forward has left there."""
+    collate = "def collate(samples):\n    x = torch.stack([x for x, _ in samples])\n    return x, {}"
+    written = {"before": "class Clamp(nn.Module):\n    def forward(self, x):\n        return x.clamp_(0)\n"}
+    after = "def model():\n    return nn.Sequential(Clamp(), nn.Linear(4, 8), nn.Linear(8, 4))\n"
+    loss = "def loss(output, target):\n    return nn.functional.mse_loss(output, target)\n"
+    with pytest.raises(ModelError, match="forward writes into its input, and the target lies in the same memory"):
+        generated(tmp_path, **written, after=f"{after}{loss}{collate.format('x.T.T')}")
+    (tmp_path / "other").mkdir()
+    generated(tmp_path / "other", **written, after=f"{after}{loss}{collate.format('x.clone()')}")
+
+
 def test_a_hook_of_all_optimizers_takes_part_in_the_update(tmp_path):
     with pytest.raises(ModelError, match="a step of SGD depends on parameters of several stages"):
         generated(tmp_path, after=CLIPPED)
