@@ -35,11 +35,13 @@ class _Traffic:
     """The messages of one stage in one direction.
 
     Attributes:
+        posting: the receivers that prepare for a message.
         unposted: minibatches to receive in this phase whose receives are not yet posted, in order.
         posted: minibatches whose receives are posted.
     """
 
     receivers: list[tuple[Route, Receiver]]
+    posting: list[tuple[Route, Receiver]]
     senders: list[tuple[Route, Sender]]
     unposted: Iterator[int] = field(default_factory=lambda: iter(()))
     posted: deque[int] = field(default_factory=deque)
@@ -224,7 +226,7 @@ class StageIO:
 
     def _post_next_receive(self, traffic: _Traffic) -> None:
         for minibatch in islice(traffic.unposted, 1):
-            for route, receiver in traffic.receivers:
+            for route, receiver in traffic.posting:
                 if route.has(minibatch):
                     receiver.expect(minibatch, self._data.minibatches.samples(minibatch))
             traffic.posted.append(minibatch)
@@ -234,4 +236,6 @@ def _traffic(stage: int, direction: Direction, channels: Channels) -> _Traffic:
     """The stage's ends of channels; messages of several stages are received, and summed, in their order."""
     receivers = [(r, end) for r, end in channels.receivers if (r.direction, r.destination) == (direction, stage)]
     senders = [(r, end) for r, end in channels.senders if (r.direction, r.source) == (direction, stage)]
-    return _Traffic(sorted(receivers, key=lambda channel: channel[0].source), senders)
+    receivers.sort(key=lambda channel: channel[0].source)
+    posting = [(route, end) for route, end in receivers if type(end).expect is not Receiver.expect]
+    return _Traffic(receivers, posting, senders)
