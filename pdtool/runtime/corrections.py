@@ -90,7 +90,12 @@ class CompensatedSteps:
         """Take step number `update` (from 0) with the gradients of the parameters."""
         if self._kind == "lr-discount" and self._delay > 1:
             self._discounted_step(optimizer, update)
-            return
+        elif self._extrapolated:
+            self._recorded_step(optimizer)
+        else:
+            optimizer.step()
+
+    def _recorded_step(self, optimizer: Optimizer) -> None:
         self._select_parameters()
         before = [p.detach().clone() for p in self._last_steps]
         optimizer.step()

@@ -24,7 +24,7 @@ from torch.profiler import record_function
 
 from pdtool.artifacts.chrome_trace import TraceEvent
 from pdtool.runtime.memory import PeakMemory
-from pdtool.runtime.status import Status
+from pdtool.runtime.status import ANY_PEER, Status
 from pdtool.schedule import Action, ActionKind
 
 MAX_EVENTS = 5_000  # events of actions and waits, and as many of messages: the first ones
@@ -99,6 +99,11 @@ class WorkerMeter:
         """Return the context that times one action."""
         self._action = action
         return self._action_context
+
+    def waiting_for(self, peer: int) -> AbstractContextManager[None]:
+        """Return the context `waiting`, for a message of one rank, which the status names."""
+        self.waiting.peer = peer
+        return self.waiting
 
     def message_sent(self, consumer: str, minibatch: int, start_s: float, sent_bytes: int) -> None:
         """Add a message from when it is handed over, at `start_s` of time.perf_counter, until now.
@@ -189,7 +194,7 @@ class _ActionContext:
 
     def __enter__(self) -> None:
         action, uses_nvtx = self._meter._action, self._meter._uses_nvtx
-        if action and (_is_profiling() or uses_nvtx):
+        if action and (uses_nvtx or _is_profiling()):
             name = f"stage {action.stage} {action.kind.name.lower()} {action.minibatch}"
             self._range = torch.cuda.nvtx.range(name) if uses_nvtx else record_function(name)
             self._range.__enter__()
@@ -197,9 +202,8 @@ class _ActionContext:
 
     def __exit__(self, *error: object) -> None:
         meter = self._meter
-        end, action, waits = self._record(), meter._action, meter._waits
+        meter._keep(meter._action, self._start, self._record(), meter._waits)
         meter._action, meter._waits = None, []
-        meter._keep(action, self._start, end, waits)
         if self._range:
             self._range.__exit__(None, None, None)
             self._range = None
@@ -213,17 +217,19 @@ class _WaitContext:
         self._meter, self._record, self._total = meter, meter.timestamps.record, total
         self._is_for_peers = is_for_peers
         self._depth = 0
+        self.peer = ANY_PEER  # of the next wait
 
     def __enter__(self) -> None:
         if not self._depth:
             self._start = self._record()
             if self._is_for_peers:
-                Status.of_this_process.wait_begins()
+                Status.of_this_process.wait_begins(self.peer)
         self._depth += 1
 
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if not self._depth:
+            self.peer = ANY_PEER
             if self._is_for_peers and error[0] is None:
                 Status.of_this_process.wait_ends()
             wait = (self._start, self._record(), self._total)
@@ -283,7 +289,7 @@ class Timings:
     """Totals and events of one worker; times are in seconds of time.perf_counter."""
 
     totals: TimeTotals = field(default_factory=TimeTotals)
-    _actions: list[_Span] = field(default_factory=list)
+    _actions: list[tuple[Action | str, float, float]] = field(default_factory=list)  # or a wait's name; start and end
     _messages: list[_Span] = field(default_factory=list)
 
     def add_action(
@@ -294,18 +300,18 @@ class Timings:
         Args:
             waits: the waits in the action: start, end, and their total.
         """
-        compute_s, drawn_from_s = end_s - start_s, start_s
+        compute_s, drawn_from_s, totals = end_s - start_s, start_s, vars(self.totals)
         for wait_start_s, wait_end_s, total in waits:
             wait_s = wait_end_s - wait_start_s
             compute_s -= wait_s
-            vars(self.totals)[total] += wait_s
+            totals[total] += wait_s
             if wait_s > MIN_DRAWN_S:  # it divides the action
                 if wait_start_s - drawn_from_s > MIN_DRAWN_S:
                     self._draw(action, drawn_from_s, wait_start_s)
                 self._draw("data" if total == "data_s" else "wait", wait_start_s, wait_end_s)
                 drawn_from_s = wait_end_s
         if action:
-            vars(self.totals)[_FIELD[action.kind]] += compute_s
+            totals[_FIELD[action.kind]] += compute_s
             self._draw(action, drawn_from_s, end_s)
 
     def add_message(self, track: str, name: str, start_s: float, end_s: float, size_bytes: int) -> None:
@@ -316,8 +322,7 @@ class Timings:
     def _draw(self, action: Action | str | None, start_s: float, end_s: float) -> None:
         """Draw a part of an action, or a wait by its name."""
         if action and len(self._actions) < MAX_EVENTS:
-            kind = action.kind.name.lower() if isinstance(action, Action) else action
-            self._actions.append(("compute", str(action), kind, start_s, end_s, 0))
+            self._actions.append((action, start_s, end_s))
 
     def events(self) -> list[TraceEvent]:
         """Return the events in seconds of time.time.
@@ -325,9 +330,21 @@ class Timings:
         This makes the tracks of several machines comparable: perf_counter is finer but may start anywhere.
         """
         offset_s = time.time() - time.perf_counter()
+
+        actions = (
+            (
+                "compute",
+                str(action),
+                action.kind.name.lower() if isinstance(action, Action) else action,
+                start_s,
+                end_s,
+                0,
+            )
+            for action, start_s, end_s in self._actions
+        )
         return [  # round before subtracting, so that adjacent events stay adjacent
             TraceEvent(track, name, kind, start_s + offset_s, (end_s + offset_s) - (start_s + offset_s), size)
-            for track, name, kind, start_s, end_s, size in (*self._actions, *self._messages)
+            for track, name, kind, start_s, end_s, size in (*actions, *self._messages)
         ]
 
 
@@ -340,14 +357,11 @@ class HostTimestamps:
     """Timestamps of the CPU: each is a time."""
 
     record = staticmethod(time.perf_counter)
+    seconds = float  # the timestamp itself
 
     def is_ready(self, timestamp: Timestamp) -> bool:
         """Whether the timestamp can be read: always."""
         return True
-
-    def seconds(self, timestamp: float) -> float:
-        """Return the timestamp itself, in seconds of time.perf_counter."""
-        return timestamp
 
     def synchronize(self) -> None:
         """Wait for nothing: no timestamp is pending."""

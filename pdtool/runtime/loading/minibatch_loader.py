@@ -111,8 +111,9 @@ class MinibatchLoader:
         given, target = self.file.collate(self._read(indices, stream_pass), indices, self.where)
         arguments = self.file.as_inputs(given)
         self.file.check_arguments(arguments, self.arguments, self.where)
-        self._check_inputs(arguments.tensors, len(indices))
-        return arguments.tensors, self._check_target(target, len(indices))
+        inputs = arguments.tensors
+        self._check_inputs(inputs, len(indices))
+        return inputs, self._check_target(target, len(indices))
 
     def _read(self, indices: Sequence[int], stream_pass: int | None) -> Any:
         if self.is_stream:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -210,8 +210,7 @@ class _TaskLoader(DataLoader[LoadedMinibatch | BaseException]):
         """Skip torch's warning: more workers than cores run only if the user asked for them, as for a slow network."""
 
 
-@dataclass(frozen=True)
-class LoadTask:
+class LoadTask(NamedTuple):
     """A minibatch to be loaded.
 
     Attributes:

@@ -60,6 +60,8 @@ class CudaIpcSender(SlotSender):
         waiting: context that times a wait for a free slot.
     """
 
+    _next_free = 0  # take the slot that was freed first, because the receiver's device is most likely done with it
+
     def __init__(
         self, route: Route, layout: SlotLayout, shared: DeviceMemory, waiting: AbstractContextManager[None]
     ) -> None:
@@ -73,10 +75,6 @@ class CudaIpcSender(SlotSender):
         if self._under_way:
             self._under_way[-1][0].synchronize()
         self._under_way.clear()
-
-    def _next_slot(self) -> int:
-        """Take the slot that was freed first, because the receiver's device is most likely done with it."""
-        return self._free.pop(0)
 
     def _copy(self, slot: int, views: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """Enqueue the copies; keep the parts until they are read."""

@@ -96,7 +96,7 @@ class Route:
         """
         return 1 + -(-in_flight // self.every)
 
-    @property
+    @cached_property
     def is_local(self) -> bool:
         """Whether both stages are on one worker, so that nothing travels."""
         return self.sender == self.receiver
@@ -145,7 +145,10 @@ class Route:
 
     def unpack(self, parts: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the tensor of each edge, [samples, ...]; None for one whose flag says that it has no gradient."""
-        tensors: list[Tensor | None] = [part.to(dtype) for part, dtype in zip(parts, self._edge_dtypes, strict=False)]
+        tensors: list[Tensor | None] = [
+            part if part.dtype is dtype else part.to(dtype)
+            for part, dtype in zip(parts, self._edge_dtypes, strict=False)
+        ]
         if self.has_flags:
             flags = parts[-1].tolist()
             return [tensor if is_there else None for tensor, is_there in zip(tensors, flags, strict=True)]

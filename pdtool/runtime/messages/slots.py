@@ -24,7 +24,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ class SlotLayout:
         """Number of slots."""
         return self.depth + self.spare
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Bytes of a slot."""
         return self.starts[-1]
@@ -170,6 +171,8 @@ class SlotSender(Sender, ABC):
         waiting: context that times a wait for a free slot.
     """
 
+    _next_free = -1  # take the slot that was freed last, because it is in the cache
+
     def __init__(
         self, route: Route, layout: SlotLayout, memory: Tensor, pipes: SlotPipes, waiting: AbstractContextManager[None]
     ) -> None:
@@ -182,7 +185,7 @@ class SlotSender(Sender, ABC):
         """Copy the parts into a slot; wait only if the receiver is behind the schedule."""
         try:
             self._take_back_slots()
-            slot, views, size_bytes = self._next_slot(), [], 0
+            slot, views, size_bytes = self._free.pop(self._next_free), [], 0
             for k, part in enumerate(parts):
                 view = self._views.get((slot, k, part.shape))
                 if view is None:
@@ -195,10 +198,6 @@ class SlotSender(Sender, ABC):
             raise self._route.not_sent(minibatch, error) from error
         return size_bytes
 
-    def _next_slot(self) -> int:
-        """Take the slot that was freed last, because it is in the cache."""
-        return self._free.pop()
-
     def _copy(self, slot: int, views: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """Copy each part to its place in the slot, which converts it to its dtype there."""
         for view, part in zip(views, parts, strict=True):
@@ -210,7 +209,7 @@ class SlotSender(Sender, ABC):
         if not freed and not self._free:
             with self._waiting:
                 freed = self._pipes.read(4096)
-        self._free.extend(slot for (slot,) in _SLOT.iter_unpack(freed))
+        self._free.extend(chain.from_iterable(_SLOT.iter_unpack(freed)))
 
     def _view(self, slot: int, k: int, shape: torch.Size) -> Tensor:
         """The memory of part k in a slot."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from time import perf_counter
@@ -27,7 +28,6 @@ from pdtool.runtime.messages.open_channels import Channels
 from pdtool.runtime.messages.pinned import DeviceUpload
 from pdtool.runtime.messages.routes import Direction, Edge, Receiver, Route, Sender, target_name
 from pdtool.runtime.meter import WorkerMeter
-from pdtool.runtime.status import Status
 
 
 @dataclass
@@ -35,11 +35,13 @@ class _Traffic:
     """The messages of one stage in one direction.
 
     Attributes:
+        posting: the receivers that prepare for a message.
         unposted: minibatches to receive in this phase whose receives are not yet posted, in order.
         posted: minibatches whose receives are posted.
     """
 
     receivers: list[tuple[Route, Receiver]]
+    posting: list[tuple[Route, Receiver]]
     senders: list[tuple[Route, Sender]]
     unposted: Iterator[int] = field(default_factory=lambda: iter(()))
     posted: deque[int] = field(default_factory=deque)
@@ -195,19 +197,21 @@ class StageIO:
         oldest, samples = traffic.posted.popleft(), self._data.minibatches.samples(minibatch)
         assert oldest == minibatch, f"minibatch {minibatch} was asked for, but {oldest} was posted first"
         messages = []
-        with self._meter.waiting:
-            for route, receiver in traffic.receivers:
-                if route.has(minibatch):
-                    start_s = perf_counter()
-                    if not route.is_local:
-                        Status.of_this_process.waits_for(route.sender)
+        for route, receiver in traffic.receivers:
+            if route.has(minibatch):
+                start_s = perf_counter()
+                with nullcontext() if route.is_local else self._meter.waiting_for(route.sender):
                     parts = receiver.receive(minibatch, samples)
-                    if not route.is_local:
-                        self._meter.message_received(route.consumer, minibatch, start_s, parts)
-                    messages.append((route, parts))
+                if not route.is_local:
+                    self._meter.message_received(route.consumer, minibatch, start_s, parts)
+                messages.append((route, parts))
         self._post_next_receive(traffic)
-        tensors = [pair for route, parts in messages for pair in zip(route.edges, route.unpack(parts), strict=True)]
-        return [(edge, tensor) for edge, tensor in tensors if tensor is not None]
+        return [
+            (edge, tensor)
+            for route, parts in messages
+            for edge, tensor in zip(route.edges, route.unpack(parts), strict=True)
+            if tensor is not None
+        ]
 
     def _send(self, traffic: _Traffic, minibatch: int, by_name: Mapping[str, Tensor | None]) -> None:
         """Start sending the tensor of each outgoing edge; do not modify it until the send completes."""
@@ -222,7 +226,7 @@ class StageIO:
 
     def _post_next_receive(self, traffic: _Traffic) -> None:
         for minibatch in islice(traffic.unposted, 1):
-            for route, receiver in traffic.receivers:
+            for route, receiver in traffic.posting:
                 if route.has(minibatch):
                     receiver.expect(minibatch, self._data.minibatches.samples(minibatch))
             traffic.posted.append(minibatch)
@@ -232,4 +236,6 @@ def _traffic(stage: int, direction: Direction, channels: Channels) -> _Traffic:
     """The stage's ends of channels; messages of several stages are received, and summed, in their order."""
     receivers = [(r, end) for r, end in channels.receivers if (r.direction, r.destination) == (direction, stage)]
     senders = [(r, end) for r, end in channels.senders if (r.direction, r.source) == (direction, stage)]
-    return _Traffic(sorted(receivers, key=lambda channel: channel[0].source), senders)
+    receivers.sort(key=lambda channel: channel[0].source)
+    posting = [(route, end) for route, end in receivers if type(end).expect is not Receiver.expect]
+    return _Traffic(receivers, posting, senders)

@@ -89,7 +89,8 @@ class NamedOptimizer:
         stepped = list(self.parameters.values()) if self.optimizer else []
         self.steps = CompensatedSteps(compensation, stepped, delay)
         self._is_step_by_user_code = self.optimizer is not None and bool(user_code_in_step(file, self.optimizer))
-        self._may_draw = self._is_step_by_user_code or file.has("after_update")
+        self._has_after_update = file.has("after_update")
+        self._may_draw = self._is_step_by_user_code or self._has_after_update
         self.schedule = LearningRateSchedule(file, self.optimizer, length or RunLength())
         self.is_by_user_code = self._may_draw or self.schedule.is_by_user_code
         self._first_trained = {name: p.requires_grad for name, p in self._saved.items()}
@@ -131,7 +132,8 @@ class NamedOptimizer:
                     raise self._file.error_in("optimizer", what, remedy) from error
                 raise self._file.error_at(error, f"step {self.updates} of {name}") from error
         self.updates += 1
-        self._file.after_update(list(self.parameters.items()), self.updates)
+        if self._has_after_update:
+            self._file.after_update(list(self.parameters.items()), self.updates)
         self.schedule.update_done()
         self._keep_own_parameters()
         for parameter in self.parameters.values():  # also for those that the user's optimizer does not take
@@ -157,7 +159,7 @@ class NamedOptimizer:
 
     def fault(self, fault: FieldError) -> ModelError:
         """Make the error for user code that changed a parameter; it names the function."""
-        function = "after_update" if self.updates and self._file.has("after_update") else "optimizer"
+        function = "after_update" if self.updates and self._has_after_update else "optimizer"
         return self._file.error_in(function, f"the parameter {fault.field} {fault}")
 
     @property

@@ -6,10 +6,10 @@ With recomputation a stage keeps only its inputs, and runs its forward again bef
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,7 @@ from pdtool.runtime.stage.split_backward import WeightBackward, backward_input
 from pdtool.runtime.stage.weight_versions import OnGradient, WeightVersion, WeightVersions
 
 
-@dataclass(frozen=True)
-class StashedMinibatch:
+class StashedMinibatch(NamedTuple):
     """A minibatch between its forward and its backward.
 
     It keeps the graph, but not the outputs: their memory is free once they are sent, unless an operator saved them.
@@ -105,6 +104,8 @@ class PipelineStage:
     ) -> None:
         self._without_gradient, self._output_classes = without_gradient or {}, output_classes or {}
         self.module, self._loss, self._autocast = module, loss, autocast
+        # the context of the stage's forward and of the loss
+        self._region = partial(computing_in, "bf16", autocast.device) if autocast else nullcontext
         self._call: Callable[..., Any] = compute_mode.compiled(module) if compiled else module
         self._recomputation = Recomputation((module, *modules_of_loss)) if recompute else None
         self.seeds = seeds or OperatorSeeds()
@@ -215,10 +216,6 @@ class PipelineStage:
                     f"gradient back for {name}, which depends on them",
                     "leave them trainable in model(), freeze them in optimizer() instead, and profile and plan again",
                 )
-
-    def _region(self) -> AbstractContextManager[Any]:
-        """The context of the stage's forward and of the loss."""
-        return computing_in("bf16", self._autocast.device) if self._autocast else nullcontext()
 
     def _differentiable_loss(self, output: Any, target: Any, inputs: Sequence[Tensor]) -> Tensor:
         """The user's loss of a training step, which must depend on an output that can be trained.

@@ -233,9 +233,10 @@ class StageReplica:
         self._extrapolate_weights()
 
     def _extrapolate_weights(self) -> None:
-        """Let forwards read the weights that the correction extrapolates."""
-        values = {key: value for o in self._optimizers for key, value in o.steps.extrapolated_weights().items()}
-        self.stage.weights.set_extrapolated(values)
+        """Let forwards read the weights that the correction extrapolates, if it does."""
+        if self.stage.weights.extrapolates:
+            values = {key: value for o in self._optimizers for key, value in o.steps.extrapolated_weights().items()}
+            self.stage.weights.set_extrapolated(values)
 
     def _check_trained(self) -> None:
         """Check that all parameters trained now can be: no stage has the whole gradient of one that several hold.

@@ -66,6 +66,7 @@ class WeightVersions:
             (runtime/corrections.py).
 
     Attributes:
+        extrapolates: as above.
         parameters: name -> Parameter, each once (one that is used under several names has the first).
         by_name: the same under all names.
         peak_versions: most versions that were ever alive together, the current one included.
@@ -106,9 +107,11 @@ class WeightVersions:
             *(p.data for p in self.parameters.values()),
             *(tensors[key].data for tensors, key in self._view_entries),
         ]
+        self.extrapolates = extrapolates
         self._exact = self._new_version(values, 0) if extrapolates else None
         self._make_current(0, self._take_memory() if extrapolates else values)
-        self.set_extrapolated({})
+        if extrapolates:
+            self.set_extrapolated({})
 
     def begin_phase(self, reads: Iterator[int] | None = None) -> None:
         """Begin a phase, with no minibatch in flight.
@@ -246,10 +249,10 @@ class WeightVersions:
         Args:
             values: a parameter -> a tensor of its shape; for missing parameters forwards read the exact value.
         """
-        if self._exact:
-            with torch.no_grad():
-                _copy_all(self._current.views, self._exact.views)
-                _copy_all(self._current.leaves, [values.get(p, p.detach()) for p in self.parameters.values()])
+        assert self._exact, "forwards read the Parameters"
+        with torch.no_grad():
+            _copy_all(self._current.views, self._exact.views)
+            _copy_all(self._current.leaves, [values.get(p, p.detach()) for p in self.parameters.values()])
 
     def bind_newest(self) -> None:
         """Let the module compute with the Parameters' values."""

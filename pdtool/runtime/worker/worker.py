@@ -123,7 +123,8 @@ class Worker:
                     case kind:
                         ends_round = action.ends_round(following)
                         replica.backward(action.minibatch, kind, ends_round=ends_round)  # (4) to (6)
-            self._stay_within_memory()
+            if news := meter.memory.stay_within_limit():
+                self._note(news)
         for replica in stages.values():
             self._log_loss(epoch, replica.end_phase())
         meter.synchronize()
@@ -151,7 +152,8 @@ class Worker:
                     continue
                 Status.of_this_process.set(f"{action} of the validation after epoch {epoch}")
                 self.stages[action.stage].evaluate(action.minibatch, totals)  # (1) to (3)
-                self._stay_within_memory()
+                if news := self._place.meter.memory.stay_within_limit():
+                    self._note(news)
         for replica in self.stages.values():
             replica.end_phase()
         where = f"the validation after epoch {epoch}"
@@ -207,9 +209,8 @@ class Worker:
         for replica in self.stages.values():
             replica.epoch_done(progress.metrics["loss"])
 
-    def _stay_within_memory(self) -> None:
-        if news := self._place.meter.memory.stay_within_limit():
-            sys.stderr.write(f"note: {self._place.assignment} {news}\n")
+    def _note(self, news: str) -> None:
+        sys.stderr.write(f"note: {self._place.assignment} {news}\n")
 
     def _record_updates(self) -> None:
         """Write the updates and samples of an epoch to run.json, to show how far the run is."""
