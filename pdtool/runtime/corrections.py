@@ -96,6 +96,7 @@ class CompensatedSteps:
             optimizer.step()
 
     def _recorded_step(self, optimizer: Optimizer) -> None:
+        """Take a step and keep it, to extrapolate the weights."""
         self._select_parameters()
         before = [p.detach().clone() for p in self._last_steps]
         optimizer.step()

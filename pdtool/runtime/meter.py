@@ -289,7 +289,7 @@ class Timings:
     """Totals and events of one worker; times are in seconds of time.perf_counter."""
 
     totals: TimeTotals = field(default_factory=TimeTotals)
-    _actions: list[tuple[Action | str, float, float]] = field(default_factory=list)  # or a wait's name; start and end
+    _actions: list[tuple[Action | str, float, float]] = field(default_factory=list)  # or name of a wait; start and end
     _messages: list[_Span] = field(default_factory=list)
 
     def add_action(
@@ -330,22 +330,16 @@ class Timings:
         This makes the tracks of several machines comparable: perf_counter is finer but may start anywhere.
         """
         offset_s = time.time() - time.perf_counter()
-
-        actions = (
-            (
-                "compute",
-                str(action),
-                action.kind.name.lower() if isinstance(action, Action) else action,
-                start_s,
-                end_s,
-                0,
-            )
-            for action, start_s, end_s in self._actions
-        )
+        actions = [("compute", str(drawn), _kind(drawn), start_s, end_s, 0) for drawn, start_s, end_s in self._actions]
         return [  # round before subtracting, so that adjacent events stay adjacent
             TraceEvent(track, name, kind, start_s + offset_s, (end_s + offset_s) - (start_s + offset_s), size)
             for track, name, kind, start_s, end_s, size in (*actions, *self._messages)
         ]
+
+
+def _kind(drawn: Action | str) -> str:
+    """The kind of an event: `forward` for a part of an action, `wait` or `data` for a wait of this name."""
+    return drawn.kind.name.lower() if isinstance(drawn, Action) else drawn
 
 
 def timestamps_of(device: torch.device) -> HostTimestamps | CudaTimestamps:

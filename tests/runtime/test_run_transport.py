@@ -268,13 +268,12 @@ def test_a_message_in_another_dtype_goes_through_slots(has_flags: bool) -> None:
     route = replace(route, has_flags=has_flags)
     assert len(route.parts(BATCH)) == 3 + has_flags
     ends = pair(route)
-    sent: list[Tensor | None] = [torch.tensor([[0.5, -2.0, 3.0]] * 2), torch.tensor([7, 2**40]), None]
-    ends[0].send(0, route.pack(sent, 2, torch.device("cpu")))
+    values = torch.tensor([[0.5, -2.0, 3.0]] * 2)
+    ends[0].send(0, route.pack({"a": values, "c": torch.tensor([7, 2**40]), "f": None}, 2, torch.device("cpu")))
     a, c, f = route.unpack(ends[1].receive(0, 2))
     assert a is not None
     assert a.dtype == torch.float32
-    assert sent[0] is not None
-    assert a.tolist() == sent[0].tolist()
+    assert a.tolist() == values.tolist()
     assert c is not None
     assert c.tolist() == [7, 2**40]
     assert f is None if has_flags else f is not None and f.tolist() == [[0, 0], [0, 0]]

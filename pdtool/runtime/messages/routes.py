@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
@@ -127,20 +127,22 @@ class Route:
             shapes.append((len(self.edges),))
         return list(map(Part, shapes, self.dtypes))
 
-    def pack(self, tensors: Sequence[Tensor | None], samples: int, device: torch.device) -> list[Tensor]:
+    def pack(self, by_name: Mapping[str, Tensor | None], samples: int, device: torch.device) -> list[Tensor]:
         """Return what goes into the parts of a message, without graphs; it is converted when it is copied there.
 
         Args:
-            tensors: one for each edge, [samples, ...]; None for a missing gradient, which is sent as zeros.
+            by_name: tensor of each edge, [samples, ...]; None for a missing gradient, which is sent as zeros.
             device: where zeros are made.
         """
         parts: list[Tensor] = []
-        for edge, dtype, tensor in zip(self.edges, self._edge_dtypes, tensors, strict=True):
+        for edge, dtype in zip(self.edges, self._edge_dtypes, strict=True):
+            tensor = by_name[edge.name]
             if tensor is None:
                 tensor = torch.zeros(edge.tensor.sizes(samples), dtype=dtype, device=device)
             parts.append(tensor.detach())
         if self.has_flags:
-            parts.append(torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8))
+            has_gradient = [by_name[edge.name] is not None for edge in self.edges]
+            parts.append(torch.tensor(has_gradient, dtype=torch.uint8))
         return parts
 
     def unpack(self, parts: Sequence[Tensor]) -> list[Tensor | None]:

@@ -35,7 +35,7 @@ class _Traffic:
     """The messages of one stage in one direction.
 
     Attributes:
-        posting: the receivers that prepare for a message.
+        posting: those receivers that post a receive for each message.
         unposted: minibatches to receive in this phase whose receives are not yet posted, in order.
         posted: minibatches whose receives are posted.
     """
@@ -219,7 +219,7 @@ class StageIO:
         for route, sender in traffic.senders:
             if route.has(minibatch):
                 start_s = perf_counter()
-                parts = route.pack([by_name[edge.name] for edge in route.edges], samples, self._device)
+                parts = route.pack(by_name, samples, self._device)
                 sent_bytes = sender.send(minibatch, parts)
                 if not route.is_local:
                     self._meter.message_sent(route.consumer, minibatch, start_s, sent_bytes)

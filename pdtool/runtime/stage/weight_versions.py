@@ -66,10 +66,10 @@ class WeightVersions:
             (runtime/corrections.py).
 
     Attributes:
-        extrapolates: as above.
         parameters: name -> Parameter, each once (one that is used under several names has the first).
         by_name: the same under all names.
         peak_versions: most versions that were ever alive together, the current one included.
+        extrapolates: the argument.
         kept_memory: name of a parameter whose memory user code holds, as by `p.data`; "" for none.
     """
 
