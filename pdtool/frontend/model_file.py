@@ -203,7 +203,7 @@ class DataFunctions(UserFile):
 
     def example_batch(self, batch_size: int) -> tuple[Any, Any]:
         """Return (inputs, target): the first `batch_size` samples of the training set, collated."""
-        data, name, indices = self.dataset("train"), "dataset('train')", range(batch_size)
+        data, name, indices = self.training_set(), "dataset('train')", range(batch_size)
         if is_stream(data):
             samples = list(islice(self.stream(data, name), batch_size))
             count = len(samples)
@@ -211,13 +211,23 @@ class DataFunctions(UserFile):
             count = min(batch_size, self.samples(data, name) or 0)
             samples = self.read(data, indices[:count], name)
         if count < batch_size:
+            found = f"the training set has {counted(count, 'sample')}, fewer than"
             if count < _FEWEST_SAMPLES:
-                found = f"the training set has {counted(count, 'sample')}"
-                what = f"{found}, fewer than the {_FEWEST_SAMPLES} that tracing needs"
-                raise self.error(what, f"return {_FEWEST_SAMPLES} or more from {name}")
-            what = f"the training set has {count} samples, fewer than one minibatch of {batch_size}"
-            raise self.error(what, "profile with a smaller --batch-size")
+                remedy = f"return {_FEWEST_SAMPLES} or more from {name}"
+                raise self.error(f"{found} the {_FEWEST_SAMPLES} that tracing needs", remedy)
+            raise self.error(f"{found} one minibatch of {batch_size}", "profile with a smaller --batch-size")
         return self.collate(samples, indices, name)
+
+    @cached_property
+    def _training_set(self) -> Dataset[Any]:
+        return self.dataset("train")
+
+    def training_set(self) -> Dataset[Any]:
+        """Return the training set, which is made only once, because that may take long; a stream is made each time."""
+        if is_stream(self._training_set):  # which may have been read to its end
+            return self.dataset("train")
+        seed_generators(0)  # reading draws the same random numbers each time
+        return self._training_set
 
     def dataset(self, split: str) -> Dataset[Any]:
         """Return the samples (inputs, target) of `split`, which is "train" or "valid".

@@ -385,7 +385,7 @@ def measure_loading_s(model_file: ModelFile, batch_size: int) -> float | None:
 
 def _loaded_minibatches(model_file: ModelFile, batch_size: int) -> Iterator[object]:
     """Load minibatches of the training set: in order from a stream, which may end, or else in random order."""
-    data, name = model_file.dataset("train"), "dataset('train')"
+    data, name = model_file.training_set(), "dataset('train')"
     if is_stream(data):
         stream = model_file.stream(data, name)
         while len(samples := list(islice(stream, batch_size))) == batch_size:

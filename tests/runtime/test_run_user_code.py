@@ -74,6 +74,21 @@ def test_the_example_of_a_profile_says_the_same(tmp_path):
         load(tmp_path, "return torch.ones(2), 1 // (1 - i)").example_batch(2)
 
 
+def test_examples_come_from_one_training_set_and_a_stream_begins_anew(tmp_path):
+    """One that takes a minute to make is made once by profile, and once by codegen; once, it was ten times."""
+    counted = "MADE = 0\ndef dataset(split):\n    global MADE; MADE += 1\n    return {}\n"
+    file = load(tmp_path, "return torch.rand(2), numpy.random.rand()", more=counted.format("Data()"))
+    first, second = file.example_batch(4), file.example_batch(3)
+    assert file.module.MADE == 1
+    assert all(torch.equal(one[:3], other) for one, other in zip(first, second, strict=True))
+    stream = (
+        "class Stream(torch.utils.data.IterableDataset):\n    items = None\n    def __iter__(self): return self.items\n"
+    )
+    made = "stream = Stream(); stream.items = iter([(torch.ones(2), i) for i in range(4)]); return stream"
+    file = load(tmp_path, more=f"{stream}def dataset(split):\n    {made}\n")
+    assert [file.example_batch(4)[1].tolist() for _ in range(2)] == [[0, 1, 2, 3]] * 2
+
+
 def test_a_sample_that_is_not_a_pair_is_named(tmp_path):
     with pytest.raises(
         ModelError, match=r"^user.py: dataset\('train'\), sample 2, is not a pair .*; return one, or define collate"
