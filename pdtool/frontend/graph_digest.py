@@ -11,6 +11,7 @@ import inspect
 import json
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -211,8 +212,8 @@ def check_bundle(
     """
     if bundle.graph_sha256 is None and check_files is None:
         return
-    with random_state_kept():
-        traced = trace_file(model_file, model, bundle.batch_size)
+    with random_state_kept():  # of a copy: a worker's own file must not keep the training set in memory
+        traced = trace_file(replace(model_file), model, bundle.batch_size)
     if bundle.graph_sha256 not in (None, graph_sha256(traced)):
         raise StaleError(
             model_file.ref.source,

@@ -189,6 +189,15 @@ def test_the_check_of_a_bundle_refuses_another_graph_and_leaves_the_random_state
         check_bundle(file, file.build(), bundle)
 
 
+def test_the_check_of_a_bundle_keeps_no_training_set(original, tmp_path):
+    """A worker of a later stage does it, which needs no sample afterwards."""
+    data = "def dataset(split): return [(sample, 0) for sample in examples(64)]\ndef examples(batch_size):"
+    file = load(tmp_path, ("def example_inputs(batch_size):", data))
+    before = {**vars(file)}
+    check_bundle(file, file.build(), samples.bundle().with_graph(original))
+    assert vars(file) == before
+
+
 def test_a_bundle_that_records_no_graph_is_not_checked(tmp_path):
     file = load(tmp_path)
     check_bundle(file, torch.nn.Linear(2, 2), samples.bundle())
