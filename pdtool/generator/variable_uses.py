@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import nn
 
-_READING = ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD")  # of Python's bytecode
+_GLOBALS = ("LOAD_GLOBAL",)  # of Python's bytecode
+_READING = (*_GLOBALS, "LOAD_ATTR", "LOAD_METHOD")
 _ADDING = {"append", "appendleft", "extend", "add", "update", "clear"}  # methods of containers
 _CHANGING = _ADDING | {"insert", "remove", "discard", "pop", "popleft", "popitem", "setdefault", "sort", "reverse"}
 _CONTAINERS = (list, dict, set, deque)
@@ -150,7 +151,7 @@ def collected(file: ModuleType, function: str, reader: str) -> Iterator[tuple[st
     changing, reading = (_used_by(getattr(file, name), file) for name in (function, reader))
     if reader == "optimizer":
         reading = {each for each in reading if isinstance(each, type)}
-    read = {name for each in reading - changing for name in names_read(each)}
+    read = {name for each in reading - changing for name in names_read(each, _GLOBALS)}
     changers = {each.__name__ for each in changing - reading}
     tree, _, file_name = _tree(file)
     kinds = ast.FunctionDef | ast.ClassDef
@@ -165,7 +166,7 @@ def _used_by(source: Any, file: ModuleType) -> set[type | FunctionType]:
     """Return a function, or the class of a callable object, with the functions and classes of its file that it uses."""
     used = [source if isinstance(source, FunctionType) else type(source)]
     for each in used:  # which grows
-        named = (getattr(file, name, None) for name in names_read(each))
+        named = (getattr(file, name, None) for name in names_read(each, _GLOBALS))
         used += {n for n in named if isinstance(n, (type, FunctionType)) and n.__module__ == file.__name__} - {*used}
     return {*used}
 
@@ -179,13 +180,13 @@ def _is_global(name: str, function: ast.FunctionDef | ast.ClassDef, file: Module
     return name not in assigned | {node.arg for node in nodes if isinstance(node, ast.arg)} and hasattr(file, name)
 
 
-def names_read(source: type | Callable[..., Any]) -> Iterator[str]:
-    """Yield the variables of files, and the attributes, that a function or a class's methods read."""
+def names_read(source: type | Callable[..., Any], operations: Collection[str] = _READING) -> Iterator[str]:
+    """Yield the variables of files, and the attributes, that these operations of a function or a class's methods read."""
     methods = vars(source).items() if isinstance(source, type) else [("", source)]
     codes = [f.__code__ for name, f in methods if isinstance(f, FunctionType) and name not in _NOT_FORWARD]
     for code in codes:  # which grows
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        yield from (each.argval for each in dis.get_instructions(code) if each.opname in _READING)
+        yield from (each.argval for each in dis.get_instructions(code) if each.opname in operations)
 
 
 def _tree(source: type | ModuleType) -> tuple[ast.Module, int, str]:
