@@ -181,7 +181,7 @@ def _is_global(name: str, function: ast.FunctionDef | ast.ClassDef, file: Module
 
 
 def names_read(source: type | Callable[..., Any], operations: Collection[str] = _READING) -> Iterator[str]:
-    """Yield the variables of files, and the attributes, that these operations of a function or a class's methods read."""
+    """Yield the variables of files, and the attributes, that a function or a class's methods read by `operations`."""
     methods = vars(source).items() if isinstance(source, type) else [("", source)]
     codes = [f.__code__ for name, f in methods if isinstance(f, FunctionType) and name not in _NOT_FORWARD]
     for code in codes:  # which grows
