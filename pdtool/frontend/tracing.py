@@ -171,7 +171,9 @@ class _Tracer:
         inputs = self.example(self.batch_size)
         fixed: list[FixedSize] = []
         try:
-            dynamic = _dynamic_dims(inputs, self.example(self.batch_size + 1), self.batch_size)
+            # the training set may have no sample more than the minibatch
+            other = self.batch_size - 1 if self.batch_size > RECORDED_SIZES[1] else self.batch_size + 1
+            dynamic = _dynamic_dims(inputs, self.example(other), self.batch_size, other)
             recorded = record_calls(self.model, opaque, self.example)
             with single_operators(self.model, recorded), fixed_sizes(self.model) as fixed:
                 program = exported(self.model, inputs, dynamic, functional=functional)
@@ -190,18 +192,18 @@ class _Tracer:
             ) from error
 
 
-def _dynamic_dims(inputs: ModelInputs, larger: ModelInputs, size: int) -> ShapesCollection:
-    """For each input the dimensions that grow with the minibatch, from inputs of `size` and of `size + 1` samples."""
+def _dynamic_dims(inputs: ModelInputs, others: ModelInputs, size: int, other: int) -> ShapesCollection:
+    """For each input the dimensions that grow with the minibatch, from inputs of `size` and of `other` samples."""
     batch = torch.export.Dim("batch", min=2, max=2**20)
     dynamic = ShapesCollection()  # type: ignore[no-untyped-call]
-    if inputs.signature != larger.signature or len(inputs.tensors) != len(larger.tensors):
-        what = f"the inputs of {size} and of {size + 1} samples pass different arguments to the model"
+    if inputs.signature != others.signature or len(inputs.tensors) != len(others.tensors):
+        what = f"the inputs of {size} and of {other} samples pass different arguments to the model"
         raise TraceError(what, "change only the minibatch size in example_inputs")
-    for a, b in zip(inputs.tensors, larger.tensors, strict=True):
+    for a, b in zip(inputs.tensors, others.tensors, strict=True):
         growing = [d for d, (m, n) in enumerate(zip(a.shape, b.shape, strict=False)) if m != n]
-        if a.dim() != b.dim() or any(a.shape[d] * (size + 1) != b.shape[d] * size for d in growing):
+        if a.dim() != b.dim() or any(a.shape[d] * other != b.shape[d] * size for d in growing):
             raise TraceError(
-                f"the inputs of {size} and of {size + 1} samples have shapes {list(a.shape)} and {list(b.shape)}: they "
+                f"the inputs of {size} and of {other} samples have shapes {list(a.shape)} and {list(b.shape)}: they "
                 "differ in more than the minibatch size",
                 "pad to a fixed length",
             )

@@ -352,6 +352,16 @@ def test_faulty_dataset_is_explained(data, what, tmp_path):
         write(tmp_path, DATA.format(data)).example_batch(4)
 
 
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_minibatch_may_be_the_whole_training_set(size, tmp_path):
+    """And yet the model is traced for any number of samples."""
+    data = "[(torch.ones(2), 0)] * " + str(max(size, 4))
+    model = "import torch\ndef model(): return torch.nn.Linear(2, 2)\n"
+    file = write(tmp_path, f"{model}def dataset(split): return {data}\n")
+    traced = trace_file(file, file.build(), size)
+    assert traced.output.meta(7).shape == (7, 2)
+
+
 def test_inputs_must_be_tensors(tmp_path):
     with pytest.raises(ModelError, match="input 0 of a minibatch is int"):
         write(tmp_path, "def model(): pass\ndef example_inputs(n): return 3\n").example_inputs(4)
