@@ -162,7 +162,7 @@ def test_an_output_that_is_no_container_is_refused():
 @pytest.mark.parametrize(
     ("example", "message"),
     [
-        (lambda n: torch.randn(n, 8 + n % 2), r"have shapes \[4, 8\] and \[5, 9\].*pad to a fixed length"),
+        (lambda n: torch.randn(n, 8 + n % 2), r"have shapes \[4, 8\] and \[3, 9\].*pad to a fixed length"),
         (lambda n: {"x": torch.randn(n, 8), "mask": n % 2 == 0}, "different arguments"),
     ],
 )
