@@ -23,7 +23,7 @@ from pdtool.api.inputs import default_plan_path, file_name, was_made_from
 from pdtool.api.planning import NO_LIMIT, PlanRequest
 from pdtool.artifacts.artifact import Artifact, ModelRef
 from pdtool.artifacts.cluster import Cluster
-from pdtool.artifacts.plan import Plan
+from pdtool.artifacts.plan import Plan, PlanOptions
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError, PdtoolError, StaleError, UsageError
 from pdtool.options.declaration import declared
@@ -175,8 +175,13 @@ def other_plan(plan: Plan, request: PlanRequest) -> str:
         "latency": tuple(_each(c, "latency_s", format_seconds) for c in clusters),
         "memory": tuple(NO_LIMIT if c.memory_bytes is None else format_bytes(c.memory_bytes) for c in clusters),
         "wire_dtype": (plan.wire_dtype, request.profile.wire_dtype),
+        "samples_per_update": (
+            _samples_per_update(plan.asked, plan.batch_size),
+            _samples_per_update(asked, request.profile.batch_size),
+        ),
     }
-    figures |= {field.name: (getattr(plan.asked, field.name), getattr(asked, field.name)) for field in fields(asked)}
+    of_plan = (field.name for field in fields(asked) if field.name != "update_every")  # which no option asks for
+    figures |= {name: (getattr(plan.asked, name), getattr(asked, name)) for name in of_plan}
     for name, (before, now) in figures.items():
         if before != now:
             return f"it was made with {declared(PartitionOptions)[name].flag} {_text(before)}, not {_text(now)}"
@@ -185,6 +190,10 @@ def other_plan(plan: Plan, request: PlanRequest) -> str:
 
 def _each(cluster: Cluster, name: str, in_words: Callable[[float], str]) -> str:
     return ",".join(in_words(getattr(level, name)) for level in cluster.levels)
+
+
+def _samples_per_update(asked: PlanOptions, batch_size: int) -> int | None:
+    return asked.update_every and asked.update_every * batch_size
 
 
 def _text(value: Any) -> str:

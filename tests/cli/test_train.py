@@ -86,6 +86,7 @@ def test_what_the_four_commands_made_is_used_again_by_the_same_options(road, run
         (["--memory", "none"], "it was made with --memory"),
         (["--schedule", "1f1b-flush"], "it was made with --schedule 1f1b, not 1f1b-flush"),
         (["--simplest", "0%"], "it was made with --simplest 0.03, not 0.0"),
+        (["--samples-per-update", "16"], "it was made with --samples-per-update left out, not 16"),
         (["--wire-dtype", "bf16"], "it was made with --wire-dtype fp32, not bf16"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -137,6 +138,7 @@ def test_what_train_does_follows_from_its_options_alone(folder, tmp_path_factory
         monkeypatch.setattr(main.commands["run"], "callback", lambda plan, **_: plans.append(Plan.load(plan)))
         words = [word for option in options for word in option]
         result = CliRunner().invoke(main, [*TRAIN, "--device", "v100", *words])
+        assert isinstance(result.exception, SystemExit | None), result.exception
         return result.exit_code, [without_path(plan) for plan in plans]
 
     def in_a_folder(sequence):

@@ -81,9 +81,18 @@ class Device:
         self.issued: list[Work] = []
 
     def run(self, operation: Callable[[], Any]) -> Any:
-        """Run an operation when one more may run (rule 3)."""
+        """Run an operation when one more may run (rule 3).
+
+        Raises:
+            FutureTimeoutError: it does not end.
+        """
         with self._slots:
-            return operation()
+            try:
+                return operation()
+            except RuntimeError as error:  # Gloo's own timeout may come before that of who waits
+                if "Timed out" in str(error):
+                    raise FutureTimeoutError from error
+                raise
 
     def synchronize(self) -> None:
         """Wait until everything that was issued has ended (rule 4)."""
