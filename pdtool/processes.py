@@ -28,7 +28,7 @@ _GRACE_S = 0.5  # after a failure, because its root cause may still be on its wa
 _POLL_S = 0.2
 _END_S = 10.0  # for processes that were killed
 # What a run's workers import; torch._dynamo comes with the first optimizer and would take each of them half a second.
-_OF_WORKERS = ("torch", "torch._dynamo", "pdtool.runtime.launch.worker_main")
+_OF_WORKERS = ("torch", "torch._dynamo", "pdtool.runtime.launch.worker_main", "pdtool.generator.generate")
 
 
 class WorkerProcesses:

@@ -422,12 +422,14 @@ class Outcome:
 
 
 # What a worker would import by itself otherwise, for a second or more: torch._dynamo comes with the first optimizer,
-# the others with models of the zoo. What is not installed is left out.
+# torch.export._trace with a check of the model, the others with models of the zoo. What is not installed is left out.
 PRELOAD = (
     "harness",
     "pdtool.runtime.launch.launcher",
     "pdtool.runtime.worker.worker",
+    "pdtool.generator.generate",
     "torch._dynamo",
+    "torch.export._trace",
     "sklearn.datasets",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.resnet.modeling_resnet",

@@ -26,6 +26,7 @@ _THREADS_GRACE_S = 1.0  # for threads of the user's code, when the work is done
 _ENDING_S = 0.1  # a killed process closes its connections a little before it is gone
 _RAISE_AN_ERROR = "raise an error in the model file instead"
 _FOLDER = Path("/dev/shm")  # of counters
+_not_frozen: list[None] = []  # made after the last gc.freeze() of pdtool
 
 
 def record_failure(out: Path, rank: int, error: BaseException) -> int:
@@ -72,10 +73,20 @@ def end_despite_threads(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
+def freeze_imports() -> None:
+    """Let the collector and `flush_files` skip what the fork server has imported: half a million objects."""
+    global _not_frozen
+    gc.freeze()
+    _not_frozen = []
+
+
 def flush_files() -> None:
     """Write out what the user's code has left in open files; multiprocessing ends a worker without that."""
-    gc.unfreeze()  # or get_objects() leaves out what was frozen
-    for each in gc.get_objects():
+    objects = gc.get_objects()
+    if not any(each is _not_frozen for each in objects):  # the user's code has frozen them, too
+        gc.unfreeze()
+        objects = gc.get_objects()
+    for each in objects:
         if issubclass(type(each), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
             with suppress(Exception):  # it is closed, or the disk is full
                 each.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import signal
@@ -50,7 +49,7 @@ def worker_main(
         meeting_folder: where the workers of one machine meet; "": at the address that the environment names.
     """
     join_group(reaper_pid)
-    gc.freeze()  # the fork server's imports are not garbage: the collector can skip them
+    worker_end.freeze_imports()
     os.dup2(2, 1)  # the user's code may print, but stdout is for artifacts
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.clear()
