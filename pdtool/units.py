@@ -10,7 +10,7 @@ from pdtool.errors import UsageError
 _LETTERS = "kmgtp"
 _FACTORS = {"": 1.0, **{letter: 1e3**power for power, letter in enumerate(_LETTERS, 1)}}
 _FACTORS |= {f"{letter}i": 1024.0**power for power, letter in enumerate(_LETTERS, 1)}
-_NUMBER, _PREFIX = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*", "[kKmMgGtTpP]i?"
+_NUMBER, _PREFIX = r"((?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*", "[kKmMgGtTpP]i?"
 _RATE = re.compile(rf"{_NUMBER}({_PREFIX})?(bit|b|B)(?:/s|ps)")
 _SIZE = re.compile(rf"{_NUMBER}(?:({_PREFIX})[bB]?|B)")
 _TIME = re.compile(rf"{_NUMBER}(s|ms|us|ns)")

@@ -13,7 +13,7 @@ from pdtool.errors import UsageError, suggestion
 _LOWER_IS_BETTER = ("loss", "perplexity")
 _HIGHER_IS_BETTER = ("accuracy",)
 _RELATIONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
-_TARGET = r"\s*(?P<metric>[^<>=]*?)\s*(?P<relation><=|>=|<|>|=)(?P<value>.*)"
+_TARGET = r"(?P<metric>[^<>=]*)(?P<relation><=|>=|<|>|=)(?P<value>.*)"
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,11 @@ class Target:
             value = float(match["value"]) if match else float("nan")
         except ValueError:
             value = float("nan")
-        if match is None or not match["metric"].isprintable() or not match["metric"] or not math.isfinite(value):
+        metric = match["metric"].strip() if match else ""
+        if match is None or not metric.isprintable() or not metric or not math.isfinite(value):
             what = f"target {text!r} is not METRIC=NUMBER, where = can also be <, <=, > or >="
             raise UsageError(what, "write accuracy=0.98, loss=0.5 or nll<=4")
-        return cls(match["metric"], match["relation"], value)
+        return cls(metric, match["relation"], value)
 
     def __str__(self) -> str:
         return f"{self.metric}{self.relation}{self.value:g}"

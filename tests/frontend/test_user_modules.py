@@ -128,6 +128,7 @@ def test_modules_that_did_not_change_are_imported_once(tmp_path):
     assert (tmp_path / "net.py.log").read_text() == "x"
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("name", ["model", "model-2", "random", "test", "numpy"])
 def test_classes_of_a_model_file_pickle_by_the_name_that_python_gives_it(tmp_path, name):
     """A name that a library has stays the library's."""

@@ -282,6 +282,7 @@ def test_an_update_that_looks_at_several_stages_is_refused(tmp_path: Path, code:
         update_proof.check_update(file, file.build(), stages)
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_of_each_parameter_alone_is_proved(tmp_path: Path, monkeypatch: Any, name: str) -> None:
     """Those of torch are, too, though it is not computed for them."""

@@ -63,6 +63,7 @@ def kept_bytes(stage: nn.Module, inputs: list[Tensor], loss: Any, target: Any, *
     return sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in weights | leaves), outputs
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

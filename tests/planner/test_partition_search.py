@@ -269,6 +269,7 @@ def test_too_little_memory_says_what_lacks_and_what_would_do():
         make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=enough - 1))
 
 
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-flush", "gpipe", "2bw", "zb-h1", "interleaved", "looped-bfs"])
 def test_the_memory_that_a_refusal_names_is_enough(schedule):
     """2bw named the memory of a plan for 1f1b, and was refused once more."""

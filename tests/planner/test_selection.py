@@ -215,7 +215,7 @@ def test_a_short_simulation_is_not_faster_than_a_long_one(seed, config):
     assert short_s * WINDOW >= simulate(job).time_per_minibatch_s
 
 
-@pytest.mark.rows_of_the_day(days=2)
+@pytest.mark.rows_of_the_day(days=5)
 @pytest.mark.parametrize(
     ("seed", "narrower"),
     [
