@@ -201,22 +201,22 @@ class DataFunctions(UserFile):
             what = f"{where} gives the model other arguments ({given}) than it was traced with ({taken})"
             raise self.error(what, "return the same from example_inputs and dataset. A dict is passed by name")
 
-    def example_batch(self, batch_size: int) -> tuple[Any, Any]:
-        """Return (inputs, target): the first `batch_size` samples of the training set, collated."""
-        data, name, indices = self.training_set(), "dataset('train')", range(batch_size)
+    def example_batch(self, batch_size: int, split: str = "train") -> tuple[Any, Any]:
+        """Return (inputs, target): the first `batch_size` samples of a split, collated; of "valid" perhaps fewer."""
+        data, name = (self.training_set() if split == "train" else self.dataset(split)), f"dataset({split!r})"
         if is_stream(data):
             samples = list(islice(self.stream(data, name), batch_size))
             count = len(samples)
         else:
             count = min(batch_size, self.samples(data, name) or 0)
-            samples = self.read(data, indices[:count], name)
-        if count < batch_size:
+            samples = self.read(data, range(count), name)
+        if count < batch_size and split == "train":
             found = f"the training set has {counted(count, 'sample')}, fewer than"
             if count < _FEWEST_SAMPLES:
                 remedy = f"return {_FEWEST_SAMPLES} or more from {name}"
                 raise self.error(f"{found} the {_FEWEST_SAMPLES} that tracing needs", remedy)
             raise self.error(f"{found} one minibatch of {batch_size}", "profile with a smaller --batch-size")
-        return self.collate(samples, indices, name)
+        return self.collate(samples, range(count), name)
 
     @cached_property
     def _training_set(self) -> Dataset[Any]:

@@ -21,7 +21,7 @@ from pdtool.artifacts.bundle import Bundle, StageModule
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.run_dir import RunDir
-from pdtool.errors import PdtoolError, StaleError, UsageError
+from pdtool.errors import ModelError, PdtoolError, StaleError, UsageError
 from pdtool.files import write_atomically, write_remedy
 from pdtool.frontend.graph_digest import check_profile, graph_sha256
 from pdtool.frontend.model_file import ModelFile
@@ -155,6 +155,7 @@ def check_user_functions(
     if bundle.proof == "values" and model_file.has("dataset"):
         _check_target_kept(model_file, build())
     check_outputs_only(model_file, bundle, texts, outputs)
+    _check_validation(model_file, bundle, build)
     _check_after_update(model_file, bundle)
     if bundle.tied or plan.chunks > 1:
         _check_repeated_calls(model_file, bundle)
@@ -319,6 +320,41 @@ def _writes_into(model: nn.Module, inputs: ModelInputs) -> bool:
     with suppress(Exception), torch.no_grad(), random_state_kept():  # such as a minibatch that is too small
         inputs.call(model)
     return not all(map(has_same_content, before, inputs.tensors))
+
+
+def _check_validation(model_file: ModelFile, bundle: Bundle, build: Callable[[], nn.Module]) -> None:
+    """Check that loss() and metrics() raise no error in a validation, where it would end the run after an epoch.
+
+    Raises:
+        ModelError: one of them does, for samples of the training set and for the first minibatch of the validation set.
+    """
+    if bundle.proof != "values" or not all(map(model_file.has, ("loss", "dataset"))):
+        return
+    model = build()
+    try:
+        tried(partial(_validate, model_file, model, bundle.batch_size), model.parameters())
+    except ModelError as error:
+        if "CUDA" in error.what:  # which that process does not have, but perhaps the run
+            return
+        if "grad" not in error.what:
+            raise
+        what = f"{error.what} (a validation computes without gradients)"
+        raise ModelError(what, "compute gradients in loss() only if torch.is_grad_enabled()") from None
+
+
+def _validate(model_file: ModelFile, model: nn.Module, batch_size: int) -> None:
+    def validate(split: str, samples: int) -> None:
+        inputs, target = model_file.example_batch(samples, split)
+        output = model_file.as_inputs(inputs).call(model)
+        model_file.loss(output, target)
+        model_file.metrics(output, target)
+
+    model.eval()
+    with torch.no_grad():
+        try:
+            validate("train", _VERIFIED_SAMPLES)
+        except Exception:  # metrics() may expect a target that only the validation set has
+            validate("valid", batch_size)
 
 
 def _check_after_update(model_file: ModelFile, bundle: Bundle) -> None:
