@@ -249,11 +249,12 @@ def test_in_flight_numbers_that_deadlock_are_refused_before_anything_starts(tmp_
         launch(harness.job(tmp_path, CONV3, in_flight=(1, 3, 1)))
 
 
-def test_inputs_of_another_shape_than_the_stages_take(tmp_path: Path) -> None:
-    toy = replace(CONV3, model=CONV3.model.replace("n, 2, 6, 6", "n, 2, 7, 6"))
-    with pytest.raises(
-        PdtoolError, match=r"gives inputs float32\[4, 2, 7, 6\], but the stages take float32\[4, 2, 6, 6\]"
-    ):
+@pytest.mark.parametrize(("height", "split"), [("7", "valid|train"), ("6 + (n == 10)", "valid")])
+def test_inputs_of_another_shape_than_the_stages_take(tmp_path: Path, height: str, split: str) -> None:
+    """Those of the validation set are found before an epoch is trained, too."""
+    toy = replace(CONV3, model=CONV3.model.replace("n, 2, 6, 6", f"n, 2, {height}, 6"))
+    gives = rf"dataset\('({split})'\) gives inputs float32\[4, 2, 7, 6\], but the stages take float32\[4, 2, 6, 6\]"
+    with pytest.raises(PdtoolError, match=f"the loading of the data.*{gives}"):
         launch(harness.job(tmp_path, toy))
 
 

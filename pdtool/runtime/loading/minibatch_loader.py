@@ -76,6 +76,16 @@ class MinibatchLoader:
         self._check_target(target, 1)
         return self._described
 
+    def try_first_minibatch(self, batch_size: int) -> None:
+        """Load the first minibatch of the described validation set, so that its errors do not come after an epoch.
+
+        Raises:
+            ModelError: see `load`.
+        """
+        samples = self._described.samples if self._described else None
+        self.load(range(min(batch_size, samples or batch_size)), 0, VALIDATION_PASS)
+        self._stream.close()
+
     def sample_order(self, run_seed: int, epoch: int) -> list[int]:
         """Return the samples that the user's sampler() chooses for an epoch: a function of seed and epoch only.
 

@@ -177,6 +177,8 @@ def open_data(config: RunConfig, place: Place, file: ModelFile) -> tuple[Trainin
         )
     count_s = config.timeout_s * _COUNTING  # the others wait for this one meanwhile
     described = {name: loader.describe(count_s) for name, loader in loaders.items()}
+    if loaders:
+        loaders["valid"].try_first_minibatch(config.plan.batch_size)
     splits = broadcast(described, dict[str, DatasetSplit], first_rank, "the description of the data")
 
     def sampled(epoch: int) -> Sequence[int]:
