@@ -59,7 +59,7 @@ def why_not_reused(path: str, ref: ModelRef, asked: ProfileOptions) -> str:
     Raises:
         ModelError: the model cannot be traced.
     """
-    from pdtool.api.staleness import why_model_differs  # it loads torch
+    from pdtool.api.staleness import why_profile_is_stale  # it loads torch
 
     if not Path(path).exists():
         return "it does not exist"
@@ -68,7 +68,7 @@ def why_not_reused(path: str, ref: ModelRef, asked: ProfileOptions) -> str:
     except ArtifactError:
         return "the existing file cannot be read"
     with status("comparing the model with its profile"):
-        why = other_profile(known, ref, asked) or why_model_differs(known, path)
+        why = other_profile(known, ref, asked) or why_profile_is_stale(known, path)
     if not why:
         settings = "".join(f", {key}={value}" for key, value in ref.settings.items())
         of = f"minibatch of {known.batch_size}{settings}, {known.device.kind} for {known.device.name}"

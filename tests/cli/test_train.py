@@ -106,6 +106,7 @@ OPTIONS = (
     ("--batch-size", "4"),
     ("--batch-size", "64"),
     ("--set", "width=6"),
+    ("--set", "width=6.0"),
     ("--set", "lr=0.5"),
     ("--precision", "bf16"),
     ("--straight",),
@@ -122,34 +123,69 @@ OPTIONS = (
 )
 
 
-IN_A_FRESH_FOLDER = {}  # options -> what they train there
+IN_A_FRESH_FOLDER = {}  # (options, files) -> what they train there
+MODEL = NET.replace("named_parameters)", "named_parameters, lr=0.1)", 1)
+NESTED = MODEL.replace("middle=nn.Linear(width, width)", "middle=nn.Sequential(nn.Linear(width, width), nn.ReLU())")
+DEVICE = """format: pdtool/device/1
+devices:
+  slow:
+    {name: slow, peak_flops_per_s: {fp32: 1.0e+9}, bandwidth_bytes_per_s: 1.0e+9, memory_bytes: 16_000_000_000,
+     launch_s: 1.0e-6, source: made up}
+...
+"""
+EDITS = (
+    ("model.py", NESTED),
+    ("model.py", NESTED + 'HINTS = {"pin": {"relu": 1}}'),
+    ("model.py", NESTED + 'HINTS = {"no_split": ["middle"]}'),
+    ("model.py", NESTED + 'HINTS = {"pin": {"reul": 1}}'),
+    ("model.py", "import os; os.chdir('..')\n" + NESTED),
+    ("slow.yaml", DEVICE.replace("1.0e-6", "1.0e-3")),
+    ("slow.yaml", DEVICE.replace("fp32", "fp16")),
+)
 
 
 @settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sets(st.sampled_from(OPTIONS), max_size=2).map(sorted), min_size=2, max_size=5))
 def test_what_train_does_follows_from_its_options_alone(folder, tmp_path_factory, monkeypatch, commands):
-    """Law: after any other commands in its folder, a command trains what it trains in a fresh one, or fails alike.
+    """Law: after any other commands in its folder, a command trains what it trains in a fresh one, or fails alike."""
+    steps = [
+        (("--device", "v100", *words), (("model.py", MODEL),)) for words in (sum(options, ()) for options in commands)
+    ]
+    trains_as_in_a_fresh_folder(steps, tmp_path_factory, monkeypatch)
+
+
+def test_what_train_does_follows_from_its_files_as_they_are(folder, tmp_path_factory, monkeypatch):
+    """Law: after commands and edits, a command trains what it trains in a fresh folder with the same files."""
+    files, steps = {"slow.yaml": DEVICE}, []
+    for name, text in EDITS:
+        files[name] = text
+        steps.append((("--device", "slow.yaml", "--strategy", "pipeline"), tuple(files.items())))
+    trains_as_in_a_fresh_folder(steps, tmp_path_factory, monkeypatch)
+
+
+def trains_as_in_a_fresh_folder(steps, tmp_path_factory, monkeypatch):
+    """Compare `train` with options and files, one after the other in a folder and each in its own.
 
     The profile is estimated, so that it is the same each time.
     """
 
-    def trained(options):
+    def trained(options, files):
         plans = []
         monkeypatch.setattr(main.commands["run"], "callback", lambda plan, **_: plans.append(Plan.load(plan)))
-        words = [word for option in options for word in option]
-        result = CliRunner().invoke(main, [*TRAIN, "--device", "v100", *words])
+        for name, text in files:
+            Path(name).write_text(text)
+        result = CliRunner().invoke(main, [*TRAIN, *options])
         assert isinstance(result.exception, SystemExit | None), result.exception
         return result.exit_code, [without_path(plan) for plan in plans]
 
     def in_a_folder(sequence):
         with chdir(tmp_path_factory.mktemp("project")):
-            Path("model.py").write_text(NET.replace("named_parameters)", "named_parameters, lr=0.1)", 1))
-            return [trained(options) for options in sequence]
+            return [trained(*step) for step in sequence]
 
-    for options, result in zip(commands, in_a_folder(commands), strict=True):
-        if (key := tuple(options)) not in IN_A_FRESH_FOLDER:
-            [IN_A_FRESH_FOLDER[key]] = in_a_folder([options])
-        assert result == IN_A_FRESH_FOLDER[key]
+    for step, result in zip(steps, in_a_folder(steps), strict=True):
+        if step not in IN_A_FRESH_FOLDER:
+            [IN_A_FRESH_FOLDER[step]] = in_a_folder([step])
+        assert result == IN_A_FRESH_FOLDER[step]
 
 
 def without_path(plan):
