@@ -84,6 +84,7 @@ def test_what_the_four_commands_made_is_used_again_by_the_same_options(road, run
         (["--bandwidth", "2GB/s"], "keeping plans/model-2.yaml: it was made with --bandwidth 8 Gbit/s, not 16 Gbit/s"),
         (["--latency", "1ms"], "it was made with --latency 0, not 1 ms"),
         (["--memory", "none"], "it was made with --memory"),
+        (["--no-recompute"], "it was made with --recompute, not --no-recompute"),
         (["--schedule", "1f1b-flush"], "it was made with --schedule 1f1b, not 1f1b-flush"),
         (["--simplest", "0%"], "it was made with --simplest 0.03, not 0.0"),
         (["--schedule", "1f1b", "--samples-per-update", "16"], "with --samples-per-update left out, not 16"),
@@ -289,6 +290,51 @@ def test_an_edited_plan_is_used_and_never_replaced(road, runs):
     road.pdtool(*OF_ROAD, code=3)
     assert "in_fligth" in PLAN.read_text(), "a plan that cannot be read may have been edited"
     assert len(runs) == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("name:", "# mine\nname:"), ("settings: {lr: 0.2}", "settings: {lr: 0.3}"), ("in_flight: 2", "in_flight: 1")],
+    ids=["comment", "setting of the model", "stages"],
+)
+def test_no_command_replaces_a_plan_that_someone_changed(folder, runs, old, new):
+    """Law: each says that it was edited, uses it for the same options, and otherwise leaves it as it is."""
+    folder.write("model.py", MODEL)
+    profiling = ("--device", "v100", "--set", "lr=0.2")
+    planning = ("--straight", "--topology", "2", "--memory", "none")
+    folder.pdtool("train", "model.py", *profiling, *planning)
+    assert old in PLAN.read_text()
+    edited = folder.write(str(PLAN), PLAN.read_text().replace(old, new, 1)).read_text()
+    reusing = [("train", "model.py", *profiling, *planning), ("partition", *planning, "--if-stale")]
+    for command in reusing:
+        assert "schedule 1f1b, edited by hand)" in folder.pdtool(*command).stderr
+    assert "edited by hand and would be overwritten" in folder.pdtool("partition", *planning, code=2).stderr
+    remedy = "partition to another file with -o and repeat your edits there, or remove this one"
+    assert remedy in folder.pdtool("partition", *planning, "--latency", "1ms", "--if-stale", code=3).stderr
+    if "settings" not in old:  # only the profile that the plan was made from tells an edit of its settings
+        folder.write("model.py", MODEL.replace("nn.ReLU()", "nn.Tanh()"))
+        for command in reusing:
+            assert remedy in folder.pdtool(*command, code=3).stderr
+    assert PLAN.read_text() == edited
+
+
+def test_a_profile_is_the_same_by_another_path(road):
+    planning = ("--straight", "--topology", "2", "--bandwidth", "1GB/s", "--if-stale")
+    for path in (f"./{PROFILE}", str(PROFILE.absolute()), "profiles/../profiles/model.json"):
+        assert "partition: reusing" in road.pdtool("partition", path, *planning).stderr
+
+
+def test_settings_that_python_finds_equal_are_others_for_a_model(folder, request):
+    """1, 1.0 and True; both `train` and `run --set` took one for the other."""
+    folder.write("model.py", NET.replace("width=8", "width=8, kind=1").replace("ReLU()", "LeakyReLU(len(repr(kind)))"))
+    folder.pdtool("profile", "model.py", "--device", "v100", "--set", "kind=1")
+    folder.pdtool("partition", "--topology", "2")
+    refused = folder.pdtool("run", "--set", "kind=1.0", "--dry-run", code=2).stderr
+    assert "--set kind=1.0 changes the model's operators" in refused
+    runs = request.getfixturevalue("runs")
+    for kind in ("1", "1.0", "True"):
+        folder.pdtool(*TRAIN, "--device", "v100", "--set", f"kind={kind}")
+        assert repr(Plan.load(runs[-1]["plan"]).model.settings["kind"]) == kind
 
 
 def test_a_slip_is_found_before_anything_is_measured(folder, runs):
