@@ -10,6 +10,7 @@ import time
 from contextlib import chdir
 from pathlib import Path
 
+import click
 import pytest
 import torch
 import yaml
@@ -24,7 +25,7 @@ from pdtool.artifacts.metrics import read_metrics
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
-from pdtool.artifacts.run_dir import RunDir
+from pdtool.artifacts.run_dir import RunDir, RunState
 from pdtool.cli.commands.app import main
 from pdtool.host import usable_cores
 
@@ -335,6 +336,36 @@ def test_settings_that_python_finds_equal_are_others_for_a_model(folder, request
     for kind in ("1", "1.0", "True"):
         folder.pdtool(*TRAIN, "--device", "v100", "--set", f"kind={kind}")
         assert repr(Plan.load(runs[-1]["plan"]).model.settings["kind"]) == kind
+
+
+def test_what_is_typed_to_train_goes_before_what_a_resumed_run_was_asked_for(folder, monkeypatch):
+    """Law: the options of a plan train the same with and without --resume, even if the run had others."""
+
+    def train_plan(inputs, plan, asked):
+        chosen.append((plan.schedule, plan.microbatches, plan.update_every, plan.wire_dtype, inputs.model.settings))
+        paths.append(inputs.path)
+        raise click.exceptions.Exit
+
+    folder.write("model.py", MODEL)
+    alike = (*TRAIN, "--straight", "--batch-size", "8", "--threads", "1", "--device", "cpu", "--memory", "none")
+    alike += ("--set", "lr=0.2")
+    begun = folder.pdtool(*alike, "--steps", "1", "-o", "runs/a", "--resume").stderr
+    assert "runs/a has no checkpoint yet, so the run starts from the beginning" in begun
+    state = RunDir(Path("runs/a")).state_file
+    run = RunState.load(state)
+    earlier = {"schedule": "1f1b-flush", "microbatches": 3, "wire_dtype": "bf16", "model_settings": ("lr=0.9",)}
+    monkeypatch.setattr("pdtool.api.training.train_plan", train_plan)
+    for typed in (
+        ("--schedule", "1f1b"),
+        ("--wire-dtype", "fp32"),
+        ("--samples-per-update", "16"),
+        ("--schedule", "gpipe", "--microbatches", "2"),
+    ):
+        chosen, paths = [], []
+        folder.pdtool(*alike, *typed, "-o", "runs/b")
+        run.model_copy(update={"asked": {**run.asked, **earlier}, "plan_path": paths[0]}).save(state)
+        folder.pdtool(*alike, *typed, "--resume", "runs/a", "--epochs", "2")
+        assert chosen[0] == chosen[1]
 
 
 def test_a_slip_is_found_before_anything_is_measured(folder, runs):
