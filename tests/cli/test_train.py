@@ -498,17 +498,28 @@ def test_the_rules_make_again_what_was_made_with_other_options(folder, make):
     assert len(list(Path("runs").glob("net-2.*"))) >= 1, "the runs of before"
 
 
-def test_the_rules_make_again_what_was_made_with_other_defaults(folder, make):
-    """They looked at the options in the Makefile only."""
+@pytest.mark.parametrize(
+    ("file", "partition", "run"),
+    [
+        ("pdtool.toml", "[partition]\nstraight = true\n", "[run]\nepochs = {}\n"),
+        ("pdtool.toml", "[ partition ] # mine\nstraight = true\n", "[ run ]\nepochs = {}\n"),
+        ("pdtool.toml", "partition.straight = true\n", "run = {{epochs = {}}}\n"),
+        ("pyproject.toml", "[tool.pdtool.partition]\nstraight = true\n", "[tool.pdtool.run]\nepochs = {}\n"),
+        ("pyproject.toml", "tool.pdtool.partition.straight = true\n", "tool.pdtool.run.epochs = {}\n"),
+    ],
+)
+def test_the_rules_make_again_what_was_made_with_other_defaults(folder, make, file, partition, run):
+    """They looked at the options in the Makefile only, and then at [partition] in pdtool.toml only."""
     folder.write("net.py", NET)
-    folder.write("pdtool.toml", "[partition]\nstraight = true\n[run]\nepochs = 2\n")
+    folder.write(file, partition + run.format(2))
     target = "runs/net-2/report.json"
-    _, partitioning, codegen, run = make(target)
+    _, partitioning, codegen, running = make(target)
     assert make(target) == []
-    folder.write("pdtool.toml", "[partition]\nstraight = true\n[run]\nepochs = 3\n")
-    assert make(target) == [run]
-    folder.write("pdtool.toml", "[run]\nepochs = 3\n")
-    assert make(target) == [partitioning, codegen, run]
+    folder.write(file, partition + run.format(3))
+    assert make(target) == [running]
+    folder.write(file, run.format(3))
+    assert make(target) == [partitioning, codegen, running]
+    assert make(target) == []
 
 
 def test_a_run_that_missed_its_target_is_made_again(folder, make):
