@@ -207,6 +207,9 @@ def without_path(plan):
         ("[run]\nschedule = 'gpipe'\nmicrobatches = 2", ["--schedule", "1f1b"], {"run": None}),
         ("[run]\nwire-dtype = 'bf16'", ["--wire-dtype", "fp32"], {"run": None}),
         ("[run]\nset = {lr = 0.5}", ["--set", "lr=0.01"], {"run": None}),
+        ("[run]\nupdate-every = 2", ["--samples-per-update", "64", "--schedule", "1f1b"], {"update_every": 2}),
+        ("[run]\nupdate-every = 9", ["--samples-per-update", "64"], {"microbatches": 2}),
+        ("[run]\nweights = 'none'\nupdate-every = 9", ["--schedule", "gpipe"], {"weights": "flush"}),
     ],
 )
 def test_the_command_line_of_train_goes_before_all_tables_of_the_file(folder, runs, defaults, typed, planned):
@@ -216,8 +219,8 @@ def test_the_command_line_of_train_goes_before_all_tables_of_the_file(folder, ru
     plan = Plan.load(runs[0]["plan"])
     expected = {name: value for name, value in planned.items() if name != "run"}
     assert {name: getattr(plan, name) for name in expected} == expected
-    asked_of_run = [runs[0][name] for name in ("schedule", "microbatches", "wire_dtype", "model_settings")]
-    assert not any(asked_of_run), "the plan has it"
+    of_plan = ("schedule", "microbatches", "update_every", "weights", "wire_dtype", "model_settings")
+    assert not any(runs[0][name] for name in of_plan), "the plan has it"
 
 
 def test_a_run_after_others_has_the_losses_of_a_fresh_one(folder, tmp_path_factory):
@@ -353,17 +356,19 @@ def test_what_is_typed_to_train_goes_before_what_a_resumed_run_was_asked_for(fol
     assert "runs/a has no checkpoint yet, so the run starts from the beginning" in begun
     state = RunDir(Path("runs/a")).state_file
     run = RunState.load(state)
-    earlier = {"schedule": "1f1b-flush", "microbatches": 3, "wire_dtype": "bf16", "model_settings": ("lr=0.9",)}
     monkeypatch.setattr("pdtool.api.training.train_plan", train_plan)
-    for typed in (
-        ("--schedule", "1f1b"),
-        ("--wire-dtype", "fp32"),
-        ("--samples-per-update", "16"),
-        ("--schedule", "gpipe", "--microbatches", "2"),
+    flushing, updating = {"schedule": "1f1b-flush", "microbatches": 3}, {"schedule": "1f1b", "update_every": 3}
+    for typed, earlier in (
+        (("--schedule", "1f1b"), flushing),
+        (("--wire-dtype", "fp32"), flushing),
+        (("--samples-per-update", "16"), updating),
+        (("--samples-per-update", "16", "--schedule", "1f1b"), updating),
+        (("--schedule", "gpipe", "--microbatches", "2"), updating),
     ):
         chosen, paths = [], []
         folder.pdtool(*alike, *typed, "-o", "runs/b")
-        run.model_copy(update={"asked": {**run.asked, **earlier}, "plan_path": paths[0]}).save(state)
+        others = {**run.asked, **earlier, "wire_dtype": "bf16", "model_settings": ("lr=0.9",)}
+        run.model_copy(update={"asked": others, "plan_path": paths[0]}).save(state)
         folder.pdtool(*alike, *typed, "--resume", "runs/a", "--epochs", "2")
         assert chosen[0] == chosen[1]
 

@@ -16,7 +16,8 @@ from pdtool.cli.commands.steps import partition, profile, run
 from pdtool.cli.terminal import note
 from pdtool.options.declaration import declared
 from pdtool.options.plan_options import PartitionOptions, ProfileOptions
-from pdtool.options.run_options import RunOptions
+from pdtool.options.run_options import RunOptions, excluded_by
+from pdtool.schedule import SCHEDULES
 from pdtool.units import counted
 
 if TYPE_CHECKING:
@@ -127,11 +128,13 @@ def _forget_what_the_plan_has(running: click.Context, ctx: click.Context) -> Non
     running.params["model_settings"] = (*kept, *(settings if running.params["resume"] else ()))
     of_plan = {name for name, option in declared(RunOptions).items() if option.of_plan}
     in_plan = of_plan & _OF_PLAN - {"model", "model_settings"}
-    instead = {name for name, option in declared(PartitionOptions).items() if in_plan.intersection(option.excludes)}
-    if any(is_asked_for(ctx, name) for name in in_plan | instead):
-        running.params |= dict.fromkeys(in_plan)
-        for name in in_plan:
-            running.set_parameter_source(name, ParameterSource.COMMANDLINE)
+    counting = {name for name, option in declared(PartitionOptions).items() if "microbatches" in option.excludes}
+    asked = {name for name in in_plan | counting if is_asked_for(ctx, name)}
+    excluded = excluded_by(ctx.params["schedule"]) if ctx.params["schedule"] in SCHEDULES else set()
+    excluded |= {"update_every"} if asked & {"microbatches", *counting} else set()
+    for name in (in_plan if asked else set()) | {name for name in excluded if not is_asked_for(ctx, name)}:
+        running.params[name] = None
+        running.set_parameter_source(name, ParameterSource.COMMANDLINE)  # so that a resumed run's does not count
 
 
 def _invoke(context: click.Context) -> None:
