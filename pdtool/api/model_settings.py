@@ -53,7 +53,8 @@ def with_settings(inputs: Inputs, given: Sequence[str]) -> Inputs:
     with undoing_user_changes():
         file = changed.model_file()
         _check_names(file, changes)
-        if any(inputs.model.settings.get(key) != value for key, value in file.model_settings.items()):
+        before, now = inputs.model.typed_settings, model.typed_settings
+        if any(before.get(key) != now[key] for key in file.model_settings):
             _check_operators(file, inputs.profile, changes)
     if is_first_worker(os.environ):
         note(f"settings of this run: {', '.join(f'{key}={value}' for key, value in changes.items())}")

@@ -23,6 +23,7 @@ from pdtool.api.inputs import (
     planned,
     read_plan,
     read_profile,
+    was_made_from,
 )
 from pdtool.artifacts.cluster import Cluster, ClusterFile, make_cluster, parse_topology
 from pdtool.artifacts.plan import LITTLE_ROOM, Plan, PlanOptions
@@ -273,14 +274,33 @@ def keep_edits(path: str) -> None:
     if path == "-" or not Path(path).is_file():
         return
     try:
-        text = read_text(path)
-        was_edited = Plan.parse(text, path).edited or has_comments(text)
+        is_edited = was_edited(path)
     except ArtifactError:  # a different file, which is refused, or an unusable one
         return
-    if was_edited:
+    if is_edited:
         raise UsageError(
             f"{path} was edited by hand and would be overwritten", "pass another path with -o, or delete it first"
         )
+
+
+def was_edited(path: str) -> bool:
+    """Return whether someone edited or commented the plan in a file, or the settings of its model.
+
+    Raises:
+        ArtifactError: it is not a plan, or cannot be read.
+    """
+    text = read_text(path)
+    plan = Plan.parse(text, path)
+    return plan.edited or has_comments(text) or _has_another_model(plan)
+
+
+def _has_another_model(plan: Plan) -> bool:
+    """Return whether a plan's model or its settings are not those of the profile that the plan was made from."""
+    try:
+        profile = Profile.load(plan.profile)
+    except ArtifactError:  # it is gone, so nobody can tell
+        return False
+    return was_made_from(plan, profile) and plan.model != profile.model
 
 
 def cluster_asked_for(asked: PartitionOptions) -> Cluster:

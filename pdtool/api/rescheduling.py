@@ -46,7 +46,8 @@ def rescheduled(inputs: Inputs, asked: RunOptions) -> Plan:
         what = f"with --update-every {update_every}, some of a stage's {replicas} replicas get no minibatch"
         raise UsageError(what, f"pass --update-every {replicas} or more")
     if kind.flushes:
-        interval = {"microbatches": microbatches or max(plan.microbatches, 4), "update_every": None}
+        planned = plan.microbatches if plan.kind.flushes else plan.update_every or 4
+        interval = {"microbatches": microbatches or planned, "update_every": None}
     else:
         interval = {"microbatches": 1, "update_every": update_every or plan.update_every}
     return reschedule(plan, inputs.profile, {"schedule": name, "weights": weights or kept, **interval})

@@ -20,14 +20,15 @@ from typing import Any
 
 from pdtool.api.console import muted, note, status
 from pdtool.api.inputs import default_plan_path, file_name, was_made_from
-from pdtool.api.planning import NO_LIMIT, PlanRequest
+from pdtool.api.planning import NO_LIMIT, PlanRequest, was_edited
 from pdtool.artifacts.artifact import Artifact, ModelRef
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import Plan, PlanOptions
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError, PdtoolError, StaleError, UsageError
-from pdtool.options.declaration import declared
+from pdtool.options.declaration import Option, declared
 from pdtool.options.plan_options import PartitionOptions, ProfileOptions
+from pdtool.options.values import Flag
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
 _DIGEST_LENGTH = 8
@@ -59,7 +60,7 @@ def why_not_reused(path: str, ref: ModelRef, asked: ProfileOptions) -> str:
     Raises:
         ModelError: the model cannot be traced.
     """
-    from pdtool.api.staleness import why_model_differs  # it loads torch
+    from pdtool.api.staleness import why_profile_is_stale  # it loads torch
 
     if not Path(path).exists():
         return "it does not exist"
@@ -68,7 +69,7 @@ def why_not_reused(path: str, ref: ModelRef, asked: ProfileOptions) -> str:
     except ArtifactError:
         return "the existing file cannot be read"
     with status("comparing the model with its profile"):
-        why = other_profile(known, ref, asked) or why_model_differs(known, path)
+        why = other_profile(known, ref, asked) or why_profile_is_stale(known, path)
     if not why:
         settings = "".join(f", {key}={value}" for key, value in ref.settings.items())
         of = f"minibatch of {known.batch_size}{settings}, {known.device.kind} for {known.device.name}"
@@ -104,7 +105,7 @@ def other_profile(profile: Profile, ref: ModelRef, asked: ProfileOptions) -> str
     for name, option in declared(ProfileOptions).items():
         before, now = getattr(had, name), getattr(asked, name)
         if not known_same.get(name, before == now):
-            return f"it was made with {option.flag} {_text(before)}, not {_text(now)}"
+            return _made_with(option, before, now)
     return ""
 
 
@@ -128,8 +129,8 @@ def why_plan_not_reused(path: str, request: PlanRequest) -> str:
     if not Path(path).exists():
         return "it does not exist"
     plan = Plan.load(path)
-    why, edited = other_plan(plan, request), ", edited by hand" if plan.edited else ""
-    if plan.profile == request.path and not was_made_from(plan, request.profile):
+    why, edited = other_plan(plan, request), ", edited by hand" if was_edited(path) else ""
+    if _is_same_path(plan.profile, request.path) and not was_made_from(plan, request.profile):
         why = f"it was made from an earlier version of {request.path}"
     if not why:
         note(f"partition: reusing {path} ({plan.config}, schedule {plan.schedule}{edited})")
@@ -164,7 +165,7 @@ def fresh_plan(profiles: Sequence[str], output: str | None, asked: PartitionOpti
 
 def other_plan(plan: Plan, request: PlanRequest) -> str:
     """Say with which other options, or from which other profile, a plan was made; "" for the same."""
-    if plan.profile != request.path:
+    if not _is_same_path(plan.profile, request.path):
         return f"it was made from {plan.profile}, not {request.path}"
     if plan.asked is None:
         return "it does not record its options"
@@ -184,8 +185,12 @@ def other_plan(plan: Plan, request: PlanRequest) -> str:
     figures |= {name: (getattr(plan.asked, name), getattr(asked, name)) for name in of_plan}
     for name, (before, now) in figures.items():
         if before != now:
-            return f"it was made with {declared(PartitionOptions)[name].flag} {_text(before)}, not {_text(now)}"
+            return _made_with(declared(PartitionOptions)[name], before, now)
     return "" if plan.cluster == request.cluster else "it was made for another cluster"
+
+
+def _is_same_path(one: str, other: str) -> bool:
+    return os.path.abspath(one) == os.path.abspath(other)
 
 
 def _each(cluster: Cluster, name: str, in_words: Callable[[float], str]) -> str:
@@ -194,6 +199,13 @@ def _each(cluster: Cluster, name: str, in_words: Callable[[float], str]) -> str:
 
 def _samples_per_update(asked: PlanOptions, batch_size: int) -> int | None:
     return asked.update_every and asked.update_every * batch_size
+
+
+def _made_with(option: Option, before: Any, now: Any) -> str:
+    if isinstance(option.value, Flag):
+        on, _, off = option.usage.partition("/")
+        return f"it was made with {on if before else off}, not {on if now else off}"
+    return f"it was made with {option.flag} {_text(before)}, not {_text(now)}"
 
 
 def _text(value: Any) -> str:

@@ -206,7 +206,7 @@ def _check_functions_again(inputs: Inputs, bundle: Bundle) -> None:
     from pdtool.frontend.user_code import find_source, undoing_user_changes
 
     planned_model = inputs.plan.model or inputs.profile.model
-    has_same_settings = planned_model is not None and planned_model.settings == inputs.model.settings
+    has_same_settings = planned_model is not None and planned_model.typed_settings == inputs.model.typed_settings
     is_same_file = file_sha256(find_source(inputs.model.source)) in bundle.digests.values()
     if is_first_worker(os.environ) and not (is_same_file and has_same_settings):
         from pdtool.generator.generate import check_user_functions

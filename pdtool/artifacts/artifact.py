@@ -56,6 +56,18 @@ class ModelRef(FrozenModel):
     function: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = "model"
     settings: dict[str, str | int | float | bool] = Field(default_factory=dict)
 
+    @property
+    def typed_settings(self) -> dict[str, tuple[type, str | int | float | bool]]:
+        """The settings with their types. Python finds 1, 1.0 and True equal, but a model may not."""
+        return {name: (type(value), value) for name, value in self.settings.items()}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModelRef) and self._identity == other._identity
+
+    @property
+    def _identity(self) -> tuple[Any, ...]:
+        return self.source, self.function, self.typed_settings
+
     def __str__(self) -> str:
         settings = "".join(f" --set {key}={value}" for key, value in self.settings.items())
         return f"{self.source}:{self.function}{settings}"

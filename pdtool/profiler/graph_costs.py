@@ -19,7 +19,7 @@ from pdtool.errors import PdtoolError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import tensors_in, tensors_of
 from pdtool.frontend.model_rules import check_loss_parameters, graph_leaves, graph_nodes, unknown_module_remedy
-from pdtool.frontend.operators import Value, storage_address, unique_name
+from pdtool.frontend.operators import Traced, Value, storage_address, unique_name
 from pdtool.profiler.execute import ProfiledModel
 from pdtool.profiler.kernels import FLOP_FORMULAS
 
@@ -150,7 +150,7 @@ def make_profile(model: ProfiledModel, device: Device, costs: GraphCosts, **meas
             opaque={path: " ".join(why.split())[:_MAX_REASON] for path, why in model.traced.opaque.items()},
             **measured,
         )
-        return profile.model_copy(update=_constraints(model, profile))
+        return profile.model_copy(update=constraints(model.model_file, model.traced, profile))
 
 
 def _nodes(model: ProfiledModel, costs: GraphCosts) -> Iterator[Node]:
@@ -209,12 +209,18 @@ def _shared_parameters(model: ProfiledModel) -> Iterator[SharedParameter]:
             yield SharedParameter(name=first, bytes=model.run.state[first].nbytes, nodes=tuple(users))
 
 
-def _constraints(model: ProfiledModel, profile: Profile) -> dict[str, Any]:
-    """Return `together` and `pin`: from the trace, for nodes that belong to their user, and from HINTS."""
-    hints = model.model_file.hints
-    asked = (_nodes_of(model, profile, path) for path in hints.no_split)
-    together = [*model.traced.together, *_made_of_parameters(profile), *asked]
-    pin = {name: stage for path, stage in hints.pin.items() for name in _nodes_of(model, profile, path)}
+def constraints(file: ModelFile, traced: Traced, profile: Profile) -> dict[str, Any]:
+    """Return `together` and `pin` of a profile: from the trace, for nodes that belong to their user, and from HINTS.
+
+    Raises:
+        ModelError: HINTS names a module that the model does not have or compute.
+    """
+
+    def nodes_of(path: str) -> tuple[str, ...]:
+        return _nodes_of(file, traced, profile, path)
+
+    together = [*traced.together, *_made_of_parameters(profile), *map(nodes_of, file.hints.no_split)]
+    pin = {name: stage for path, stage in file.hints.pin.items() for name in nodes_of(path)}
     return {"together": tuple(group for group in together if len(group) > 1), "pin": pin}
 
 
@@ -231,14 +237,14 @@ def _made_of_parameters(profile: Profile) -> Iterator[tuple[str, ...]]:
     yield from ((name, *users) for name, users in users_of if name in from_parameters and len(users) == 1)
 
 
-def _nodes_of(model: ProfiledModel, profile: Profile, path: str) -> tuple[str, ...]:
+def _nodes_of(file: ModelFile, traced: Traced, profile: Profile, path: str) -> tuple[str, ...]:
     names = profile.graph.expand([path])
     if names == [path] and path not in profile.by_name:
-        modules = dict(model.traced.model.named_modules())
+        modules = dict(traced.model.named_modules())
         if path and path in modules:
-            raise model.model_file.error(f"HINTS names {path!r}, but forward computes nothing in it", "leave it out")
+            raise file.error(f"HINTS names {path!r}, but forward computes nothing in it", "leave it out")
         remedy = unknown_module_remedy(path, modules)
-        raise model.model_file.error(f"HINTS names {path!r}, but the model has no such module", remedy)
+        raise file.error(f"HINTS names {path!r}, but the model has no such module", remedy)
     return tuple(names)
 
 

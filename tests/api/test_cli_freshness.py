@@ -135,6 +135,28 @@ def test_codegen_says_which_operator_changed(road, old, new, difference):
     assert f"error: model.py: {difference}" in road.pdtool("codegen", code=3).stderr
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "change", "words"),
+    [
+        ("model.py", f"{NET}# nothing", "unknown", ""),
+        ("model.py", f'{NET}HINTS = {{"pin": {{"first": 1}}}}', "HINTS", "HINTS of model.py have changed"),
+        ("m.json", None, "profile", "m.json has changed since profiles/model.json was made with it"),
+    ],
+)
+def test_check_fresh_and_if_stale_agree_on_the_profile_and_the_plan_stays_valid(road, file, text, change, words):
+    profiling = ("profile", "model.py", "--batch-size", "8", "--device", "v100", "--calibrate", "m.json", "--if-stale")
+    Path("profiles/model.json").rename("m.json")
+    road.pdtool(*profiling)
+    road.pdtool("partition", "--topology", "2", "--straight", "-o", "plans/mine.yaml")
+    assert "profile: reusing" in road.pdtool(*profiling).stderr
+    road.write(file, text or Profile.load("m.json").model_copy(update={"name": "other"}).dump())
+    result = road.pdtool("check", "--fresh", "plans/mine.yaml", code=3 if words else 0)
+    assert words in result.stdout
+    assert marks(result).get(change) == ("✗" if words else None)
+    assert "operators" in road.pdtool("codegen", "plans/mine.yaml").stderr or file != "model.py"
+    assert ("profile: reusing" in road.pdtool(*profiling).stderr) == (not words)
+
+
 def test_a_constant_that_changed_is_seen_though_the_profile_does_not_know_it(folder):
     text = NET.replace("relu=nn.ReLU()", "relu=nn.LeakyReLU(0.1)")
     folder.write("model.py", text)

@@ -40,3 +40,14 @@ def test_a_stage_that_recomputes_by_choice_keeps_doing_so(road, asked):
     plan = plan.model_copy(update={"stages": (first.model_copy(update={"recompute": True}), *others)})
     found = rescheduled(SimpleNamespace(plan=plan, profile=profile), RunOptions(**asked))
     assert [stage.recompute for stage in found.stages] == [True, *(False for _ in others)]
+
+
+@pytest.mark.parametrize("options", [("--samples-per-update", "16"), ("--schedule", "gpipe", "--microbatches", "1")])
+def test_another_flushing_schedule_averages_as_many_samples_as_the_plan(road, options):
+    """`--schedule 1f1b-flush` made four microbatches of fewer, even of a plan that had this schedule."""
+    road.pdtool("partition", "--topology", "2", "--straight", *options, "-o", "plans/flushing.yaml")
+    plan, profile = Plan.load("plans/flushing.yaml"), Profile.load("profiles/model.json")
+    for schedule in ("1f1b-flush", "gpipe"):
+        other = rescheduled(SimpleNamespace(plan=plan, profile=profile), RunOptions(schedule=schedule))
+        assert other.microbatches == plan.microbatches < 4
+        assert other.predicted.samples_per_update == plan.predicted.samples_per_update

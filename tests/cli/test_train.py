@@ -10,6 +10,7 @@ import time
 from contextlib import chdir
 from pathlib import Path
 
+import click
 import pytest
 import torch
 import yaml
@@ -24,7 +25,7 @@ from pdtool.artifacts.metrics import read_metrics
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
-from pdtool.artifacts.run_dir import RunDir
+from pdtool.artifacts.run_dir import RunDir, RunState
 from pdtool.cli.commands.app import main
 from pdtool.host import usable_cores
 
@@ -84,6 +85,7 @@ def test_what_the_four_commands_made_is_used_again_by_the_same_options(road, run
         (["--bandwidth", "2GB/s"], "keeping plans/model-2.yaml: it was made with --bandwidth 8 Gbit/s, not 16 Gbit/s"),
         (["--latency", "1ms"], "it was made with --latency 0, not 1 ms"),
         (["--memory", "none"], "it was made with --memory"),
+        (["--no-recompute"], "it was made with --recompute, not --no-recompute"),
         (["--schedule", "1f1b-flush"], "it was made with --schedule 1f1b, not 1f1b-flush"),
         (["--simplest", "0%"], "it was made with --simplest 0.03, not 0.0"),
         (["--schedule", "1f1b", "--samples-per-update", "16"], "with --samples-per-update left out, not 16"),
@@ -106,6 +108,7 @@ OPTIONS = (
     ("--batch-size", "4"),
     ("--batch-size", "64"),
     ("--set", "width=6"),
+    ("--set", "width=6.0"),
     ("--set", "lr=0.5"),
     ("--precision", "bf16"),
     ("--straight",),
@@ -122,34 +125,69 @@ OPTIONS = (
 )
 
 
-IN_A_FRESH_FOLDER = {}  # options -> what they train there
+IN_A_FRESH_FOLDER = {}  # (options, files) -> what they train there
+MODEL = NET.replace("named_parameters)", "named_parameters, lr=0.1)", 1)
+NESTED = MODEL.replace("middle=nn.Linear(width, width)", "middle=nn.Sequential(nn.Linear(width, width), nn.ReLU())")
+DEVICE = """format: pdtool/device/1
+devices:
+  slow:
+    {name: slow, peak_flops_per_s: {fp32: 1.0e+9}, bandwidth_bytes_per_s: 1.0e+9, memory_bytes: 16_000_000_000,
+     launch_s: 1.0e-6, source: made up}
+...
+"""
+EDITS = (
+    ("model.py", NESTED),
+    ("model.py", NESTED + 'HINTS = {"pin": {"relu": 1}}'),
+    ("model.py", NESTED + 'HINTS = {"no_split": ["middle"]}'),
+    ("model.py", NESTED + 'HINTS = {"pin": {"reul": 1}}'),
+    ("model.py", "import os; os.chdir('..')\n" + NESTED),
+    ("slow.yaml", DEVICE.replace("1.0e-6", "1.0e-3")),
+    ("slow.yaml", DEVICE.replace("fp32", "fp16")),
+)
 
 
 @settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sets(st.sampled_from(OPTIONS), max_size=2).map(sorted), min_size=2, max_size=5))
 def test_what_train_does_follows_from_its_options_alone(folder, tmp_path_factory, monkeypatch, commands):
-    """Law: after any other commands in its folder, a command trains what it trains in a fresh one, or fails alike.
+    """Law: after any other commands in its folder, a command trains what it trains in a fresh one, or fails alike."""
+    steps = [
+        (("--device", "v100", *words), (("model.py", MODEL),)) for words in (sum(options, ()) for options in commands)
+    ]
+    trains_as_in_a_fresh_folder(steps, tmp_path_factory, monkeypatch)
+
+
+def test_what_train_does_follows_from_its_files_as_they_are(folder, tmp_path_factory, monkeypatch):
+    """Law: after commands and edits, a command trains what it trains in a fresh folder with the same files."""
+    files, steps = {"slow.yaml": DEVICE}, []
+    for name, text in EDITS:
+        files[name] = text
+        steps.append((("--device", "slow.yaml", "--strategy", "pipeline"), tuple(files.items())))
+    trains_as_in_a_fresh_folder(steps, tmp_path_factory, monkeypatch)
+
+
+def trains_as_in_a_fresh_folder(steps, tmp_path_factory, monkeypatch):
+    """Compare `train` with options and files, one after the other in a folder and each in its own.
 
     The profile is estimated, so that it is the same each time.
     """
 
-    def trained(options):
+    def trained(options, files):
         plans = []
         monkeypatch.setattr(main.commands["run"], "callback", lambda plan, **_: plans.append(Plan.load(plan)))
-        words = [word for option in options for word in option]
-        result = CliRunner().invoke(main, [*TRAIN, "--device", "v100", *words])
+        for name, text in files:
+            Path(name).write_text(text)
+        result = CliRunner().invoke(main, [*TRAIN, *options])
         assert isinstance(result.exception, SystemExit | None), result.exception
         return result.exit_code, [without_path(plan) for plan in plans]
 
     def in_a_folder(sequence):
         with chdir(tmp_path_factory.mktemp("project")):
-            Path("model.py").write_text(NET.replace("named_parameters)", "named_parameters, lr=0.1)", 1))
-            return [trained(options) for options in sequence]
+            return [trained(*step) for step in sequence]
 
-    for options, result in zip(commands, in_a_folder(commands), strict=True):
-        if (key := tuple(options)) not in IN_A_FRESH_FOLDER:
-            [IN_A_FRESH_FOLDER[key]] = in_a_folder([options])
-        assert result == IN_A_FRESH_FOLDER[key]
+    for step, result in zip(steps, in_a_folder(steps), strict=True):
+        if step not in IN_A_FRESH_FOLDER:
+            [IN_A_FRESH_FOLDER[step]] = in_a_folder([step])
+        assert result == IN_A_FRESH_FOLDER[step]
 
 
 def without_path(plan):
@@ -169,6 +207,9 @@ def without_path(plan):
         ("[run]\nschedule = 'gpipe'\nmicrobatches = 2", ["--schedule", "1f1b"], {"run": None}),
         ("[run]\nwire-dtype = 'bf16'", ["--wire-dtype", "fp32"], {"run": None}),
         ("[run]\nset = {lr = 0.5}", ["--set", "lr=0.01"], {"run": None}),
+        ("[run]\nupdate-every = 2", ["--samples-per-update", "64", "--schedule", "1f1b"], {"update_every": 2}),
+        ("[run]\nupdate-every = 9", ["--samples-per-update", "64"], {"microbatches": 2}),
+        ("[run]\nweights = 'none'\nupdate-every = 9", ["--schedule", "gpipe"], {"weights": "flush"}),
     ],
 )
 def test_the_command_line_of_train_goes_before_all_tables_of_the_file(folder, runs, defaults, typed, planned):
@@ -178,8 +219,8 @@ def test_the_command_line_of_train_goes_before_all_tables_of_the_file(folder, ru
     plan = Plan.load(runs[0]["plan"])
     expected = {name: value for name, value in planned.items() if name != "run"}
     assert {name: getattr(plan, name) for name in expected} == expected
-    asked_of_run = [runs[0][name] for name in ("schedule", "microbatches", "wire_dtype", "model_settings")]
-    assert not any(asked_of_run), "the plan has it"
+    of_plan = ("schedule", "microbatches", "update_every", "weights", "wire_dtype", "model_settings")
+    assert not any(runs[0][name] for name in of_plan), "the plan has it"
 
 
 def test_a_run_after_others_has_the_losses_of_a_fresh_one(folder, tmp_path_factory):
@@ -253,6 +294,83 @@ def test_an_edited_plan_is_used_and_never_replaced(road, runs):
     road.pdtool(*OF_ROAD, code=3)
     assert "in_fligth" in PLAN.read_text(), "a plan that cannot be read may have been edited"
     assert len(runs) == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("name:", "# mine\nname:"), ("settings: {lr: 0.2}", "settings: {lr: 0.3}"), ("in_flight: 2", "in_flight: 1")],
+    ids=["comment", "setting of the model", "stages"],
+)
+def test_no_command_replaces_a_plan_that_someone_changed(folder, runs, old, new):
+    """Law: each says that it was edited, uses it for the same options, and otherwise leaves it as it is."""
+    folder.write("model.py", MODEL)
+    profiling = ("--device", "v100", "--set", "lr=0.2")
+    planning = ("--straight", "--topology", "2", "--memory", "none")
+    folder.pdtool("train", "model.py", *profiling, *planning)
+    assert old in PLAN.read_text()
+    edited = folder.write(str(PLAN), PLAN.read_text().replace(old, new, 1)).read_text()
+    reusing = [("train", "model.py", *profiling, *planning), ("partition", *planning, "--if-stale")]
+    for command in reusing:
+        assert "schedule 1f1b, edited by hand)" in folder.pdtool(*command).stderr
+    assert "edited by hand and would be overwritten" in folder.pdtool("partition", *planning, code=2).stderr
+    remedy = "partition to another file with -o and repeat your edits there, or remove this one"
+    assert remedy in folder.pdtool("partition", *planning, "--latency", "1ms", "--if-stale", code=3).stderr
+    if "settings" not in old:  # only the profile that the plan was made from tells an edit of its settings
+        folder.write("model.py", MODEL.replace("nn.ReLU()", "nn.Tanh()"))
+        for command in reusing:
+            assert remedy in folder.pdtool(*command, code=3).stderr
+    assert PLAN.read_text() == edited
+
+
+def test_a_profile_is_the_same_by_another_path(road):
+    planning = ("--straight", "--topology", "2", "--bandwidth", "1GB/s", "--if-stale")
+    for path in (f"./{PROFILE}", str(PROFILE.absolute()), "profiles/../profiles/model.json"):
+        assert "partition: reusing" in road.pdtool("partition", path, *planning).stderr
+
+
+def test_settings_that_python_finds_equal_are_others_for_a_model(folder, request):
+    """1, 1.0 and True; both `train` and `run --set` took one for the other."""
+    folder.write("model.py", NET.replace("width=8", "width=8, kind=1").replace("ReLU()", "LeakyReLU(len(repr(kind)))"))
+    folder.pdtool("profile", "model.py", "--device", "v100", "--set", "kind=1")
+    folder.pdtool("partition", "--topology", "2")
+    refused = folder.pdtool("run", "--set", "kind=1.0", "--dry-run", code=2).stderr
+    assert "--set kind=1.0 changes the model's operators" in refused
+    runs = request.getfixturevalue("runs")
+    for kind in ("1", "1.0", "True"):
+        folder.pdtool(*TRAIN, "--device", "v100", "--set", f"kind={kind}")
+        assert repr(Plan.load(runs[-1]["plan"]).model.settings["kind"]) == kind
+
+
+def test_what_is_typed_to_train_goes_before_what_a_resumed_run_was_asked_for(folder, monkeypatch):
+    """Law: the options of a plan train the same with and without --resume, even if the run had others."""
+
+    def train_plan(inputs, plan, asked):
+        chosen.append((plan.schedule, plan.microbatches, plan.update_every, plan.wire_dtype, inputs.model.settings))
+        paths.append(inputs.path)
+        raise click.exceptions.Exit
+
+    folder.write("model.py", MODEL)
+    alike = (*TRAIN, "--straight", "--batch-size", "8", "--threads", "1", "--device", "cpu", "--memory", "none")
+    alike += ("--set", "lr=0.2")
+    begun = folder.pdtool(*alike, "--steps", "1", "-o", "runs/a", "--resume").stderr
+    assert "runs/a has no checkpoint yet, so the run starts from the beginning" in begun
+    state = RunDir(Path("runs/a")).state_file
+    run = RunState.load(state)
+    monkeypatch.setattr("pdtool.api.training.train_plan", train_plan)
+    flushing, updating = {"schedule": "1f1b-flush", "microbatches": 3}, {"schedule": "1f1b", "update_every": 3}
+    for typed, earlier in (
+        (("--schedule", "1f1b"), flushing),
+        (("--wire-dtype", "fp32"), flushing),
+        (("--samples-per-update", "16"), updating),
+        (("--samples-per-update", "16", "--schedule", "1f1b"), updating),
+        (("--schedule", "gpipe", "--microbatches", "2"), updating),
+    ):
+        chosen, paths = [], []
+        folder.pdtool(*alike, *typed, "-o", "runs/b")
+        others = {**run.asked, **earlier, "wire_dtype": "bf16", "model_settings": ("lr=0.9",)}
+        run.model_copy(update={"asked": others, "plan_path": paths[0]}).save(state)
+        folder.pdtool(*alike, *typed, "--resume", "runs/a", "--epochs", "2")
+        assert chosen[0] == chosen[1]
 
 
 def test_a_slip_is_found_before_anything_is_measured(folder, runs):
@@ -385,17 +503,28 @@ def test_the_rules_make_again_what_was_made_with_other_options(folder, make):
     assert len(list(Path("runs").glob("net-2.*"))) >= 1, "the runs of before"
 
 
-def test_the_rules_make_again_what_was_made_with_other_defaults(folder, make):
-    """They looked at the options in the Makefile only."""
+@pytest.mark.parametrize(
+    ("file", "partition", "run"),
+    [
+        ("pdtool.toml", "[partition]\nstraight = true\n", "[run]\nepochs = {}\n"),
+        ("pdtool.toml", "[ partition ] # mine\nstraight = true\n", "[ run ]\nepochs = {}\n"),
+        ("pdtool.toml", "partition.straight = true\n", "run = {{epochs = {}}}\n"),
+        ("pyproject.toml", "[tool.pdtool.partition]\nstraight = true\n", "[tool.pdtool.run]\nepochs = {}\n"),
+        ("pyproject.toml", "tool.pdtool.partition.straight = true\n", "tool.pdtool.run.epochs = {}\n"),
+    ],
+)
+def test_the_rules_make_again_what_was_made_with_other_defaults(folder, make, file, partition, run):
+    """They looked at the options in the Makefile only, and then at [partition] in pdtool.toml only."""
     folder.write("net.py", NET)
-    folder.write("pdtool.toml", "[partition]\nstraight = true\n[run]\nepochs = 2\n")
+    folder.write(file, partition + run.format(2))
     target = "runs/net-2/report.json"
-    _, partitioning, codegen, run = make(target)
+    _, partitioning, codegen, running = make(target)
     assert make(target) == []
-    folder.write("pdtool.toml", "[partition]\nstraight = true\n[run]\nepochs = 3\n")
-    assert make(target) == [run]
-    folder.write("pdtool.toml", "[run]\nepochs = 3\n")
-    assert make(target) == [partitioning, codegen, run]
+    folder.write(file, partition + run.format(3))
+    assert make(target) == [running]
+    folder.write(file, run.format(3))
+    assert make(target) == [partitioning, codegen, running]
+    assert make(target) == []
 
 
 def test_a_run_that_missed_its_target_is_made_again(folder, make):

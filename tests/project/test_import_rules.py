@@ -48,7 +48,7 @@ PUBLIC = {
     "planner.choice": "comparison make_plan plan_check strategies",
     "planner.search": "cuts layouts search",
     "planner.simulator": "engine job result",
-    "profiler": "estimate measure pipedream_import probe",
+    "profiler": "estimate graph_costs measure pipedream_import probe",
     "reports": "chart figures graph_drawing page sentences slowness timeline_drawing",
     "runtime.launch": "diagnosis launcher worker_main",
     "runtime.messages": "open_channels pinned routes stage_io",

@@ -85,7 +85,9 @@ def partition(
 @click.argument("model")
 @options.output("File to write; - is stdout.  [default: profiles/NAME.json]")
 @options.options_of(ProfileOptions)
-@options.flag("--if-stale", help="Keep the file if it is a profile of the same operators with the same options.")
+@options.flag(
+    "--if-stale", help="Keep the file if it is a profile of the same operators and HINTS with the same options."
+)
 @options.as_json
 def profile(model: str, output: str | None, asked: ProfileOptions, as_json: bool, if_stale: bool) -> None:
     """Measure what each operator of MODEL costs, or estimate it.

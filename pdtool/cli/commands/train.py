@@ -16,7 +16,8 @@ from pdtool.cli.commands.steps import partition, profile, run
 from pdtool.cli.terminal import note
 from pdtool.options.declaration import declared
 from pdtool.options.plan_options import PartitionOptions, ProfileOptions
-from pdtool.options.run_options import RunOptions
+from pdtool.options.run_options import RunOptions, excluded_by
+from pdtool.schedule import SCHEDULES
 from pdtool.units import counted
 
 if TYPE_CHECKING:
@@ -79,16 +80,17 @@ def train(ctx: click.Context, /, model: str, **_: Any) -> None:
     check_trainable(source, ref.function)
     name = file_name(model_name(source, ref.function))
     partitioning = _step(ctx, partition, "profiles/")
-    with muted():  # `partition` says the same, if it is run
-        cluster = cluster_asked_for(asked_in(partitioning, PartitionOptions))
     running = _step(ctx, run, "plans/")  # read all before running the first, so that a slip is not found minutes later
-    run_asked = as_asked(None, asked_in(running, RunOptions), typed(running))
+    with muted():  # `partition` and `run` say the same, if they are run
+        cluster = cluster_asked_for(asked_in(partitioning, PartitionOptions))
+        plan_path = f"plans/{name}-{cluster.topology}.yaml"
+        run_asked = as_asked(plan_path, asked_in(running, RunOptions), typed(running))
     check_run(run_asked, cluster.workers)
     if not is_local(source):
         running.params["model"] = ref.source
     with one_at_a_time(Path("profiles")):
         profile_path = _profile(profiling, ref, f"profiles/{name}.json", cluster.workers // running.params["nnodes"])
-        plan_path = _partition(partitioning, profile_path, f"plans/{name}-{cluster.topology}.yaml")
+        plan_path = _partition(partitioning, profile_path, plan_path)
         _tell_of_stage_files(plan_path)
     running.params["plan"] = plan_path
     _invoke(running)
@@ -119,14 +121,20 @@ def _step(ctx: click.Context, step: click.Command, argument: str) -> click.Conte
 
 
 def _forget_what_the_plan_has(running: click.Context, ctx: click.Context) -> None:
-    """Let the plan, which follows the options of `train`, override the defaults of `run`."""
-    named = {setting.partition("=")[0] for setting in ctx.params["model_settings"]}
+    """Let the plan, which follows the options of `train`, override the defaults of `run` and those of a resumed run."""
+    settings = ctx.params["model_settings"]
+    named = {setting.partition("=")[0] for setting in settings}
     kept = [each for each in running.params["model_settings"] if each.partition("=")[0] not in named]
-    running.params["model_settings"] = tuple(kept)
+    running.params["model_settings"] = (*kept, *(settings if running.params["resume"] else ()))
     of_plan = {name for name, option in declared(RunOptions).items() if option.of_plan}
     in_plan = of_plan & _OF_PLAN - {"model", "model_settings"}
-    if any(is_asked_for(ctx, name) for name in in_plan):
-        running.params |= dict.fromkeys(in_plan)
+    counting = {name for name, option in declared(PartitionOptions).items() if "microbatches" in option.excludes}
+    asked = {name for name in in_plan | counting if is_asked_for(ctx, name)}
+    excluded = excluded_by(ctx.params["schedule"]) if ctx.params["schedule"] in SCHEDULES else set()
+    excluded |= {"update_every"} if asked & {"microbatches", *counting} else set()
+    for name in (in_plan if asked else set()) | {name for name in excluded if not is_asked_for(ctx, name)}:
+        running.params[name] = None
+        running.set_parameter_source(name, ParameterSource.COMMANDLINE)  # so that a resumed run's does not count
 
 
 def _invoke(context: click.Context) -> None:

@@ -12,8 +12,8 @@
 #   plans/mymodel-4x4.yaml: PARTITION = --bandwidth 10Gbit/s,12GB/s
 #   include $(shell pdtool makefile)
 #
-# The defaults in your project's pdtool.toml apply here too. An interrupted run is not made again: continue it with
-# `pdtool run -o runs/mymodel-4x4 --resume`, or remove its folder.
+# The defaults in your project's pdtool.toml or pyproject.toml apply here too. An interrupted run is not made again:
+# continue it with `pdtool run -o runs/mymodel-4x4 --resume`, or remove its folder.
 
 PDTOOL ?= pdtool
 MODELS ?= . models# folders to search for NAME.py
@@ -26,10 +26,12 @@ PDTOOL_NEEDS ?=# targets to make before pdtool runs, such as a virtual environme
 pdtool_topology = $(lastword $(subst -, ,$1))
 pdtool_name = $(patsubst %-$(call pdtool_topology,$1),%,$1)
 
-# Write a command's options, and its defaults in pdtool.toml, into a file that changes only when they change. Other
-# options then remake everything.
+# Write a command's options, and its defaults in pdtool.toml or pyproject.toml, into a file that changes only when they
+# change. Other options then remake everything. Defaults are a table [run] or lines such as run.epochs = 3.
+pdtool_table = \(tool *\. *pdtool *\. *\)\{0,1\}$1 *
 define pdtool_asked
-@mkdir -p $(@D); { printf '%s\n' '$(subst ','\'',$2)'; sed -n '/^ *\[$1\]/,/^ *\[/p' pdtool.toml 2>&-; true; } > $@.new; \
+@mkdir -p $(@D); { printf '%s\n' '$(subst ','\'',$2)'; for file in pdtool.toml pyproject.toml; do \
+sed -n -e '/^ *\[ *$(pdtool_table)\]/,/^ *\[/p' -e '/^ *$(pdtool_table)[.=]/p' $$file 2>&-; done; true; } > $@.new; \
 if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 endef
 
