@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pdtool.artifacts.plan import Predicted
-from pdtool.artifacts.report import Report
+from pdtool.artifacts.report import Report, StageReport
 from pdtool.units import counted, format_bits_rate, format_bytes, format_seconds
 
 _NOTABLE = 0.01  # fraction of the predicted time per minibatch; smaller parts are not explained
@@ -46,11 +46,7 @@ def differences(report: Report) -> list[ExtraTime]:
         ExtraTime(
             "waiting for other stages", stage.wait_s - (predicted_s - profiled_s), _waiting_cause(report, predicted)
         ),
-        ExtraTime(
-            "averaging gradients",
-            stage.allreduce_s,
-            "this includes waiting for other replicas, which the prediction counts as waiting for stages",
-        ),
+        ExtraTime("averaging gradients", stage.allreduce_s, _averaging_cause(stage)),
         ExtraTime("loading", stage.data_s, f"the prediction leaves it out, and {_loading_remedy(report)}"),
         ExtraTime("between actions", stage.rest_s, "Python's overhead, and times when the core ran other processes"),
     ]
@@ -129,6 +125,12 @@ def _waiting_cause(report: Report, predicted: Predicted) -> str:
         f"no stage computes all the time, so messages set the pace{seen}. Measure your links with "
         "`pdtool probe`, and plan for them with `pdtool partition --cluster cluster.yaml`"
     )
+
+
+def _averaging_cause(stage: StageReport) -> str:
+    """Name the workers that a stage waits for when it averages gradients."""
+    others = "other replicas" if stage.replicas > 1 else "stages that share a parameter with it"
+    return f"this includes waiting for {others}, which the prediction counts as waiting for stages"
 
 
 def _computing_cause(report: Report, number: int, profiled_s: float) -> str:
