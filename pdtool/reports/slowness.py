@@ -108,7 +108,8 @@ def _waiting_cause(report: Report, predicted: Predicted) -> str:
     if depth < 2 or any(stage.time_s - stage.wait_s > busy_s for stage in report.stages):
         return "another stage, or the link to it, is slower"
     seen = ""
-    if measured_s and all(stage.replicas == 1 for stage in report.stages):  # the bytes include no averaged gradients
+    averages = any(stage.replicas > 1 or stage.allreduce_s for stage in report.stages)
+    if measured_s and not averages:  # the bytes are those of the messages
         over = [0]
         for stage in report.stages[:-1]:  # it sends back as many bytes as it received, and the rest onward
             over.append(max(0, stage.sent_bytes - over[-1]))
@@ -146,14 +147,15 @@ def _computing_cause(report: Report, number: int, profiled_s: float) -> str:
     if report.cores is None:
         why = (
             "the host may need longer to launch the kernels than the GPU to run them (if so, profile with a larger "
-            "--batch-size), the GPU may have been busy with something else, or it is not the GPU that was profiled."
+            "--batch-size), the GPU may have been busy with something else, or it is not the GPU that was profiled"
         )
     else:
         why = (
             "the cores may have been busy with something else, the workers may have had fewer threads than the profile "
-            "(--threads, OMP_NUM_THREADS), or the profile is of another device."
+            "(--threads, OMP_NUM_THREADS), or the profile is of another device"
         )
     what = (
         f"stage {number} computes for {format_seconds(stage.busy_s)}, but the profile says {format_seconds(profiled_s)}"
     )
-    return f"{what}: {why}" + (" A single epoch includes the warm-up" if report.epochs == 1 else "")
+    is_warming_up = report.epochs - report.resumed_after == 1
+    return f"{what}: {why}" + (". A single epoch includes the warm-up" if is_warming_up else "")
