@@ -380,11 +380,16 @@ def _rivals(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
             yield PageFigure(f"Compared with other plans{_of(view, views)}", "", body)
 
 
+def _sentence(line: str) -> str:
+    """Begin a line with a capital."""
+    return line[:1].upper() + line[1:]
+
+
 def _reasons(plan: Plan) -> Markup:
     if not plan.why:
         return Markup()
     rejected = [(r.plan, format_seconds(r.bottleneck_s), r.why) for r in plan.why.rivals]
-    return _html("reasons", plan.why.bottleneck, ". ".join(plan.certificate_lines), rejected)
+    return _html("reasons", plan.why.bottleneck, ". ".join(map(_sentence, plan.certificate_lines)), rejected)
 
 
 def _emulated(views: Sequence[SubjectView]) -> Iterator[PageFigure]:

@@ -440,7 +440,7 @@ def test_the_page_says_of_the_certificate_what_show_says(road, gap, said):
     road.pdtool("report")
     shown = re.search("certificate: (.*)", road.pdtool("show", "plans/model-2.yaml").stdout)[1]
     assert said in shown
-    assert shown in " ".join(read().texts)
+    assert f"{shown[0].upper()}{shown[1:]}. Proof: the search covered" in " ".join(read().texts)
     assert ("optimal" in shown, "more)" in shown) == (gap == 0, bool(gap))
 
 
