@@ -15,6 +15,7 @@ _RATE = re.compile(rf"{_NUMBER}({_PREFIX})?(bit|b|B)(?:/s|ps)")
 _SIZE = re.compile(rf"{_NUMBER}(?:({_PREFIX})[bB]?|B)")
 _TIME = re.compile(rf"{_NUMBER}(s|ms|us|ns)")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_PLAIN = (1e-3, 1e6)  # losses and metrics from here to there have digits before and after the point, as most have
 TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))  # as they are printed
 # Values outside of these must be slips; those of artifacts have limits too: (smallest, largest, both in words).
 _RATES = (1e-3, 1e18, "0.001B/s to 1000PB/s")
@@ -97,22 +98,34 @@ def format_number(value: float) -> str:
     return f"{value:.4g}" if value < 9999.5 else f"{value:,.0f}"
 
 
+def format_ratio(value: float) -> str:
+    """Write `2.11` or `3,290`: three significant figures, or all before the point."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
+
+
+def format_metric(value: float) -> str:
+    """Write a loss or a metric as `0.1234`; tiny and huge ones as `3.21e-05` and `6e+28`."""
+    is_plain = not value or _PLAIN[0] <= abs(value) < _PLAIN[1]
+    return f"{value:.4f}" if is_plain else f"{value:.4g}"
+
+
 def format_bits_rate(bytes_per_s: float) -> str:
     """Write a rate as `10 Gbit/s`, as links between servers are sold."""
     return _scaled(bytes_per_s * 8, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
 
 
 def format_seconds(seconds: float) -> str:
-    """Write seconds as `1.5 s`, `12.3 ms` or `45 µs`."""
+    """Write seconds as `1,684 s`, `1.5 s`, `12.3 ms` or `45 µs`."""
     if seconds == 0:
         return "0"
     scale, unit = next((pair for pair in TIME_UNITS if abs(seconds) >= pair[0] * 0.9995), TIME_UNITS[-1])
-    return f"{seconds / scale:.3g} {unit}"
+    return f"{format_ratio(seconds / scale)} {unit}"
 
 
 def counted(number: int, noun: str) -> str:
-    """Return `1 worker` or `2 workers`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """Return `1 worker` or `2 workers`, `1 minibatch` or `2 minibatches`."""
+    plural = f"{noun}es" if noun.endswith("batch") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
 
 
 def _scaled(value: float, units: tuple[str, ...]) -> str:
@@ -120,4 +133,4 @@ def _scaled(value: float, units: tuple[str, ...]) -> str:
         if abs(value) < 999.5:
             return f"{value:.3g} {unit}"
         value /= 1e3
-    return f"{value:.3g} {units[-1]}"
+    return f"{format_ratio(value)} {units[-1]}"

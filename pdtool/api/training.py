@@ -32,7 +32,7 @@ from pdtool.host import usable_cores
 from pdtool.machines import is_first_worker, is_worker
 from pdtool.options.declaration import common_fields, declared, read_options
 from pdtool.options.run_options import RunOptions, WorkerOptions
-from pdtool.units import counted
+from pdtool.units import counted, format_metric
 
 if TYPE_CHECKING:
     from pdtool.runtime.config import RunConfig
@@ -272,7 +272,7 @@ def check_run(asked: RunOptions, workers: int) -> None:
         if done >= asked.epochs:
             raise UsageError(f"{resume} has already trained its {counted(done, 'epoch')}", "pass a larger --epochs")
         if target and target.metric in manifest.metrics and target.is_reached(manifest.metrics):
-            reached = f"{target.metric} is {manifest.metrics[target.metric]:.4f} after epoch {done}"
+            reached = f"{target.metric} is {format_metric(manifest.metrics[target.metric])} after epoch {done}"
             raise UsageError(
                 f"{resume} has already reached --target '{target}': {reached}",
                 "pass another --target, or --target none",

@@ -28,7 +28,7 @@ from pdtool.schedule import (
     check_executable,
     schedule_names,
 )
-from pdtool.units import counted
+from pdtool.units import counted, format_seconds
 
 
 def _one_of(*names: str) -> GetPydanticSchema:
@@ -49,6 +49,7 @@ ASKED_AHEAD = 1  # minibatches whose messages a stage asks for beyond those in f
 LITTLE_ROOM = 0.75
 # Fields that do not affect predictions: names, and the predictions themselves.
 _NOT_PREDICTED_FROM = {"format", "tool_version", "sha256", "name", "model", "profile", "asked", "predicted", "why"}
+_MIN_GAP = 0.0005  # a smaller gap rounds to 0.0%
 _EARLIER_CERTIFICATE = {"lower_bound_s": "bound_s", "gap": "gap", "proof": "proof"}  # fields of Why, once
 CostModelName = Literal["ours", "pipedream", "pipedream-free"]
 
@@ -176,6 +177,21 @@ class Certificate(FrozenModel):
     without_memory_limit: bool = False
     simulated_plans: Count | None = None
     proof: Label = ""
+
+    def claim(self, *, overstates_fill: bool) -> str:
+        """State the bound, and how far the plan is above it.
+
+        Args:
+            overstates_fill: whether the formulas let every stage fill and drain as slowly as the slowest.
+        """
+        excess = " (they let every stage fill and drain as slowly as the slowest)" if overstates_fill else ""
+        bound = f"{format_seconds(self.bound_s)} per minibatch{excess}"
+        claim = f"by the formulas, no plan with these options takes less than {bound}"
+        if self.gap is None:
+            return claim
+        if self.gap < _MIN_GAP:
+            return f"optimal: {claim}"
+        return f"{claim}. This plan takes {format_seconds(self.bound_s * (1 + self.gap))} ({self.gap:.1%} more)"
 
     def sentence(self) -> str:
         """Say why no plan beats the bound; "" if an earlier pdtool did not record it."""
@@ -327,6 +343,22 @@ class Plan(YamlArtifact):
     asked: PlanOptions | None = None
     predicted: Predicted | None = None
     why: Why | None = None
+
+    @property
+    def has_gain(self) -> bool:
+        """Whether its gain over data parallelism says something: there are several workers, and the plan is for
+        speed."""
+        return self.cluster.workers > 1 and STRATEGIES[self.strategy].is_for_speed
+
+    @property
+    def certificate_lines(self) -> list[str]:
+        """The certificate's claim, and why it holds; [] without a certificate."""
+        certificate = self.why and self.why.certificate
+        if not certificate:
+            return []
+        overstates_fill = self.kind.flushes and STRATEGIES[self.strategy].is_pipelined
+        lines = (certificate.claim(overstates_fill=overstates_fill), certificate.sentence())
+        return [line for line in lines if line]
 
     @classmethod
     def upgraded(cls, content: dict[str, Any], version: int) -> dict[str, Any]:

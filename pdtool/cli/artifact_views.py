@@ -11,17 +11,17 @@ from pdtool import schedule
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.cluster import ClusterFile
 from pdtool.artifacts.device import Devices
-from pdtool.artifacts.plan import Certificate, FasterPlan, Plan, Predicted, Why
+from pdtool.artifacts.plan import FasterPlan, Plan, Predicted, Why
 from pdtool.artifacts.profile import Node, Profile
 from pdtool.cli.table import Lines, Table, abbreviated
 from pdtool.machines import check_even_shares
-from pdtool.schedule import SCHEDULES
 from pdtool.units import (
     counted,
     format_bits_rate,
     format_bytes,
     format_number,
     format_rate,
+    format_ratio,
     format_seconds,
     format_throughput,
 )
@@ -34,7 +34,6 @@ _RIVALS = (
     "times of rejected plans come from the formulas. GPipe and model parallelism have one stage on each worker. "
     "`pdtool simulate` simulates the best plan of each strategy"
 )
-_MIN_GAP = 0.0005  # less rounds to 0.0%
 _MAX_DRAWN_WORKERS, _MAX_DRAWN_MINIBATCHES = 32, 1000
 _MIN_STEP_S = 1e-3  # much of a shorter step is Python's own time, which belongs to no operator
 _MAX_LISTED_WORKERS = 64
@@ -93,7 +92,8 @@ def plan_view(plan: Plan) -> Lines:
         yield remark
     if plan.why and not plan.edited:
         yield f"bottleneck: {plan.why.bottleneck}"
-        yield from _certificate(plan.why.certificate, SCHEDULES[plan.schedule].flushes)
+        for number, line in enumerate(plan.certificate_lines):
+            yield line if number else f"certificate: {line}"
         yield from _passed_over(plan, plan.why.faster, predicted)
         yield from _rejected(plan.why)
 
@@ -107,22 +107,6 @@ def _passed_over(plan: Plan, faster: FasterPlan | None, predicted: Predicted | N
             f"passed over: {faster.config}{begins}. It takes {format_seconds(faster.simulated_s)}, {less:.1%} less, "
             f"but {drawback} (to get it, pass a smaller --simplest)"
         )
-
-
-def _certificate(certificate: Certificate | None, flushes: bool) -> Lines:
-    """Say how fast any plan can be by the formulas, and why."""
-    excess = " (they let every stage fill and drain as slowly as the slowest)" if flushes else ""
-    if certificate:
-        bound, gap = f"{format_seconds(certificate.bound_s)} per minibatch", certificate.gap
-        fastest = f"by the formulas, no plan with these options takes less than {bound}{excess}"
-        slower = (
-            f"{fastest}. This plan takes {format_seconds(certificate.bound_s * (1 + gap))} ({gap:.1%} more)"
-            if gap and gap >= _MIN_GAP
-            else f"optimal: {fastest}"
-        )
-        yield f"certificate: {slower}"
-        if proof := certificate.sentence():
-            yield proof
 
 
 def _rejected(why: Why) -> Lines:
@@ -154,18 +138,19 @@ def _stage_figures(predicted: Predicted, s: int) -> list[str]:
 def _speed(plan: Plan, predicted: Predicted) -> Lines:
     """Show the time per minibatch by the formulas and by simulation, with throughput and gain beside their source.
 
-    It shows no gain for data parallelism itself or for a plan that is not for speed.
+    It shows no gain for data parallelism itself, on a single worker, or for a plan that is not for speed.
     """
-    is_data_parallel = len(plan.stages) == 1 and plan.workers == plan.cluster.workers
+    is_whole_model = len(plan.stages) == 1 and plan.workers == plan.cluster.workers
+    is_data_parallel = is_whole_model and (not plan.has_gain or predicted.gain_over_data_parallel == 1)
     throughput = f" ({format_throughput(predicted.throughput_samples_per_s)})"
-    gain = f", {predicted.gain_over_data_parallel:.3g} times as fast as data parallelism"
+    gain = f", {format_ratio(predicted.gain_over_data_parallel)} times as fast as data parallelism"
     own_s, one_worker_s = predicted.time_s, plan.why and plan.why.one_worker_s
     if one_worker_s and own_s:
-        gain += f", {one_worker_s / own_s:.3g} times as fast as one worker"
-    if is_data_parallel:
-        gain = " (this is data parallelism)"
-    elif not schedule.STRATEGIES[plan.strategy].is_for_speed:
+        gain += f", {format_ratio(one_worker_s / own_s)} times as fast as one worker"
+    if not plan.has_gain:
         gain = ""
+    elif is_data_parallel:
+        gain = " (this is data parallelism)"
     simulated_s, both = predicted.simulated_s, predicted.data_parallel_s is not None
     by_formulas = f"{throughput if simulated_s is None else ''}{'' if both else gain}"
     yield f"predicted: {format_seconds(predicted.bottleneck_s)} per minibatch of {plan.batch_size}{by_formulas}"
@@ -312,7 +297,8 @@ def simulation_view(plan: Plan, schedule: str, result: SimulationResult) -> Line
         memory, sent = format_bytes(usage.memory_bytes), format_bytes(usage.sent_bytes)
         rows.append([usage.worker, usage.stage, *shares, usage.peak_stashed, usage.versions, memory, sent])
     columns = ("worker", "stage", "busy", "communicating", "idle", "stashed", "versions", "memory", "sent")
-    title = f"{plan.name}: {plan.config}, schedule {schedule}, {result.minibatches} minibatches of {result.batch_size}"
+    minibatches = f"{counted(result.minibatches, 'minibatch')} of {result.batch_size}"
+    title = f"{plan.name}: {plan.config}, schedule {schedule}, {minibatches}"
     yield Table(columns, rows, names=0, title=title)
     if len(result.workers) > _MAX_LISTED_WORKERS:
         yield f"({len(result.workers) - _MAX_LISTED_WORKERS} more workers; --json has them all)"
@@ -339,7 +325,7 @@ def comparison_view(comparison: Comparison) -> Lines:
     for row in comparison.plans:
         speed, gain = format_number(row.throughput_samples_per_s), ""
         if row is not plan_row and plan_row.time_per_minibatch_s:
-            gain = f"{row.time_per_minibatch_s / plan_row.time_per_minibatch_s:.3g} ×"
+            gain = f"{format_ratio(row.time_per_minibatch_s / plan_row.time_per_minibatch_s)} ×"
         memory = format_bytes(row.memory_bytes) + ("" if row.fits else ": does not fit")
         sent = format_bytes(row.sent_bytes)
         rows.append([row.label, row.config, speed, gain, row.samples_per_update, memory, sent])
@@ -361,7 +347,7 @@ def sweep_view(points: Sequence[SweepPoint]) -> Lines:
     for p in points:
         times = map(format_seconds, (p.time_per_minibatch_s, p.data_parallel_s))
         bar = _bar(p.gain / max_gain, 1 / max_gain)
-        rows.append([format_bits_rate(p.bandwidth_bytes_per_s), *times, f"{p.gain:.3g} ×", bar])
+        rows.append([format_bits_rate(p.bandwidth_bytes_per_s), *times, f"{format_ratio(p.gain)} ×", bar])
     yield Table(("bandwidth", "this plan", "data parallelism", "gain", ""), rows, names=0)
     equal = crossings(points)
     if equal:

@@ -23,7 +23,16 @@ from pdtool.errors import ArtifactError
 from pdtool.files import quoted
 from pdtool.reports.sentences import caveats, crowded, not_steady, scaling_phrase
 from pdtool.reports.slowness import slowness_lines
-from pdtool.units import counted, format_bits_rate, format_bytes, format_number, format_seconds, format_throughput
+from pdtool.units import (
+    counted,
+    format_bits_rate,
+    format_bytes,
+    format_metric,
+    format_number,
+    format_ratio,
+    format_seconds,
+    format_throughput,
+)
 
 _NOTE_S = 10.0  # between two lines, without --log-every
 _BAR_S = 0.1  # between two changes of the bar
@@ -140,13 +149,15 @@ class _Training:
     def validation_line(self, validation: ValidationLine) -> str:
         """Write a validation as `epoch 3/10: training loss 0.1301, validation loss 0.1234, accuracy 0.9810`."""
         loss = self.end_epoch()
-        trained = "" if loss is None else f"training loss {loss:.4f}, "
+        trained = "" if loss is None else f"training loss {format_metric(loss)}, "
         return f"epoch {validation.epoch}/{self.epochs}: {trained}{validated(validation.figures)}"
 
 
 def validated(figures: Mapping[str, float]) -> str:
     """Write the figures of a validation as `validation loss 0.1234, accuracy 0.9810`."""
-    return ", ".join(f"{'validation ' * (name == 'loss')}{name} {value:.4f}" for name, value in figures.items())
+    return ", ".join(
+        f"{'validation ' * (name == 'loss')}{name} {format_metric(value)}" for name, value in figures.items()
+    )
 
 
 def clock(seconds: float) -> str:
@@ -170,7 +181,7 @@ class _Notes(_Training):
 
     def show(self, update: UpdateLine) -> None:
         total = f"/{self.total}" if self.total else ""
-        figures = [f"training loss {update.loss:.4f}"]
+        figures = [f"training loss {format_metric(update.loss)}"]
         figures += [f"lr {update.lr:.3g}"] if update.lr is not None else []
         figures += [format_throughput(self.rate(update)), self.left(update)]
         place = f"epoch {update.epoch}/{self.epochs}, update {update.step}{total}"
@@ -192,8 +203,13 @@ class _TrainingBar(_Training):
 
     def show(self, update: UpdateLine) -> None:
         doing = "validating" if self._ends_epoch(update) else f"epoch {update.epoch}/{self.epochs}"
-        figures = f"training loss {update.loss:.4f} {format_throughput(self.rate(update))} {self.left(update)}".rstrip()
-        self.bar.update(self._task, description=doing, total=self.total, completed=update.step, figures=figures)
+        figures = [
+            f"training loss {format_metric(update.loss)}",
+            format_throughput(self.rate(update)),
+            self.left(update),
+        ]
+        text = " ".join(filter(None, figures))
+        self.bar.update(self._task, description=doing, total=self.total, completed=update.step, figures=text)
 
     def _ends_epoch(self, update: UpdateLine) -> bool:
         return update.step == (self.total or 0) - (self.epochs - update.epoch) * (self.updates or 0)
@@ -227,10 +243,11 @@ def _time_table(report: Report) -> Table:
     share_columns = ("busy", "waits", "averaging", "data", "rest")
     columns = ("stage", "replicas", *share_columns, "forward", "backward", "update", "sending")
     epochs = ", ".join(f"{counted(n, 'epoch')} of {minibatches or '?'}" for n, minibatches in report.epochs_by_length)
+    epochs += " minibatch" if report.epochs_by_length[-1][1] == 1 else " minibatches"
     if report.resumed_after:
         epochs = f"resumed after epoch {report.resumed_after}, {epochs}"
     title = (
-        f"{report.plan}: {report.config}, schedule {report.schedule}, {epochs} minibatches of {report.batch_size}\n"
+        f"{report.plan}: {report.config}, schedule {report.schedule}, {epochs} of {report.batch_size}\n"
         "where the time went, and times per minibatch:"
     )
     return Table(columns, rows, title=title, drop=("sending", "rest", "update", "backward", "forward", "replicas"))
@@ -285,7 +302,7 @@ def emulation_view(emulation: Emulation) -> Lines:
     for plan in emulation.plans:
         error = f"{plan.error:+.1%}" if plan.is_steady and not _is_crowded(emulation, plan) else ""
         has_gain = plan is not own and own.bottleneck_s
-        gain = f"{plan.bottleneck_s / own.bottleneck_s:.3g} ×" if has_gain else ""
+        gain = f"{format_ratio(plan.bottleneck_s / own.bottleneck_s)} ×" if has_gain else ""
         times = map(format_seconds, (plan.bottleneck_s, plan.simulated_s))
         speed = format_number(plan.throughput_samples_per_s)
         rows.append([plan.name, plan.config, *times, error, speed, gain, format_bytes(plan.sent_bytes)])
@@ -328,7 +345,7 @@ def _target_lines(emulation: Emulation) -> Lines:
             yield f"{plan.name}: {emulation.target} after {took}"
         else:
             ratio = plan.training_s / own.training_s
-            yield f"{plan.name}: {emulation.target} after {took}: {own.name} was {ratio:.3g} times as fast"
+            yield f"{plan.name}: {emulation.target} after {took}: {own.name} was {format_ratio(ratio)} times as fast"
 
 
 def _is_crowded(emulation: Emulation, plan: EmulatedPlan) -> bool:
@@ -377,7 +394,7 @@ def _place(state: RunState, update: UpdateLine) -> str:
     total = f"/{state.total_updates}" if state.total_updates else ""
     rate = f", {format_throughput(update.samples_per_s)}" if update.samples_per_s else ""
     place = f"{update.step}{total}, in epoch {update.epoch}/{state.epochs}"
-    return f"last update: {place}: training loss {update.loss:.4f}{rate}"
+    return f"last update: {place}: training loss {format_metric(update.loss)}{rate}"
 
 
 def _last_checkpoint(checkpoints: dict[int, Checkpoint]) -> str:

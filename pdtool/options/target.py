@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from pdtool.errors import UsageError, suggestion
+from pdtool.units import format_metric
 
 _LOWER_IS_BETTER = ("loss", "perplexity")
 _HIGHER_IS_BETTER = ("accuracy",)
@@ -74,8 +75,8 @@ class Target:
             return ""
         share = replace(self, value=self.value / 100)
         return (
-            f"target {self}: {self.metric} is {now:.4f} before training; if it is a fraction (at most 1), it "
-            f"never reaches the target: pass --target '{share}'"
+            f"target {self}: {self.metric} is {format_metric(now)} before training; if it is a fraction (at most 1), "
+            f"it never reaches the target: pass --target '{share}'"
         )
 
     def is_reached(self, metrics: Mapping[str, float], undefined: Collection[str] = ()) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pdtool.planner.choice.comparison import SweepPoint, crossings
 from pdtool.reports.picture import SMALL, AxisScale, Picture, fitted, number_label, stage_class, text_width
-from pdtool.units import format_bits_rate
+from pdtool.units import format_bits_rate, format_ratio
 
 _HEIGHT, _GAIN_HEIGHT = 230, 250  # pixels, for a chart of curves, and for the gain
 _BOTTOM, _RIGHT = 40, 14  # pixels
@@ -73,7 +73,7 @@ def gain_chart(points: Sequence[SweepPoint], width: float, own: float | None = N
     low, high = min(1.0, *gains) / 1.4, max(1.0, *gains) * 1.15
     picture.text(0, 14, fitted(title or "times as fast as data parallelism", width), "strong")
     y = AxisScale(low, high, _GAIN_HEIGHT - _BOTTOM, 40 if own else 28, is_log=True)
-    left = _y_axis(picture, y, lambda tick: f"{tick:.3g} ×")
+    left = _y_axis(picture, y, lambda tick: f"{format_ratio(tick)} ×")
     frame = _Frame(AxisScale(rates[0], rates[-1], left, width - _RIGHT, is_log=True), y)
     bits = AxisScale(rates[0] * 8, rates[-1] * 8, frame.x.start, frame.x.end, is_log=True)
     ticks = [tick / 8 for tick in bits.ticks(max(3, int(width / 90)))]
@@ -81,7 +81,9 @@ def gain_chart(points: Sequence[SweepPoint], width: float, own: float | None = N
     picture.line(frame.x.start, frame.y(1), frame.x.end, frame.y(1), "even")
     area = [*frame.pixels(line), f"{frame.x.end:.1f},{frame.y(1):.1f}", f"{frame.x.start:.1f},{frame.y(1):.1f}"]
     picture.path(f"M{' L'.join(area)} Z", f"under {stage_class(0)}")
-    _draw_curve(picture, frame, Curve("", line, is_dotted=True), lambda x, y: f"{format_bits_rate(x)}: {y:.3g} ×")
+    _draw_curve(
+        picture, frame, Curve("", line, is_dotted=True), lambda x, y: f"{format_bits_rate(x)}: {format_ratio(y)} ×"
+    )
     _bandwidth_marks(picture, frame, own, crossings(points))
     return picture
 

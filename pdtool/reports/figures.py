@@ -19,7 +19,7 @@ from pdtool.planner.simulator.result import SimulationResult
 from pdtool.reports.chart import Curve
 from pdtool.reports.timeline_drawing import TimelineGroup
 from pdtool.schedule import SCHEDULES, PipelineShape
-from pdtool.units import format_bytes, format_seconds
+from pdtool.units import format_bytes, format_ratio, format_seconds, format_throughput
 
 _MAX_DRAWN_MINIBATCHES = 96
 _MAX_POINTS, _MAX_THIN_POINTS = 160, 500  # of a curve
@@ -85,7 +85,9 @@ def rival_bars(simulated: SimulatedPlan) -> list[Bar]:
         note = f"{plan.samples_per_update:,} samples per update, {format_bytes(plan.memory_bytes)} at most"
         note += "" if plan.fits else ", does not fit"
         label = f"{own.label}, {own.config}" if plan is own else plan.label
-        figure = f"{plan.throughput_samples_per_s:,.0f} samples/s" + ("" if plan is own else f", {ratio:.3g} ×")
+        figure = format_throughput(plan.throughput_samples_per_s) + (
+            "" if plan is own else f", {format_ratio(ratio)} ×"
+        )
         parts = [BarPart("speed", plan.throughput_samples_per_s / fastest, "")]
         bars.append(Bar(label, parts, figure, note, is_own=plan is own))
     return bars
@@ -104,9 +106,8 @@ def memory_bars(limit: int | None, simulated: StageShares | None, measured: Stag
         peaks["memory, measured"] = measured.peak_memory_bytes
     whole = limit or max(peaks.values(), default=0) or 1
     for name, peak in peaks.items():
-        share = min(1.0, peak / whole)
-        label, of = (f"{share:.0%}", f" of {format_bytes(limit)}") if limit else ("", "")
-        yield Bar(name, [BarPart("memory", share, label)], format_bytes(peak) + of)
+        label, of = (f"{peak / whole:.0%}", f" of {format_bytes(limit)}") if limit else ("", "")
+        yield Bar(name, [BarPart("memory", min(1.0, peak / whole), label)], format_bytes(peak) + of)
 
 
 def emulation_bars(emulation: Emulation) -> list[Bar]:

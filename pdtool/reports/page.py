@@ -19,7 +19,7 @@ from markupsafe import Markup
 from pdtool import __version__
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.metrics import ValidationLine
-from pdtool.artifacts.plan import Plan, Why
+from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Emulation, Report
 from pdtool.artifacts.run_dir import RunRecord
@@ -49,7 +49,7 @@ from pdtool.reports.sentences import (
 )
 from pdtool.reports.slowness import differences
 from pdtool.reports.timeline_drawing import TimelineGroup, timeline_drawing
-from pdtool.units import counted, format_bits_rate, format_seconds
+from pdtool.units import counted, format_bits_rate, format_number, format_ratio, format_seconds
 
 GENERATOR = '<meta name="generator" content="pdtool report">'  # identifies a page of pdtool
 REFRESH_S = 5  # seconds after which the browser reloads the page of an unfinished run
@@ -277,8 +277,9 @@ class SubjectView:
             result = self.simulated.result
             if not self.run:
                 yield "per minibatch", format_seconds(result.time_per_minibatch_s)
-                yield "samples/s", f"{result.throughput_samples_per_s:,.0f}"
-                yield "times as fast as data parallelism", f"{predicted.gain_over_data_parallel:.3g}"
+                yield "samples/s", format_number(result.throughput_samples_per_s)
+                if plan.has_gain:
+                    yield "times as fast as data parallelism", format_ratio(predicted.gain_over_data_parallel)
             yield "schedule", plan.schedule
             yield "minibatch", f"{plan.batch_size}"
             yield "samples per update", f"{self.simulated.comparison.plans[0].samples_per_update:,}"
@@ -292,7 +293,7 @@ class SubjectView:
         yield "run", self.run.phase
         if report := self.report:
             yield "per minibatch", format_seconds(report.measured.bottleneck_s)
-            yield "samples/s", f"{report.throughput_samples_per_s:,.0f}"
+            yield "samples/s", format_number(report.throughput_samples_per_s)
             earlier = [f"{report.resumed_after} earlier"] if report.resumed_after else []
             trained = [f"{n} × {minibatches or '?'}" for n, minibatches in report.epochs_by_length]
             yield "epochs", ", ".join(earlier + trained)
@@ -375,21 +376,20 @@ def _rivals(views: Sequence[SubjectView]) -> Iterator[PageFigure]:
             if simulated.sweep and len(plan.stages) > 1:
                 gain = pictures(partial(gain_chart, simulated.sweep, own=own), HALF)
             bars, left_out = rival_bars(simulated), simulated.comparison.left_out
-            body = _html("rivals", gain, bars, left_out) + _reasons(plan.why)
+            body = _html("rivals", gain, bars, left_out) + _reasons(plan)
             yield PageFigure(f"Compared with other plans{_of(view, views)}", "", body)
 
 
-def _reasons(why: Why | None) -> Markup:
-    if not why:
+def _sentence(line: str) -> str:
+    """Begin a line with a capital."""
+    return line[:1].upper() + line[1:]
+
+
+def _reasons(plan: Plan) -> Markup:
+    if not plan.why:
         return Markup()
-    certificate = ""
-    if stated := why.certificate:
-        certificate = (
-            f"By the formulas, no plan takes less than {format_seconds(stated.bound_s)} per minibatch. This plan takes "
-            f"{stated.gap or 0:.1%} more ({stated.sentence()})"
-        )
-    rejected = [(r.plan, format_seconds(r.bottleneck_s), r.why) for r in why.rivals]
-    return _html("reasons", why.bottleneck, certificate, rejected)
+    rejected = [(r.plan, format_seconds(r.bottleneck_s), r.why) for r in plan.why.rivals]
+    return _html("reasons", plan.why.bottleneck, ". ".join(map(_sentence, plan.certificate_lines)), rejected)
 
 
 def _emulated(views: Sequence[SubjectView]) -> Iterator[PageFigure]:

@@ -10,7 +10,7 @@ from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
 from pdtool.artifacts.run_dir import RunRecord
 from pdtool.reports.slowness import busiest_stage
-from pdtool.units import counted, format_bits_rate, format_seconds
+from pdtool.units import counted, format_bits_rate, format_ratio, format_seconds
 
 _COMPILED = "one epoch: these figures include the time of torch.compile. Train two epochs or more to leave it out"
 _SAME = 0.02  # speeds that differ by less are called the same
@@ -35,7 +35,7 @@ def gain_in_words(gain: float) -> str:
         return "as fast as data parallelism"
     if gain < 1:
         return f"{1 - gain:.0%} slower than data parallelism"
-    return f"{gain:.3g} times as fast as data parallelism"
+    return f"{format_ratio(gain)} times as fast as data parallelism"
 
 
 def slowest_part(predicted: Predicted) -> str:
@@ -77,7 +77,9 @@ def emulation_sentence(emulation: Emulation) -> str:
     own, *others = emulation.plans
     times = f"{format_seconds(own.bottleneck_s)} per minibatch emulated, {format_seconds(own.simulated_s)} simulated"
     gains = [
-        f"{o.bottleneck_s / own.bottleneck_s:.3g} times as fast as {o.name}" for o in others[:1] if own.bottleneck_s
+        f"{format_ratio(o.bottleneck_s / own.bottleneck_s)} times as fast as {o.name}"
+        for o in others[:1]
+        if own.bottleneck_s
     ]
     return "; ".join([f"{own.config}: {times}", *gains])
 
@@ -96,7 +98,8 @@ def caveats(report: Report) -> Iterator[str]:
 
 def not_steady(minibatches: int) -> str:
     """Say of epochs of so many minibatches what their measurement includes."""
-    return f"epochs of {minibatches} minibatches have no steady state, so the measurement includes fill and drain"
+    epochs = f"epochs of {counted(minibatches, 'minibatch')}"
+    return f"{epochs} have no steady state, so the measurement includes fill and drain"
 
 
 def crowded(workers: int | None, cores: int | None) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pdtool.artifacts.plan import Predicted
-from pdtool.artifacts.report import Report
+from pdtool.artifacts.report import Report, StageReport
 from pdtool.units import counted, format_bits_rate, format_bytes, format_seconds
 
 _NOTABLE = 0.01  # fraction of the predicted time per minibatch; smaller parts are not explained
@@ -46,11 +46,7 @@ def differences(report: Report) -> list[ExtraTime]:
         ExtraTime(
             "waiting for other stages", stage.wait_s - (predicted_s - profiled_s), _waiting_cause(report, predicted)
         ),
-        ExtraTime(
-            "averaging gradients",
-            stage.allreduce_s,
-            "this includes waiting for other replicas, which the prediction counts as waiting for stages",
-        ),
+        ExtraTime("averaging gradients", stage.allreduce_s, _averaging_cause(stage)),
         ExtraTime("loading", stage.data_s, f"the prediction leaves it out, and {_loading_remedy(report)}"),
         ExtraTime("between actions", stage.rest_s, "Python's overhead, and times when the core ran other processes"),
     ]
@@ -112,7 +108,8 @@ def _waiting_cause(report: Report, predicted: Predicted) -> str:
     if depth < 2 or any(stage.time_s - stage.wait_s > busy_s for stage in report.stages):
         return "another stage, or the link to it, is slower"
     seen = ""
-    if measured_s and all(stage.replicas == 1 for stage in report.stages):  # the bytes include no averaged gradients
+    averages = any(stage.replicas > 1 or stage.allreduce_s for stage in report.stages)
+    if measured_s and not averages:  # the bytes are those of the messages
         over = [0]
         for stage in report.stages[:-1]:  # it sends back as many bytes as it received, and the rest onward
             over.append(max(0, stage.sent_bytes - over[-1]))
@@ -131,6 +128,12 @@ def _waiting_cause(report: Report, predicted: Predicted) -> str:
     )
 
 
+def _averaging_cause(stage: StageReport) -> str:
+    """Name the workers that a stage waits for when it averages gradients."""
+    others = "other replicas" if stage.replicas > 1 else "stages that share a parameter with it"
+    return f"this includes waiting for {others}, which the prediction counts as waiting for stages"
+
+
 def _computing_cause(report: Report, number: int, profiled_s: float) -> str:
     """Say how much longer a stage computes than profiled, and what to check."""
     stage = report.stages[number]
@@ -144,14 +147,15 @@ def _computing_cause(report: Report, number: int, profiled_s: float) -> str:
     if report.cores is None:
         why = (
             "the host may need longer to launch the kernels than the GPU to run them (if so, profile with a larger "
-            "--batch-size), the GPU may have been busy with something else, or it is not the GPU that was profiled."
+            "--batch-size), the GPU may have been busy with something else, or it is not the GPU that was profiled"
         )
     else:
         why = (
             "the cores may have been busy with something else, the workers may have had fewer threads than the profile "
-            "(--threads, OMP_NUM_THREADS), or the profile is of another device."
+            "(--threads, OMP_NUM_THREADS), or the profile is of another device"
         )
     what = (
         f"stage {number} computes for {format_seconds(stage.busy_s)}, but the profile says {format_seconds(profiled_s)}"
     )
-    return f"{what}: {why}" + (" A single epoch includes the warm-up" if report.epochs == 1 else "")
+    is_warming_up = report.epochs - report.resumed_after == 1
+    return f"{what}: {why}" + (". A single epoch includes the warm-up" if is_warming_up else "")

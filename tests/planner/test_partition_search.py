@@ -256,6 +256,22 @@ def test_an_edited_plan_is_predicted_anew():
     assert again.predicted.bottleneck_s == pytest.approx(3.0)
 
 
+@pytest.mark.parametrize("memory_bytes", range(500, 4001, 500))
+def test_recomputing_is_proposed_if_a_plan_fits_with_it(memory_bytes):
+    """Each operator stashes 1 kB."""
+    net, cluster = chain([1.0] * 3, stash=1000, crossing=100), make_cluster((1,), (1e6,), memory_bytes=memory_bytes)
+    plan, error = None, None
+    for recompute in (True, False):
+        try:
+            plan = make_plan(net, "p", cluster, PlanOptions(recompute=recompute))
+        except NoPlanError as raised:
+            error = raised
+    if error and plan:
+        assert "leave out --no-recompute" in error.remedy
+    elif error:
+        assert "--no-recompute" not in error.remedy
+
+
 def test_too_little_memory_says_what_lacks_and_what_would_do():
     profile = chain([1.0, 1.0], parameters=1000)
     with pytest.raises(

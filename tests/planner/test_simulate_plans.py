@@ -6,14 +6,14 @@ import random
 
 import pytest
 from graphs import chain, plan_of, profile_of, random_profile
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import PlanOptions
 from pdtool.artifacts.profile import Node, SharedParameter
 from pdtool.errors import NoPlanError, UsageError
-from pdtool.planner.choice.make_plan import even_pieces, make_plan, under_schedule
+from pdtool.planner.choice.make_plan import even_pieces, make_plan, refresh, under_schedule
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Evaluator, lower_bound_s
 from pdtool.planner.simulator.engine import simulate
@@ -130,6 +130,26 @@ def test_any_schedule_on_a_plan_without_replicas(schedule):
     kind = SCHEDULES[schedule]
     idle = kind.flushes * (6 if kind.splits_backward else 18 / placement.execution.chunks)
     assert found.time_per_minibatch_s == pytest.approx(18 + idle / 8, rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", [kind.name for kind in SCHEDULES.values() if not kind.has_formulas])
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 10**6))
+def test_a_stage_and_a_border_have_their_figures_under_any_schedule(schedule, seed):
+    """A worker computes what its stages do together, and a border takes as long as its bytes do: 0, the plan said."""
+    rng = random.Random(seed)
+    net = chain([rng.randint(1, 9) for _ in range(8)], parameters=100, crossing=10)
+    cluster, is_replicated = make_cluster((3,), (1e3,)), not SCHEDULES[schedule].equal_replicas
+    stages = [["x", *(f"a{i}" for i in range(4))], [f"a{i}" for i in range(4, 8)]]
+    plan = plan_of(net, stages, [[0, 2], [1]] if is_replicated else [[0], [1]], cluster)
+    placement = under_schedule(Placement.of(plan, net), net, schedule, chunks=2)
+    figures = refresh(placement.to_plan(net, "p.json", cluster), net).predicted
+    found = simulate(SimulationJob.of(placement, net, cluster))
+    for usage in found.workers:
+        of_its_stages_s = sum(figures.compute_s[usage.stage :: placement.pipeline_depth])
+        assert usage.busy_s / found.minibatches == pytest.approx(of_its_stages_s)
+    assert figures.transfer_s == pytest.approx([0.01] * (len(figures.compute_s) - 1))
+    assert [seconds > 0 for seconds in figures.allreduce_s] == [replicas > 1 for replicas in placement.replicas]
 
 
 def test_recomputing_takes_one_more_forward():

@@ -300,7 +300,39 @@ def test_rivals_of_a_model_in_one_piece_say_so():
     profile = chain([1.0])
     plan = planned(profile, make_cluster((2,), (FAST,)), "auto")
     left_out = simulated(plan, profile, against=["gpipe", "model-parallel"]).comparison.left_out
-    assert sum("needs 2 stages, but the model can be cut into at most 1" in line for line in left_out) == 2
+    assert sum(line.endswith("needs 2 stages, but the model can be cut into at most 1") for line in left_out) == 2
+
+
+def test_a_rival_that_never_flushes_says_so_beside_a_plan_that_flushes():
+    """As a flushing straight pipeline it would be slower than this plan, of which it is twice as fast."""
+    profile, cluster = chain([1.0] * 4, crossing=1), make_cluster((4,), (FAST,))
+    for schedule, label in (
+        ("1f1b-flush", "straight pipeline (4 stages), 1f1b"),
+        ("2bw", "straight pipeline (4 stages)"),
+    ):
+        plan = planned(profile, cluster, "auto", schedule=schedule)
+        _, rival = simulated(plan, profile, against=["straight"]).comparison.plans
+        assert rival.label == label
+
+
+def test_an_update_of_one_microbatch_is_not_of_several():
+    """Links are so slow that one worker does it all."""
+    profile, cluster = chain([1.0] * 2, crossing=100), make_cluster((2,), (10.0,))
+    plan = planned(profile, cluster, "auto", schedule="1f1b-flush", microbatches=1)
+    assert "GPipe (2 stages, 1 microbatch)" in [rival.plan for rival in plan.why.rivals]
+    assert "1f1b-flush runs to its end with 1 minibatch in flight" in [each.words for each in check_plan(plan, profile)]
+
+
+def test_only_stages_that_compute_at_once_fill_and_drain():
+    """Their formulas take all to fill as slowly as the slowest. Those of stages that take turns add up their times."""
+    profile, cluster = chain([1.0] * 4, crossing=1), make_cluster((4,), (FAST,))
+    for strategy, options, is_said in (
+        ("hybrid", {}, False),
+        ("auto", {"schedule": "1f1b-flush"}, True),
+        ("auto", {}, False),
+    ):
+        [claim, _] = planned(profile, cluster, strategy, **options).certificate_lines
+        assert ("as slowly as the slowest" in claim) == is_said
 
 
 def test_where_a_strategy_does_not_fit_another_one_may():

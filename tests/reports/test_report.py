@@ -26,15 +26,15 @@ import pdtool
 from pdtool.artifacts.chrome_trace import TraceEvent, WorkerTrace, chrome_trace
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.metrics import UpdateLine, ValidationLine
-from pdtool.artifacts.plan import Plan, PlanOptions
+from pdtool.artifacts.plan import Certificate, Plan, PlanOptions, Why
 from pdtool.artifacts.profile import Profile
-from pdtool.planner.choice.comparison import SweepPoint, crossings, simulated_for_report
+from pdtool.planner.choice.comparison import StageShares, SweepPoint, crossings, simulated_for_report
 from pdtool.planner.choice.make_plan import make_plan, under_schedule
 from pdtool.planner.placement import Placement
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob
 from pdtool.reports.chart import Curve, curve_chart, gain_chart
-from pdtool.reports.figures import metric_curves, simulated_group
+from pdtool.reports.figures import memory_bars, metric_curves, simulated_group
 from pdtool.reports.graph_drawing import MAX_BLOCKS, graph_drawing, module_blocks
 from pdtool.reports.page import FIGURES, PageFigure, pictures
 from pdtool.reports.picture import FONT_SIZE, AxisScale, Picture, text_width, time_labels
@@ -424,6 +424,26 @@ def test_what_is_no_subject_of_a_page(road, arguments, code, error):
     assert error in road.pdtool("report", *arguments, code=code).stderr
 
 
+@pytest.mark.parametrize(
+    ("gap", "said"),
+    [
+        (0.0, "optimal: by the formulas, no plan with"),
+        (0.5, "This plan takes 3 ms (50.0% more)"),
+        (None, "by the form"),
+    ],
+)
+def test_the_page_says_of_the_certificate_what_show_says(road, gap, said):
+    """Of a plan as fast as the bound that it takes "0.0% more", the page said."""
+    plan = Plan.load("plans/model-2.yaml")
+    certificate = Certificate(bound_s=2e-3, gap=gap, workers=2, cuts=3)
+    plan.model_copy(update={"why": Why(bottleneck="compute", certificate=certificate)}).save("plans/model-2.yaml")
+    road.pdtool("report")
+    shown = re.search("certificate: (.*)", road.pdtool("show", "plans/model-2.yaml").stdout)[1]
+    assert said in shown
+    assert f"{shown[0].upper()}{shown[1:]}. Proof: the search covered" in " ".join(read().texts)
+    assert ("optimal" in shown, "more)" in shown) == (gap == 0, bool(gap))
+
+
 def test_names_are_no_syntax_of_html(road):
     name = "<script>alert(1)</script>\u202e"
     plan = Plan.load("plans/model-2.yaml")
@@ -474,6 +494,21 @@ def test_a_stage_that_computes_longer_than_was_profiled_is_named():
     assert not any("profiled" in part.cause for part in quick)
 
 
+def test_stages_that_share_a_parameter_wait_for_each_other_and_not_for_replicas():
+    report = reported()
+    for replicas, others in ((2, "other replicas"), (1, "stages that share a parameter with it")):
+        stages = tuple(stage.model_copy(update={"replicas": replicas}) for stage in report.stages)
+        parts = differences(report.model_copy(update={"stages": stages}))
+        [cause] = [part.cause for part in parts if part.what == "averaging gradients"]
+        assert f"waiting for {others}, which" in cause
+
+
+def test_a_stage_that_needs_more_memory_than_there_is_needs_more_than_all_of_it():
+    [bar] = memory_bars(100, StageShares(1.0, 0.0, 0.0, memory_bytes=125), None)
+    assert bar.figure == "125 B of 100 B"
+    assert [(part.share, part.label) for part in bar.parts] == [(1.0, "125%")]
+
+
 def test_a_slow_link_is_named_as_the_cause_where_no_stage_computes_all_the_time():
     """As two machines over 100 Mbit/s, planned for 1 Gbit/s: 94 of 111 ms are the link's."""
     report = reported(15.9e-3, 15.9e-3, cores=4, local_workers=1)
@@ -490,6 +525,9 @@ def test_a_slow_link_is_named_as_the_cause_where_no_stage_computes_all_the_time(
     [_, said, _] = slowness_lines(slow.model_copy(update={"stages": small}))
     assert "`pdtool probe`" not in said, "a link's bandwidth is not the cause"
     assert "those between stages 0 and 1 have 8 kB per minibatch. Run `pdtool profile`" in said
+    tied = tuple(stage.model_copy(update={"allreduce_s": 1e-4}) for stage in slow.stages)
+    tied_causes = [part.cause for part in differences(slow.model_copy(update={"stages": tied}))]
+    assert "1.5 MB" not in "".join(tied_causes), "the bytes are also those of the gradients of a shared parameter"
 
 
 def test_the_pauses_of_a_flush_are_not_taken_for_a_slow_link():

@@ -252,8 +252,9 @@ def test_a_report_says_which_stage_computes_longer_than_was_profiled() -> None:
     assert line.startswith(
         "stage 0 computes for 4.6 ms, but the profile says 1.5 ms: the cores may have been busy with "
     )
-    assert line.endswith(".")
-    assert said((4.6e-3, 3.1e-3), epochs=1) == [f"{line} A single epoch includes the warm-up"]
+    assert line.endswith("of another device")
+    for of_one_epoch in ({"epochs": 1}, {"epochs": 4, "resumed_after": 3}):
+        assert said((4.6e-3, 3.1e-3), **of_one_epoch) == [f"{line}. A single epoch includes the warm-up"]
     assert said((4.6e-3, 9e-3))[0].startswith("stage 1 computes for 9 ms, but the profile says 3 ms: ")
     [on_gpu] = said((4.6e-3, 9e-3), cores=None, epochs=1)
     assert "the GPU may have been busy" in on_gpu

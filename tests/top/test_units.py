@@ -1,13 +1,21 @@
 """Units: what is read, what is refused as ambiguous, what is printed."""
 
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdtool.errors import UsageError
 from pdtool.units import (
     bytes_option,
+    counted,
     format_bits_rate,
     format_bytes,
+    format_metric,
+    format_number,
     format_rate,
+    format_ratio,
     format_seconds,
     format_throughput,
     parse_bandwidth,
@@ -87,6 +95,27 @@ def test_printing():
     assert throughputs == ["6.906 samples/s", "9999 samples/s", "10,000 samples/s", "10,070 samples/s"]
     assert [format_bits_rate(rate) for rate in (1.25e9, 12.5e6)] == ["10 Gbit/s", "100 Mbit/s"]
     assert [format_seconds(s) for s in (0, 1.5, 0.0123, 45e-6, 3e-9)] == ["0", "1.5 s", "12.3 ms", "45 µs", "3 ns"]
+
+
+@given(st.floats(1e-4, 1e15))
+def test_a_figure_is_written_without_an_exponent_and_to_three_digits(value):
+    for write in (format_ratio, format_seconds, format_bytes, format_bits_rate, format_number):
+        assert "e" not in write(value)
+    assert math.isclose(float(format_ratio(value).replace(",", "")), value, rel_tol=5e-3)
+    if value > 1000:
+        assert math.isclose(float(format_seconds(value).removesuffix(" s").replace(",", "")), value, rel_tol=5e-3)
+
+
+@given(st.floats(-1e300, 1e300, allow_subnormal=False))
+def test_a_metric_that_is_not_zero_is_not_written_as_zero(value):
+    text = format_metric(value)
+    assert len(text) <= 13
+    assert math.isclose(float(text), value, rel_tol=0.05)
+
+
+def test_nouns_are_counted():
+    assert [counted(n, "minibatch") for n in (0, 1, 2)] == ["0 minibatches", "1 minibatch", "2 minibatches"]
+    assert [counted(n, "worker") for n in (1, 2)] == ["1 worker", "2 workers"]
 
 
 @pytest.mark.parametrize("text", ["1e400Gbit/s", "1e300GB/s", "1e-320B/s", "0B/s"])

@@ -209,7 +209,7 @@ class FieldDifference:
         for suffix, write in _WRITERS.items():
             if self._name.endswith(suffix):
                 return write(value)
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
+        return format_number(value) if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,13 +119,16 @@ def compare(
         try:
             rival = Placement.of(_rival_plan(profile, cluster, executed, name), profile)
         except (NoPlanError, UsageError) as error:
-            left_out.append(f"{planner.strategy.label}: {error}")
+            left_out.append(f"{planner.strategy.label}: {error.what}")  # the remedy is an option of `partition`
             continue
+        title = planner.title(rival)
+        if not planner.strategy.schedule and placement.execution.kind.flushes:  # the rival never flushes
+            title += f", {rival.execution.schedule}"
         if action_count(rival) > MAX_ACTIONS:
-            left_out.append(f"{planner.title(rival)}: too large to simulate here")
+            left_out.append(f"{title}: too large to simulate here")
             continue
         simulated = simulate(SimulationJob.of(rival, profile, cluster))
-        compared.append(_compared(planner.title(rival), rival, profile, cluster, simulated))
+        compared.append(_compared(title, rival, profile, cluster, simulated))
     return Comparison(plans=tuple(compared), left_out=tuple(left_out))
 
 

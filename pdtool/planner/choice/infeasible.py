@@ -11,7 +11,7 @@ from pdtool.artifacts.cluster import Cluster
 from pdtool.errors import NoPlanError
 from pdtool.planner.search.search import PlanSearch
 from pdtool.schedule import ONE_F_ONE_B, SCHEDULES, STRATEGIES
-from pdtool.units import bytes_option, format_bytes
+from pdtool.units import bytes_option, counted, format_bytes
 
 _MAX_WORKERS = 64  # that are proposed
 
@@ -33,14 +33,17 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
         )
     needed = max(smallest.cost.searched_memory_bytes)
     if options.in_flight and needed <= limit:
-        what = f"no plan{options.with_replicas} was found that fits with {options.in_flight} minibatches in flight"
-        return NoPlanError(what, "pass fewer, or leave --in-flight out")
+        in_flight = counted(options.in_flight, "minibatch")
+        what = f"no plan{options.with_replicas} was found that fits with {in_flight} in flight"
+        fewer = "pass fewer, or " if options.in_flight > 1 else ""
+        return NoPlanError(what, f"{fewer}leave --in-flight out")
     stage = smallest.cost.searched_memory_bytes.index(needed)
     short = f" lacks {format_bytes(needed - limit)} in stage {stage}" if limit > 1 else " does not fit"
     left = f"a worker has {format_bytes(limit) if limit > 1 else 'nothing left'} for them"
     least = search.profile.memory_for(needed, search.cluster.levels[-1].size)
     recomputing = " with every stage recomputing" if options.recompute else ""
-    recompute = "" if options.recompute else ", or leave out --no-recompute"
+    is_recomputing_help = not options.recompute and _is_possible(search, recompute=True)
+    recompute = ", or leave out --no-recompute" if is_recomputing_help else ""
     return NoPlanError(
         f"no plan{options.with_replicas} fits into memory. Even the smallest, {smallest.placement.config}"
         f"{recomputing},{short}: its tensors need {format_bytes(needed)}, and {left}",

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, islice, pairwise, product
-from statistics import fmean
 from typing import Any
 
 from pdtool.artifacts.cluster import Cluster
@@ -460,23 +459,23 @@ def refresh(plan: Plan, profile: Profile) -> Plan:
 
 
 def _with_simulated_figures(plan: Plan, evaluator: Evaluator, placement: Placement) -> Plan:
+    """Return the plan with the simulation's time, memory and traffic. What a stage, its average or a border takes by
+    itself does not depend on the schedule, so that comes from the formulas."""
     result = simulate(SimulationJob.of(placement, evaluator.profile, evaluator.cluster))
-    depth, chunks = placement.pipeline_depth, placement.execution.chunks
-    usages = [[usage for usage in result.workers if usage.stage == s] for s in range(depth)]
-    compute_s = [fmean(usage.busy_s for usage in stage) / result.minibatches for stage in usages]
-    stages = range(len(placement.stages))
-    memory_bytes = tuple(max(usage.memory_bytes for usage in usages[s % depth]) for s in stages)
-    cost = PlanCost(
-        compute_s=tuple(compute_s[s % depth] / chunks for s in stages),
-        allreduce_s=(0.0,) * len(stages),
-        transfer_s=(0.0,) * (len(stages) - 1),
+    depth, stages = placement.pipeline_depth, range(len(placement.stages))
+    needed = [max(usage.memory_bytes for usage in result.workers if usage.stage == s) for s in range(depth)]
+    memory_bytes = tuple(needed[s % depth] for s in stages)
+    cost = replace(
+        evaluator.cost(placement),
         memory_bytes=memory_bytes,
         searched_memory_bytes=memory_bytes,
         traffic_bytes=round(result.sent_bytes),
     )
     time_s = result.time_per_minibatch_s
-    slowest = max(range(depth), key=compute_s.__getitem__)
-    why = f"stage {slowest} computes most; {placement.execution.schedule} has no formula, so it is simulated"
+    slowest = max(range(depth), key=lambda s: sum(cost.compute_s[s::depth]))
+    busiest = list(map(str, stages[slowest::depth]))  # of one worker
+    most = f"stage {slowest} computes" if len(busiest) == 1 else f"stages {' and '.join(busiest)} together compute"
+    why = f"{most} most; {placement.execution.schedule} has no formula, so it is simulated"
     figures = _predicted(plan, evaluator, cost, time_s, time_s)
     return plan.model_copy(update={"why": Why(bottleneck=why), "predicted": figures})
 

@@ -22,7 +22,7 @@ from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate
 from pdtool.planner.search.search import PlanSearch
 from pdtool.schedule import STRATEGIES
-from pdtool.units import counted, format_bytes, format_seconds, format_throughput
+from pdtool.units import counted, format_bytes, format_ratio, format_seconds, format_throughput
 
 _RELATIVE_TOLERANCE = 1e-9  # sums taken in another order differ in the last digits
 _NO_FIGURES = ("cost", "plan_sha256")  # fields of Predicted that say what the others are of
@@ -87,8 +87,9 @@ def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iter
         stored = "the file has no figures for this profile"
     words = (
         f"{stored}; it now takes {format_seconds(recomputed.time_s)} per minibatch "
-        f"({format_throughput(recomputed.throughput_samples_per_s)}), {recomputed.gain_over_data_parallel:.3g} times "
-        f"as fast as data parallelism on {counted(plan.cluster.workers, 'worker')}"
+        f"({format_throughput(recomputed.throughput_samples_per_s)}), "
+        f"{format_ratio(recomputed.gain_over_data_parallel)} times as fast as data parallelism on "
+        f"{counted(plan.cluster.workers, 'worker')}"
     )
     yield Finding("figures", None, words, "predicted", recomputed=recomputed.model_dump(mode="json"))
     with suppress(UsageError, NoPlanError):  # not searched, or only with options that the plan does not record
@@ -111,7 +112,8 @@ def _schedule(plan: Plan) -> Finding:
         plan.check_schedule()
     except ScheduleError as error:
         return Finding("schedule", False, str(error), "stages", stored=in_flight)
-    return Finding("schedule", True, f"{plan.schedule} runs to its end with {in_flight} minibatches in flight")
+    minibatches = "minibatch" if in_flight == "1" else "minibatches"
+    return Finding("schedule", True, f"{plan.schedule} runs to its end with {in_flight} {minibatches} in flight")
 
 
 def _memory(plan: Plan, recomputed: Predicted) -> Finding:

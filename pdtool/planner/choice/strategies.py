@@ -31,7 +31,7 @@ from pdtool.planner.search.layouts import MAX_WORKERS_PER_COPY, Layout
 from pdtool.planner.search.search import PlanSearch
 from pdtool.planner.simulator.engine import steady_state_s
 from pdtool.schedule import BASELINES, ONE_F_ONE_B, SCHEDULES, STRATEGIES, ExecutionConfig, Strategy
-from pdtool.units import format_bytes, format_seconds
+from pdtool.units import counted, format_bytes, format_seconds
 
 Baseline = tuple[str, Candidate]  # with its label
 _DEFAULT_MICROBATCHES = 4  # of a flushing schedule asked for by name
@@ -369,7 +369,7 @@ class _GPipePlanner(Planner):
         return workers
 
     def _size_of_update(self, placement: Placement) -> str:
-        return f", {placement.execution.microbatches} microbatches"
+        return f", {counted(placement.execution.microbatches, 'microbatch')}"
 
 
 class _HybridPlanner(Planner):
