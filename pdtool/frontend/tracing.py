@@ -29,9 +29,10 @@ from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.model_rules import unknown_module_remedy
 from pdtool.frontend.opaque_modules import FixedSize, failing_module, fixed_sizes, modules_using_data, without_inner
 from pdtool.frontend.operator_builder import operators_sharing_state
-from pdtool.frontend.operators import Traced, named_state, names_over_parameters
+from pdtool.frontend.operators import Traced, named_state, names_over_parameters, registered_state
 from pdtool.frontend.user_code import user_line
 
+_NOT_SPARSE = "use a dense one, or its indices and values in two tensors with index_add or scatter_add"
 _HOOKED = "it has a backward hook"  # so its module is opaque
 
 
@@ -57,7 +58,7 @@ def trace(
     _check_hooks(model)
     hooked = [name for name, module in model.named_modules() if name and _has_backward_hook(module)]
     reasons = without_inner(dict.fromkeys(hooked, _HOOKED) | dict.fromkeys(opaque, "HINTS"))
-    _check_initialized(model)
+    _check_state(model)
     try:
         while True:
             try:
@@ -98,7 +99,10 @@ def _has_backward_hook(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def _check_initialized(model: nn.Module) -> None:
+def _check_state(model: nn.Module) -> None:
+    for name, tensor in registered_state(model).items():
+        if tensor.layout is not torch.strided:
+            raise TraceError(f"{name} is a sparse tensor, which torch.export cannot trace", _NOT_SPARSE)
     for path, module in model.named_modules():
         if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
             what = f"the parameters of {path or 'the model'}, a {type(module).__name__}, have no shape yet"
@@ -237,6 +241,8 @@ def _explained(
         shapes = ", ".join(str(tuple(t.shape)) for t in inputs.tensors)
         what = f"the model fails on inputs of shape {shapes}: {describe_error(failure)}"
         remedy = "fix the model or example_inputs"
+        if isinstance(failure, TypeError) and "positional argument" in str(failure):
+            remedy = "a tuple is passed as several arguments: return it in another tuple, (inputs,), to pass it as one"
         if inputs is not minibatches[0]:
             remedy = "let forward take any number of samples; the last minibatch of an epoch may have fewer"
         return TraceError(f"{user_line(failure, path)}{what}", remedy)
@@ -264,6 +270,9 @@ def _explained(
     if "constant's list" in reason:
         what = f"{path.name}: forward takes a tensor from an object or cache where an earlier call has put it"
         return TraceError(what, f"make that tensor in __init__ and register it as a buffer; or {remedy}", module=module)
+    if "meta converter nyi" in reason or "sparse" in reason:
+        what = f"{user_line(error, path)}forward uses a sparse tensor, which torch.export cannot trace"
+        return TraceError(what, _NOT_SPARSE, module=module)
     what = f"{user_line(error, path)}torch.export cannot trace this line: {name}: {reason}"
     remedy = f"move this line {module_of_its_own}"
     if "SymIntArrayRef" in reason:  # of torch.randn(x.shape, generator=...), for one

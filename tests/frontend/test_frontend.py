@@ -79,6 +79,25 @@ def test_a_module_without_shapes_yet_is_refused():
     assert [op.op for op in trace(model, lambda n: (torch.randn(n, 8),), 4, MODELS).operators] == ["input", "Linear"]
 
 
+class Sparse(torch.nn.Module):
+    def __init__(self, is_buffer):
+        super().__init__()
+        self.dense, self.is_buffer = torch.nn.Linear(8, 8), is_buffer
+        self.register_buffer("graph", torch.eye(8).to_sparse() if is_buffer else torch.eye(8))
+
+    def forward(self, x):
+        return torch.sparse.mm(self.graph if self.is_buffer else self.graph.to_sparse(), self.dense(x).T).T
+
+
+@pytest.mark.parametrize(
+    ("is_buffer", "what"),
+    [(True, "graph is a sparse tensor"), (False, "test_frontend.py:[0-9]+: forward uses a sparse")],
+)
+def test_a_sparse_tensor_is_refused_by_name_or_line(is_buffer, what):
+    with pytest.raises(TraceError, match=f"{what}.*use a dense one, or its indices and values"):
+        trace(Sparse(is_buffer), lambda n: (torch.randn(n, 8),), 4, Path(__file__))
+
+
 def test_a_state_that_no_checkpoint_can_hold_is_refused(tmp_path):
     text = "from torch import nn\nclass Net(nn.Linear):\n    def get_extra_state(self): return {state}\n"
     for state, what in (

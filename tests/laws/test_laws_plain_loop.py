@@ -325,7 +325,7 @@ def test_a_metric_that_counted_nothing_has_no_figure_and_reaches_no_target(tmp_p
     validations = [line for line in read_metrics(spec.out / "metrics.jsonl") if isinstance(line, ValidationLine)]
     assert [[*line.metrics] for line in validations] == [["accuracy"]] * 2
     assert (
-        "warning: the validation after epoch 2 gives no nll: metrics() returned a total count of 0 for it\n"
+        "warning: the validation after epoch 2 gives no nll: metrics() returned a total count of 0\n"
         in harness.errors(spec)
     )
 
