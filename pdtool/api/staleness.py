@@ -131,5 +131,7 @@ def _option_findings(profile: Profile, path: str) -> Iterator[Finding]:
     """Find changed files that options of the profile name: a device of the user's, a profile to calibrate with."""
     named = (profile.asked.device, profile.asked.calibrate) if profile.asked else ()
     for name in (each for each in named if each in profile.digests and each != path):  # `path` replaced that profile
-        if not Path(name).is_file() or file_sha256(name) != profile.digests[name]:
+        if not Path(name).is_file():  # as in a clone that has the profile only
+            yield Finding("profile", None, f"{name}, with which {path} was made, is not there")
+        elif file_sha256(name) != profile.digests[name]:
             yield Finding("profile", False, f"{name} has changed since {path} was made with it", remedy=_AGAIN)

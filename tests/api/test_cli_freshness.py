@@ -155,6 +155,10 @@ def test_check_fresh_and_if_stale_agree_on_the_profile_and_the_plan_stays_valid(
     assert marks(result).get(change) == ("✗" if words else None)
     assert "operators" in road.pdtool("codegen", "plans/mine.yaml").stderr or file != "model.py"
     assert ("profile: reusing" in road.pdtool(*profiling).stderr) == (not words)
+    Path("m.json").unlink()
+    result = road.pdtool("check", "--fresh", "plans/mine.yaml", code=3 if words else 0)
+    assert "m.json, with which profiles/model.json was made, is not there" in result.stdout
+    assert "profile: reusing" in road.pdtool(*profiling).stderr
 
 
 def test_a_constant_that_changed_is_seen_though_the_profile_does_not_know_it(folder):
