@@ -90,6 +90,8 @@ def profiled(model: str, output: str | None, asked: ProfileOptions) -> tuple[Pro
             note(f"{model} is outside this folder: pass it to codegen and run too, with --model {file.ref.source}")
         target = output or f"profiles/{file_name(file.name)}.json"
         Profile.check_target(folder / target)  # now, not after measuring
+        if asked.calibrate and (folder / asked.calibrate).resolve() == (folder / target).resolve():
+            raise UsageError(f"{target} would be overwritten, but --calibrate reads it", "pass another path with -o")
         if spec is None:
             result = measure(
                 file,

@@ -359,6 +359,9 @@ def test_the_command_says_that_it_estimates_and_records_its_inputs(tmp_path, mon
     assert profile.device.memory_bytes == 1000, "of own.yaml"
     assert (profile.step_s, profile.coverage) == (0, 0)
     assert set(profile.digests) == {"net.py", "own.yaml", "measured.json"}
+    lost = run("net.py", "--batch-size", "8", "--device", "own.yaml", "--calibrate", "out.json", "-o", "./out.json")
+    assert lost.exit_code == 2
+    assert "./out.json would be overwritten, but --calibrate reads it; pass another path with -o" in lost.stderr
 
 
 def test_the_command_never_mixes_measuring_and_estimating(tmp_path, monkeypatch):
