@@ -111,7 +111,7 @@ def _passed_over(plan: Plan, faster: FasterPlan | None, predicted: Predicted | N
 
 def _rejected(why: Why) -> Lines:
     for rival in why.rivals:
-        samples = f", {rival.samples_per_update} samples per update" if rival.samples_per_update else ""
+        samples = f", {counted(rival.samples_per_update, 'sample')} per update" if rival.samples_per_update else ""
         yield f"rejected: {rival.plan}, {format_seconds(rival.bottleneck_s)} per minibatch{samples} ({rival.why})"
     if why.rivals:
         yield _RIVALS
@@ -141,7 +141,7 @@ def _speed(plan: Plan, predicted: Predicted) -> Lines:
     It shows no gain for data parallelism itself, on a single worker, or for a plan that is not for speed.
     """
     is_whole_model = len(plan.stages) == 1 and plan.workers == plan.cluster.workers
-    is_data_parallel = is_whole_model and (not plan.has_gain or predicted.gain_over_data_parallel == 1)
+    is_data_parallel = is_whole_model and (not plan.has_gain or math.isclose(predicted.gain_over_data_parallel, 1))
     throughput = f" ({format_throughput(predicted.throughput_samples_per_s)})"
     gain = f", {format_ratio(predicted.gain_over_data_parallel)} times as fast as data parallelism"
     own_s, one_worker_s = predicted.time_s, plan.why and plan.why.one_worker_s
@@ -305,9 +305,10 @@ def simulation_view(plan: Plan, schedule: str, result: SimulationResult) -> Line
     time_s = result.time_per_minibatch_s
     time = f"{format_seconds(time_s)} per minibatch ({format_throughput(result.throughput_samples_per_s)})"
     if result.steady:
-        predicted = predicted_s(plan, schedule)
-        error = f"; predicted {format_seconds(predicted)}, simulated {time_s / predicted - 1:+.1%}" if predicted else ""
-        yield f"steady state: {time}{error}"
+        compared = ""
+        if predicted := predicted_s(plan, schedule):
+            compared = f"; predicted {format_seconds(predicted)}, simulated {time_s / predicted - 1:+z.1%}"
+        yield f"steady state: {time}{compared}"
     else:
         yield f"no steady state, because there are too few minibatches: {time}, including fill and drain"
     total, fill, drain = map(format_seconds, (result.makespan_s, result.fill_s, result.drain_s))

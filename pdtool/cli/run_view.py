@@ -284,7 +284,7 @@ def _compared(report: Report) -> str:
         return f"measured {format_seconds(measured_s)}"
     is_comparable = report.measured.is_steady and not (report.is_crowded or report.includes_compilation)
     source, predicted_s = "predicted" if predicted.simulated_s is None else "simulated", predicted.time_s
-    ratio = f" ({measured_s / predicted_s - 1:+.0%})" if predicted_s and is_comparable else ""
+    ratio = f" ({measured_s / predicted_s - 1:+z.0%})" if predicted_s and is_comparable else ""
     return f"{source} {format_seconds(predicted_s)}, measured {format_seconds(measured_s)}{ratio}"
 
 
@@ -300,7 +300,7 @@ def emulation_view(emulation: Emulation) -> Lines:
     own = emulation.plans[0]
     rows = []
     for plan in emulation.plans:
-        error = f"{plan.error:+.1%}" if plan.is_steady and not _is_crowded(emulation, plan) else ""
+        error = f"{plan.error:+z.1%}" if plan.is_steady and not _is_crowded(emulation, plan) else ""
         has_gain = plan is not own and own.bottleneck_s
         gain = f"{format_ratio(plan.bottleneck_s / own.bottleneck_s)} ×" if has_gain else ""
         times = map(format_seconds, (plan.bottleneck_s, plan.simulated_s))

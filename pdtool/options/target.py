@@ -44,7 +44,12 @@ class Target:
         return cls(metric, match["relation"], value)
 
     def __str__(self) -> str:
-        return f"{self.metric}{self.relation}{self.value:g}"
+        return f"{self.metric}{self.relation}{self._number}"
+
+    @property
+    def _number(self) -> str:
+        """The value with all its digits: `0.98`, `4`."""
+        return repr(self.value).removesuffix(".0")
 
     @property
     def effective_relation(self) -> str:
@@ -59,10 +64,10 @@ class Target:
         if self.relation != "=":
             return None
         effective = self.effective_relation
-        text = f"target {self} is read as {self.metric} {effective} {self.value:g}"
+        text = f"target {self} is read as {self.metric} {effective} {self._number}"
         if self.metric in (*_LOWER_IS_BETTER, *_HIGHER_IS_BETTER):
             return text
-        return f"{text}; write {self.metric}<={self.value:g} if lower is better"
+        return f"{text}; write {self.metric}<={self._number} if lower is better"
 
     def doubt(self, metrics: Mapping[str, float]) -> str:
         """Ask whether a share was meant if the target is above 1 for a metric between 0 and 1; "" otherwise.

@@ -82,7 +82,8 @@ def rival_bars(simulated: SimulatedPlan) -> list[Bar]:
     bars = []
     for plan in plans:
         ratio = own.throughput_samples_per_s / (plan.throughput_samples_per_s or 1.0)
-        note = f"{plan.samples_per_update:,} samples per update, {format_bytes(plan.memory_bytes)} at most"
+        samples = "1 sample" if plan.samples_per_update == 1 else f"{plan.samples_per_update:,} samples"
+        note = f"{samples} per update, {format_bytes(plan.memory_bytes)} at most"
         note += "" if plan.fits else ", does not fit"
         label = f"{own.label}, {own.config}" if plan is own else plan.label
         figure = format_throughput(plan.throughput_samples_per_s) + (

@@ -190,7 +190,7 @@ def time_labels(ticks: Sequence[float]) -> list[str]:
     """Write times, all in the unit of the longest, as `0`, `20 ms`, `40 ms`."""
     longest = max(map(abs, ticks), default=0.0)
     scale, unit = next((pair for pair in TIME_UNITS if longest >= pair[0] * 0.9999), TIME_UNITS[-1])
-    return [f"{tick / scale:g} {unit}" if tick else "0" for tick in ticks]
+    return [f"{number_label(tick / scale)} {unit}" if tick else "0" for tick in ticks]
 
 
 def number_label(tick: float) -> str:

@@ -75,6 +75,12 @@ def test_as_json(plans):
     assert json.loads(plans.pdtool("diff", "a.yaml", "a.yaml", "--json").stdout)["differences"] == []
 
 
+def test_a_plan_that_names_no_wire_dtype_has_fp32(plans):
+    Plan.load("a.yaml").model_copy(update={"wire_dtype": "fp16"}).save("c.yaml")
+    found = rows(plans.pdtool("diff", "a.yaml", "c.yaml").stdout)
+    assert found["wire dtype"] == ("fp32", "fp16")
+
+
 def test_an_edited_plan_is_compared_as_it_is_now(plans):
     text = Path("a.yaml").read_text()
     Path("c.yaml").write_text(text.replace("in_flight: 2", "in_flight: 3"))

@@ -11,9 +11,18 @@ import pytest
 import samples
 from conftest import Folder
 
-from pdtool.cli.artifact_views import bundle_view, cluster_view, plan_view, profile_table, timeline, worker_table
+from pdtool.cli.artifact_views import (
+    bundle_view,
+    cluster_view,
+    plan_view,
+    profile_table,
+    simulation_view,
+    timeline,
+    worker_table,
+)
 from pdtool.cli.run_view import checkpoint_view, emulation_view, report_view
 from pdtool.cli.table import PlainConsole, Table
+from pdtool.planner.choice.comparison import simulated
 
 COLUMNS = ("operator", "kind", "forward", "backward", "memory")
 ROWS = [
@@ -105,3 +114,11 @@ def test_the_timeline_names_the_workers_of_the_plan() -> None:
     ]
     drawn = timeline(plan.model_copy(update={"stages": tuple(stages)}), 80)
     assert [int(number) for number in re.findall(r"worker (\d+)", drawn)] == numbers[::-1] != numbers
+
+
+def test_a_simulation_as_fast_as_predicted_is_not_slower_by_minus_nothing() -> None:
+    profile, plan = samples.profile(), samples.plan()
+    result = simulated(plan, profile).result
+    predicted = plan.predicted.model_copy(update={"bottleneck_s": result.time_per_minibatch_s * (1 + 1e-7)})
+    lines = simulation_view(plan.model_copy(update={"predicted": predicted}), plan.schedule, result)
+    assert any("simulated +0.0%" in str(line) for line in lines)

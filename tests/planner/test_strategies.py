@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +13,15 @@ import pytest
 import torch
 from graphs import chain, random_cluster, random_profile
 from harness import CONV1, assert_same, batches, stage_of, weights
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from reference import replay
 from reference.brute_force import divisions, every_plan
 
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan, PlanOptions
+from pdtool.cli.artifact_views import plan_view
 from pdtool.errors import ArtifactError, FieldError, NoPlanError, UsageError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.options.plan_options import PartitionOptions
@@ -28,7 +32,7 @@ from pdtool.planner.choice.strategies import PLANNERS, planner_asked_for
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Evaluator, samples_per_update
 from pdtool.runtime.loading.minibatches import sample_order
-from pdtool.schedule import RIVALS, STRATEGIES, ExecutionConfig, gradient_delays
+from pdtool.schedule import RIVALS, SCHEDULES, STRATEGIES, ExecutionConfig, gradient_delays
 
 FAST = 1e9
 
@@ -313,6 +317,36 @@ def test_a_rival_that_never_flushes_says_so_beside_a_plan_that_flushes():
         plan = planned(profile, cluster, "auto", schedule=schedule)
         _, rival = simulated(plan, profile, against=["straight"]).comparison.plans
         assert rival.label == label
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10**6), schedule=st.sampled_from([*SCHEDULES]))
+def test_the_gain_of_a_plan_is_the_one_that_simulate_shows(seed, schedule):
+    """With GPipe on all workers, one was 1, and the other 0.84: the first compared it with itself."""
+    rng = random.Random(seed)
+    profile, cluster = random_profile(rng, rng.randint(2, 6)), replace(random_cluster(rng), memory_bytes=None)
+    with suppress(NoPlanError, UsageError):
+        plan = planned(profile, cluster, "auto", schedule=schedule)
+        own, rival = simulated(plan, profile, against=["data-parallel"]).comparison.plans
+        assert own.time_per_minibatch_s == pytest.approx(plan.predicted.simulated_s)
+        gain = rival.time_per_minibatch_s / own.time_per_minibatch_s if own.time_per_minibatch_s else 1.0
+        assert gain == pytest.approx(plan.predicted.gain_over_data_parallel)
+        assert rival.samples_per_update == plan.predicted.data_parallel_samples_per_update
+
+
+def test_gpipe_on_all_workers_is_slower_than_data_parallelism_if_it_recomputes():
+    """All microbatches of an update are in flight on each worker, which has no room for two."""
+    profile, cluster = chain([3.0], stash=1000), make_cluster((2,), (FAST,), memory_bytes=1500)
+    plan = planned(profile, cluster, "auto", schedule="gpipe", replicas=(2,), microbatches=4)
+    assert plan.predicted.gain_over_data_parallel == pytest.approx(3 / 4)
+    assert not any("this is data parallelism" in str(line) for line in plan_view(plan))
+
+
+def test_a_profile_that_takes_no_time_has_no_infinite_throughput():
+    profile = chain([0.0] * 3)
+    plan = planned(profile, make_cluster((2,), (FAST,)), "auto")
+    result = simulated(plan, profile).result
+    assert result.throughput_samples_per_s == plan.predicted.throughput_samples_per_s == 0
 
 
 def test_an_update_of_one_microbatch_is_not_of_several():

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 
 import click
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import pdtool
 from pdtool.artifacts.plan import Plan
@@ -17,6 +19,7 @@ from pdtool.options.declaration import declared, option, read_options
 from pdtool.options.plan_options import PartitionOptions, ProfileOptions
 from pdtool.options.run_options import RunOptions, WorkerOptions
 from pdtool.options.simulate_options import EmulateOptions
+from pdtool.options.target import Target
 from pdtool.options.values import Count, Flag, Text, share
 from pdtool.runtime.config import RunConfig
 
@@ -93,6 +96,14 @@ def test_a_file_of_defaults_trusts_writes_and_connects_to_nothing():
     }
     connecting, reading = {"rdzv_endpoint"}, {"trust", "model", "resume", "fresh"}
     assert kept_out == {"force", "update", "output", "trace", "svg"} | connecting | reading
+
+
+@given(st.sampled_from(["=", "<=", ">"]), st.floats(allow_nan=False, allow_infinity=False))
+def test_a_target_is_written_with_all_its_digits(relation, value):
+    """Of `accuracy>=0.9999999`, the report said `target accuracy>=1: reached`."""
+    target = Target("accuracy", relation, value)
+    assert Target.parse(str(target)) == target
+    assert [str(Target("accuracy", ">=", value)) for value in (0.98, 4.0)] == ["accuracy>=0.98", "accuracy>=4"]
 
 
 def test_what_machines_must_agree_on_is_in_the_configuration_of_a_run_or_in_its_plan():

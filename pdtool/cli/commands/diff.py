@@ -148,7 +148,7 @@ def _size(difference: FieldDifference) -> float:
 
 
 def _percent(change: float | None) -> str:
-    return "" if change is None else f"{change:+.1%}"
+    return "" if change is None else f"{change:+z.1%}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,10 +260,13 @@ def _stage_of(plan: Plan, profile: Profile | None) -> dict[str, int]:
 
 
 def _content(artifact: Artifact) -> dict[str, Any]:
-    """The fields of an artifact; the operators of a profile by name."""
+    """The fields of an artifact, also one that its file leaves out; the operators of a profile by name."""
+    from pdtool.artifacts.plan import Plan
     from pdtool.artifacts.profile import Profile
 
     content = artifact.model_dump(mode="json")
+    if isinstance(artifact, Plan):
+        content["wire_dtype"] = artifact.wire_dtype
     if isinstance(artifact, Profile):
         content["operators"] = {node.pop("name"): node for node in content["nodes"]}
     return content

@@ -492,7 +492,7 @@ def _predicted(
     """
     workers = evaluator.cluster.workers
     minibatches = PLANNERS["data-parallel"].rival_minibatches(plan.execution.minibatches_per_update, workers)
-    execution = ExecutionConfig.of_schedule((plan.kind.planned_as or plan.kind).name).averaging(minibatches)
+    execution = ExecutionConfig().averaging(minibatches)  # as the rival in `simulate`
     data_parallel = evaluator.data_parallel(workers, execution)
     data_parallel_s = None
     if simulated_s is not None:

@@ -43,12 +43,13 @@ def simulate(job: SimulationJob) -> SimulationResult:
         worker.usage(end_s, memory, sent_bytes)
         for worker, memory, sent_bytes in zip(workers, recorder.memory, recorder.sent_bytes, strict=True)
     )
+    minibatches = len(completion.done_s)
     return SimulationResult(
-        minibatches=len(completion.done_s),
+        minibatches=minibatches,
         steady=len(completion.steady),
         batch_size=job.batch_size,
         makespan_s=end_s,
-        time_per_minibatch_s=completion.time_per_minibatch_s,
+        time_per_minibatch_s=completion.time_per_minibatch_s if completion.steady else end_s / minibatches,
         fill_s=max(worker.begun_s for worker in workers),
         drain_s=end_s - min(worker.free_s for worker in workers),
         workers=tuple(usages),
@@ -163,8 +164,8 @@ class _Completion:
 
     @property
     def time_per_minibatch_s(self) -> float:
-        """Seconds per minibatch in steady state, or over all minibatches if none is steady; infinite if the simulation
-        was stopped early."""
+        """Seconds per minibatch in steady state, or until the last backward if no minibatch is steady; infinite if the
+        simulation was stopped early."""
         done_s, steady = self.done_s, self.steady
         if self.is_known and len(done_s) < steady.stop:
             return math.inf

@@ -5,7 +5,6 @@ While a simulation runs, `Recorder` keeps the events of its trace, the bytes sen
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from pdtool.artifacts.chrome_trace import TraceEvent
@@ -40,8 +39,8 @@ class SimulationResult:
 
     @property
     def throughput_samples_per_s(self) -> float:
-        """Samples per second in steady state."""
-        return self.batch_size / self.time_per_minibatch_s if self.time_per_minibatch_s else math.inf
+        """Samples per second in steady state; 0 if nothing takes time."""
+        return self.batch_size / self.time_per_minibatch_s if self.time_per_minibatch_s else 0.0
 
     @property
     def named_events(self) -> dict[str, tuple[TraceEvent, ...]]:
