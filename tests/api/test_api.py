@@ -156,8 +156,8 @@ def test_a_run_raises_what_its_worker_raised(road):
         pdtool.run("plans/model-2.yaml", steps=2)
     assert Path(stale.value.path).name == "stage_1.py"
     pdtool.codegen("plans/model-2.yaml")
-    model = Path("model.py").read_text()
-    road.write("model.py", model.replace("cross_entropy(output, target)", "cross_entropy(output, target) / [][0]"))
+    only_in_a_worker = "import os; 'RANK' in os.environ and [][0]; return nn.functional"
+    road.write("model.py", Path("model.py").read_text().replace("return nn.functional", only_in_a_worker))
     with pytest.raises(ModelError, match=r"^rank 1 .*: loss\(\) raised IndexError"):
         pdtool.run("plans/model-2.yaml", steps=2)
 
