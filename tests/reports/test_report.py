@@ -521,6 +521,8 @@ def test_a_slow_link_is_named_as_the_cause_where_no_stage_computes_all_the_time(
     assert "1.5 MB per minibatch each way between stages 0 and 1 went at 94.5 Mbit/s" in said[1]
     assert "`pdtool probe`" in said[1]
     assert said[2].startswith("  17.1 ms (15%) computing: stage 0 computes for 33 ms, but the profile says 15.9 ms")
+    once = list(slowness_lines(slow.model_copy(update={"epochs": 1})))
+    assert once[1] == f"{said[1]}. A single epoch includes the warm-up"
     small = tuple(stage.model_copy(update={"sent_bytes": 8000}) for stage in slow.stages)
     [_, said, _] = slowness_lines(slow.model_copy(update={"stages": small}))
     assert "`pdtool probe`" not in said, "a link's bandwidth is not the cause"
