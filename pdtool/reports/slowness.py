@@ -44,7 +44,9 @@ def differences(report: Report) -> list[ExtraTime]:
     parts = [
         ExtraTime("computing", stage.busy_s - profiled_s, _computing_cause(report, number, profiled_s)),
         ExtraTime(
-            "waiting for other stages", stage.wait_s - (predicted_s - profiled_s), _waiting_cause(report, predicted)
+            "waiting for other stages",
+            stage.wait_s - (predicted_s - profiled_s),
+            _waiting_cause(report, predicted) + _warm_up(report),
         ),
         ExtraTime("averaging gradients", stage.allreduce_s, _averaging_cause(stage)),
         ExtraTime("loading", stage.data_s, f"the prediction leaves it out, and {_loading_remedy(report)}"),
@@ -157,5 +159,9 @@ def _computing_cause(report: Report, number: int, profiled_s: float) -> str:
     what = (
         f"stage {number} computes for {format_seconds(stage.busy_s)}, but the profile says {format_seconds(profiled_s)}"
     )
-    is_warming_up = report.epochs - report.resumed_after == 1
-    return f"{what}: {why}" + (". A single epoch includes the warm-up" if is_warming_up else "")
+    return f"{what}: {why}{_warm_up(report)}"
+
+
+def _warm_up(report: Report) -> str:
+    """Say that the times include the warm-up, which the measurement of several epochs leaves out."""
+    return ". A single epoch includes the warm-up" if report.epochs - report.resumed_after == 1 else ""

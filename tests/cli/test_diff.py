@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import samples
-from graphs import chain
+from graphs import chain, with_nodes
 
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan, PlanOptions
@@ -89,6 +89,17 @@ def test_an_edited_plan_is_compared_as_it_is_now(plans):
     assert {"stage 0 memory", "stage 0 in flight"} <= found.keys()
     Path("c.yaml").write_text(text.replace("nodes: [x", "nodes: [y"))
     assert "names 'y', which the profile does not have" in plans.pdtool("diff", "a.yaml", "c.yaml", code=3).stderr
+
+
+def test_a_time_that_differs_much_is_not_hidden_by_bytes_that_differ_little(folder):
+    """All times were at the end, because a second is less than a byte."""
+    net = chain([1e-3] * 20, parameters=1000, crossing=1000)
+    net.save("first.json")
+    nodes = [node.model_copy(update={"output_bytes": node.output_bytes + 500}) for node in net.nodes]
+    nodes[7] = nodes[7].model_copy(update={"forward_s": 2 * nodes[7].forward_s})
+    with_nodes(net, nodes).save("second.json")
+    found = rows(folder.pdtool("diff", "first.json", "second.json").stdout)
+    assert next(label for label in found if label.startswith("operators")) == f"operators {nodes[7].name} forward"
 
 
 def test_profiles_runs_and_what_cannot_be_compared(plans):

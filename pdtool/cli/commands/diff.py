@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -127,7 +128,7 @@ def _view(found: list[FieldDifference], moved: list[MovedOperators]) -> Lines:
     """Show the fields that differ, only the largest changes of many operators, and the operators that moved."""
     from pdtool.cli.table import Table, abbreviated
 
-    operators = sorted((one for one in found if one.field.startswith("operators.")), key=_size, reverse=True)
+    operators = _largest_first([one for one in found if one.field.startswith("operators.")])
     others = [one for one in found if one not in operators and not one.is_of_one_alone]
     listed = others + operators[:_MAX_OPERATORS]
     if not found and not moved:
@@ -141,10 +142,19 @@ def _view(found: list[FieldDifference], moved: list[MovedOperators]) -> Lines:
         yield f"in stage {one.first} of A, in stage {one.second} of B: {abbreviated(one.operators)}"
 
 
-def _size(difference: FieldDifference) -> float:
-    """How much a figure of an operator differs; one that is missing in a profile differs most."""
-    values = (difference.first, difference.second)
-    return abs(values[0] - values[1]) if all(type(value) in (int, float) for value in values) else float("inf")
+def _largest_first(operators: Sequence[FieldDifference]) -> list[FieldDifference]:
+    """Sort figures of operators by how much they differ: times as a share of the sum of such times, bytes of such
+    bytes. One that is missing in a profile differs most."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    for one in operators:
+        totals[one.kind] += sum(abs(value) for value in one.numbers)
+
+    def share(one: FieldDifference) -> float:
+        if len(one.numbers) < 2:
+            return math.inf
+        return abs(one.numbers[0] - one.numbers[1]) / totals[one.kind]
+
+    return sorted(operators, key=share, reverse=True)
 
 
 def _percent(change: float | None) -> str:
@@ -172,6 +182,16 @@ class FieldDifference:
         if not is_figure or not all(type(value) in (int, float) for value in values) or self.first <= 0:
             return None
         return float(self.second / self.first - 1)
+
+    @property
+    def numbers(self) -> list[float]:
+        """Those of its two values that are numbers."""
+        return [value for value in (self.first, self.second) if type(value) in (int, float)]
+
+    @property
+    def kind(self) -> str:
+        """The field without the operator that it belongs to: `forward_s`."""
+        return self._name.rpartition(".")[2]
 
     @property
     def label(self) -> str:
