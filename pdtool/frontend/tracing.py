@@ -7,6 +7,7 @@ means a single operator, and the model is traced again.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -270,7 +271,7 @@ def _explained(
     if "constant's list" in reason:
         what = f"{path.name}: forward takes a tensor from an object or cache where an earlier call has put it"
         return TraceError(what, f"make that tensor in __init__ and register it as a buffer; or {remedy}", module=module)
-    if "meta converter nyi" in reason or "sparse" in reason:
+    if "meta converter nyi" in reason or re.search(r"aten\._?(to_)?sparse", reason):
         what = f"{user_line(error, path)}forward uses a sparse tensor, which torch.export cannot trace"
         return TraceError(what, _NOT_SPARSE, module=module)
     what = f"{user_line(error, path)}torch.export cannot trace this line: {name}: {reason}"

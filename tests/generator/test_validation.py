@@ -43,6 +43,7 @@ def dataset(split):
 def loss(output, target): return mse_loss(output, target["y"])
 def metrics(output, target): return {"named": (target["NAME"].sum(), 1)}
 """
+WIDTH = "torch.randn(4 + (split == 'valid'))"
 CASES = {
     "gradients": (
         PENALTY.replace("CONDITION", "True"),
@@ -53,6 +54,12 @@ CASES = {
     "no number": ("def metrics(output, target): return {'a': (output, 1)}", r"metrics\(\) returned \{'a'"),
     "a target of the validation set": (FIELDS.replace("NAME", "name"), None),
     "a field that none has": (FIELDS.replace("NAME", "nome"), r"metrics\(\) raised KeyError: 'nome'"),
+    "a name like grad": (
+        "def metrics(output, target): return {}['upgrade']",
+        r"metrics\(\) raised KeyError: 'upgrade'$",
+    ),
+    "a forward that fails, which run tells": (FIELDS.replace("NAME", "name").replace("torch.randn(4)", WIDTH), None),
+    "an end of the process": ("def metrics(output, target): import os; os._exit(1)", None),
     "a device": ("def metrics(output, target): return {'a': (output.cuda().sum(), 1)}", None),
 }
 
