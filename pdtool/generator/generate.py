@@ -345,6 +345,8 @@ def _check_validation(model_file: ModelFile, bundle: Bundle, build: Callable[[],
 
 
 def _validate(model_file: ModelFile, model: nn.Module, batch_size: int) -> None:
+    """Compute loss and metrics of two samples of the training set; if that fails, of the first validation minibatch."""
+
     def validate(split: str, samples: int) -> None:
         inputs, target = model_file.example_batch(samples, split)
         output = model_file.as_inputs(inputs).call(model)

@@ -79,6 +79,23 @@ def test_a_module_without_shapes_yet_is_refused():
     assert [op.op for op in trace(model, lambda n: (torch.randn(n, 8),), 4, MODELS).operators] == ["input", "Linear"]
 
 
+class OfPair(torch.nn.Module):
+    def __init__(self, fails_inside):
+        super().__init__()
+        self.inner, self.fails_inside = torch.nn.Linear(8, 8), fails_inside
+
+    def forward(self, pair):
+        return self.inner(*pair) if self.fails_inside else self.inner(pair[0] + pair[1])
+
+
+def test_a_tuple_that_was_meant_as_one_input_is_told_how_to_pass_it():
+    pair = torch.randn(4, 8), torch.randn(4, 8)
+    with pytest.raises(TraceError, match=r"takes 2 positional .* return it in another tuple, \(inputs,\)"):
+        trace(OfPair(False), lambda n: tuple(each[:n] for each in pair), 4, MODELS)
+    with pytest.raises(TraceError, match=r"takes 2 positional .*; fix the model or example_inputs"):
+        trace(OfPair(True), lambda n: (tuple(each[:n] for each in pair),), 4, MODELS)
+
+
 class Sparse(torch.nn.Module):
     def __init__(self, is_buffer):
         super().__init__()

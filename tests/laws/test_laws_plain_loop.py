@@ -330,6 +330,13 @@ def test_a_metric_that_counted_nothing_has_no_figure_and_reaches_no_target(tmp_p
     )
 
 
+def test_a_metric_that_counted_nothing_is_no_matter_for_who_summarizes(tmp_path: Path) -> None:
+    summary = "def summarize_metrics(totals):\n    return {'counted': totals['accuracy'][1]}\n"
+    spec = harness.job(tmp_path, with_code(CONV1, RARE + summary))
+    harness.run(spec)
+    assert "total count of 0" not in harness.errors(spec)
+
+
 WEIGHTED = """
 def sampler(dataset, epoch):
     weights = [1.0 + epoch * (i % 3) for i in range(len(dataset))]
