@@ -242,7 +242,7 @@ def _explained(
         shapes = ", ".join(str(tuple(t.shape)) for t in inputs.tensors)
         what = f"the model fails on inputs of shape {shapes}: {describe_error(failure)}"
         remedy = "fix the model or example_inputs"
-        if str(failure).startswith(f"{type(model).forward.__qualname__}() takes"):
+        if f": {type(model).forward.__qualname__}() takes" in what:
             remedy = "a tuple is passed as several arguments: return it in another tuple, (inputs,), to pass it as one"
         if inputs is not minibatches[0]:
             remedy = "let forward take any number of samples; the last minibatch of an epoch may have fewer"

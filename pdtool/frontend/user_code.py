@@ -306,14 +306,14 @@ def missing_function(path: Path, name: str, defined: Sequence[str]) -> ModelErro
 
 def error_at(path: Path, error: BaseException, what: str) -> ModelError:
     """Make an error from the exception of `what`, a part of the user's code; its text begins with the line."""
-    remedy = ""
+    remedy, text = "", describe_error(error)
     if isinstance(error, ModuleNotFoundError) and in_zoo(path):
         remedy = "run pip install '.[zoo]' in your clone of pdtool"
-    elif isinstance(error, RuntimeError) and "Double" in str(error) and "Float" in str(error):
+    elif isinstance(error, RuntimeError) and "Double" in text and "Float" in text:
         remedy = "numpy's numbers are float64: cast them to float32 in dataset()"
-    elif isinstance(error, ImportError) and "relative import" in str(error):
+    elif isinstance(error, ImportError) and "relative import" in text:
         remedy = f"name the file as a module of its package, such as {path.parent.name}.{path.stem}"
-    return ModelError(f"{user_line(error, path)}{what} raised {describe_error(error)}", remedy)
+    return ModelError(f"{user_line(error, path)}{what} raised {text}", remedy)
 
 
 def user_line(error: BaseException, path: Path) -> str:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pdtool.artifacts.artifact import fields_checked
 from pdtool.artifacts.device import Device
 from pdtool.artifacts.profile import Node, Profile, SharedParameter
-from pdtool.errors import PdtoolError
+from pdtool.errors import PdtoolError, describe_error
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import tensors_in, tensors_of
 from pdtool.frontend.model_rules import check_loss_parameters, graph_leaves, graph_nodes, unknown_module_remedy
@@ -256,20 +256,21 @@ def minibatch_errors(model_file: ModelFile, batch_size: int) -> Iterator[None]:
     except PdtoolError:
         raise
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
+        text = describe_error(error)
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in text:
             what = f"a minibatch of {batch_size} does not fit in memory ({error})"
             raise model_file.error(what, "choose a smaller --batch-size") from error
-        if "could not create a primitive" in str(error):  # of oneDNN
+        if "could not create a primitive" in text:  # of oneDNN
             what = f"torch has no kernel for a minibatch in this precision on this CPU ({error})"
             remedy = "leave out --precision bf16, or set torch.backends.mkldnn.enabled = False in the file"
             raise model_file.error(what, remedy) from error
-        if "modified by an inplace operation" in str(error):
+        if "modified by an inplace operation" in text:
             what = f"the backward of a minibatch needs a value that was changed in place ({error})"
             remedy = "if forward reads a buffer and assigns it later, read a copy of it, as in self.scale.clone()"
             raise model_file.error(what, remedy) from error
         raise model_file.error_at(error, "a minibatch") from error
     except Exception as error:
-        if "more than 1 value per channel" not in str(error):
+        if "more than 1 value per channel" not in describe_error(error):
             raise model_file.error_at(error, "a minibatch") from error
         what = f"a minibatch of {batch_size} is too small for batch normalisation ({error})"
         raise model_file.error(what, "choose a larger --batch-size") from error

@@ -9,7 +9,7 @@ import torch
 
 from pdtool import host
 from pdtool.artifacts.plan import Plan
-from pdtool.errors import WorkerDiedError
+from pdtool.errors import WorkerDiedError, describe_error
 from pdtool.runtime.ranks import RankAssignment
 from pdtool.units import format_bytes
 
@@ -27,7 +27,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     while error:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
             return True
-        if isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _TEXTS):
+        if isinstance(error, RuntimeError) and any(text in describe_error(error).lower() for text in _TEXTS):
             return True
         error = error.__cause__
     return False

@@ -163,7 +163,7 @@ class MinibatchSource:
                 process.join()
                 what = f"loader worker {process.pid} {describe_end(process.exitcode)} while the run waited for {task}"
                 return WorkerDiedError(what, _REMEDIES.get(process.exitcode or 0, _REMEDY_FOR_ENDS))
-        if "timed out" in str(error):
+        if "timed out" in describe_error(error):
             what = f"{task} was not loaded within {format_seconds(self._timeout_s)}"
             return WorkerDiedError(what, "find out what dataset() waits for, or pass a longer --timeout")
         return None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pdtool.artifacts.bundle import Bundle, TensorSpec
-from pdtool.errors import ModelError
+from pdtool.errors import ModelError, describe_error
 from pdtool.frontend.model_io import dtype_of
 from pdtool.runtime.stage.pipeline_stage import as_tuple
 
@@ -41,7 +41,7 @@ def check_last_minibatch(modules: Mapping[int, nn.Module], bundle: Bundle, sampl
         try:
             shapes = _shapes_of_single_sample(module, inputs, device)
         except ValueError as error:
-            if _BATCH_NORM_REFUSAL in str(error):
+            if _BATCH_NORM_REFUSAL in describe_error(error):
                 why = "so a batch norm has a single value per channel and cannot train with it"
                 remedy = remedy if size > 1 else "profile and plan with a larger --batch-size"
                 raise ModelError(f"{what}, {why}", remedy) from error
