@@ -182,4 +182,6 @@ def write_remedy(error: OSError) -> str:
     """Return the remedy for a file that could not be written."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "raise the limit on open files, for example with `ulimit -n 4096`"
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return f"{error.filename} is a file where a folder should be: move it, or name another place"
     return "free some space or use another folder" if error.errno in _FULL else "name another place"

@@ -45,9 +45,6 @@ def rescheduled(inputs: Inputs, asked: RunOptions) -> Plan:
     if update_every and update_every < replicas:
         what = f"with --update-every {update_every}, some of a stage's {replicas} replicas get no minibatch"
         raise UsageError(what, f"pass --update-every {replicas} or more")
-    if kind.flushes:
-        planned = plan.microbatches if plan.kind.flushes else plan.update_every or 4
-        interval = {"microbatches": microbatches or planned, "update_every": None}
-    else:
-        interval = {"microbatches": 1, "update_every": update_every or plan.update_every}
+    usual = plan.execution.under(name)
+    interval = {"microbatches": microbatches or usual.microbatches, "update_every": update_every or usual.update_every}
     return reschedule(plan, inputs.profile, {"schedule": name, "weights": weights or kept, **interval})

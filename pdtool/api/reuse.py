@@ -26,6 +26,7 @@ from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import Plan, PlanOptions
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError, PdtoolError, StaleError, UsageError
+from pdtool.files import write_remedy
 from pdtool.options.declaration import Option, declared
 from pdtool.options.plan_options import PartitionOptions, ProfileOptions
 from pdtool.options.values import Flag
@@ -174,7 +175,7 @@ def other_plan(plan: Plan, request: PlanRequest) -> str:
         "topology": (plan.cluster.topology, request.cluster.topology),
         "bandwidth": tuple(_each(c, "bandwidth_bytes_per_s", format_bits_rate) for c in clusters),
         "latency": tuple(_each(c, "latency_s", format_seconds) for c in clusters),
-        "memory": tuple(NO_LIMIT if c.memory_bytes is None else format_bytes(c.memory_bytes) for c in clusters),
+        "memory": tuple(_memory(c, request.profile) for c in clusters),
         "wire_dtype": (plan.wire_dtype, request.profile.wire_dtype),
         "samples_per_update": (
             _samples_per_update(plan.asked, plan.batch_size),
@@ -197,6 +198,12 @@ def _each(cluster: Cluster, name: str, in_words: Callable[[float], str]) -> str:
     return ",".join(in_words(getattr(level, name)) for level in cluster.levels)
 
 
+def _memory(cluster: Cluster, profile: Profile) -> str:
+    """Return `--memory` as it was given: a cluster has what is left for tensors."""
+    tensor_bytes, sharing = cluster.memory_bytes, cluster.levels[-1].size
+    return NO_LIMIT if tensor_bytes is None else format_bytes(profile.memory_for(tensor_bytes, sharing))
+
+
 def _samples_per_update(asked: PlanOptions, batch_size: int) -> int | None:
     return asked.update_every and asked.update_every * batch_size
 
@@ -217,9 +224,12 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
     """Lock a folder while artifacts are made in it, because two measured at once would both be too slow.
 
     Raises:
-        PdtoolError: another pdtool has locked it for an hour.
+        PdtoolError: it cannot be made, or another pdtool has locked it for an hour.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PdtoolError(f"{folder}/ could not be made ({error.strerror})", write_remedy(error)) from error
     descriptor, since = os.open(folder, os.O_RDONLY), 0.0
     try:
         while not _is_locked(descriptor):

@@ -16,7 +16,7 @@ from click.core import ParameterSource
 
 from pdtool.options.declaration import Option, Options, declared
 from pdtool.options.run_options import RunOptions, excluded_by
-from pdtool.options.values import Choice, Count, Factor, Flag, OptionValue, Text, Texts
+from pdtool.options.values import Choice, Count, Factor, Flag, OptionValue, Text, Texts, file_path
 from pdtool.schedule import SCHEDULES
 
 if TYPE_CHECKING:
@@ -124,8 +124,13 @@ def _read(value: OptionValue, ctx: click.Context, parameter: click.Parameter, gi
     return None if given is None else value.read(parameter.opts[0], given)
 
 
-def output(help: str) -> Decorator:
-    """Define `-o`, the file or folder that a command writes."""
+def output_file(help: str) -> Decorator:
+    """Define `-o`, the file that a command writes."""
+    return option_of(RunOptions, "output", value=Text(file_path), help=help)
+
+
+def output_folder(help: str) -> Decorator:
+    """Define `-o`, the folder that a command writes."""
     return option_of(RunOptions, "output", help=help)
 
 

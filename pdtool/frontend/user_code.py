@@ -44,6 +44,7 @@ def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
     if not function.isidentifier() or not function.isascii():
         raise UsageError(f"{function!r} in {text!r} is not the name of a function", "write model.py:function")
     with fields_checked(lambda fault: UsageError(f"model {text!r:.80}: {fault}", "give it another path or name")):
+        source = str(Path(source)) if "/" in source else source  # ./model.py is model.py
         return ModelRef(source=source, function=function, settings=parse_settings(settings))
 
 

@@ -11,7 +11,7 @@ from pdtool.options.declaration import again, option
 from pdtool.options.run_options import RunOptions
 from pdtool.options.target import Target
 from pdtool.options.values import Choice, Count, Factor, Text
-from pdtool.schedule import RIVALS, schedule_names
+from pdtool.schedule import DEFAULT_MICROBATCHES, RIVALS, schedule_names
 
 _EVENLY = schedule_names(lambda kind: kind.equal_replicas, "and")
 MAX_FACTOR = 1e6  # largest scale or slowdown of an emulation; more must be a slip
@@ -40,7 +40,8 @@ class SimulateOptions:
     schedule: str | None = again(
         RunOptions,
         "schedule",
-        help=f"Try another order of work. {_EVENLY} need the same number of replicas for each stage.",
+        help=f"Try another order of work. {_EVENLY} need the same number of replicas for each stage. An update "
+        f"has as many minibatches as in the plan. If only the other order flushes, it has {DEFAULT_MICROBATCHES}.",
     )
     against: tuple[str, ...] = _against("data-parallel", "straight", "gpipe", "model-parallel")
 

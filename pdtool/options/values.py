@@ -7,6 +7,7 @@ for their errors, and raise UsageError.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -134,6 +135,13 @@ def path(name: str, text: str) -> str:
     """Refuse an empty path, such as from an unset variable."""
     if text == "":
         raise UsageError(f"{name} is empty", "name a file or folder, or leave the option out")
+    return text
+
+
+def file_path(name: str, text: str) -> str:
+    """Refuse an empty path and a folder, also one that is only to come: `plans/`."""
+    if os.path.isdir(path(name, text)) or text.endswith("/"):
+        raise UsageError(f"{name} {text} is a folder", "name a file in it, or leave the option out")
     return text
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from pdtool.schedule.action import Action, ActionKind, Actions, grid
 from pdtool.schedule.execution import StashTracker, check_executable, draw, gradient_delays, timeline
-from pdtool.schedule.execution_config import ExecutionConfig
+from pdtool.schedule.execution_config import DEFAULT_MICROBATCHES, ExecutionConfig
 from pdtool.schedule.kinds import ONE_F_ONE_B, SCHEDULES, ScheduleKind, WorkerActions, schedule_names
 from pdtool.schedule.policies import WEIGHT_POLICIES, ForwardVersions, ceil_div
 from pdtool.schedule.shape import PipelineShape, steady_minibatches, steady_run, tied_update_lag

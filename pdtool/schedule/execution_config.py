@@ -12,6 +12,7 @@ from pdtool.schedule.policies import STASH, WEIGHT_POLICIES, ceil_div
 from pdtool.schedule.shape import PipelineShape
 from pdtool.schedule.strategies import STRATEGIES
 
+DEFAULT_MICROBATCHES = 4  # in an update, if a flushing schedule is asked for by name only
 _MAX_STAGES_SPELLED_OUT = 16
 
 
@@ -32,6 +33,13 @@ class ExecutionConfig:
         """Return the execution of a schedule with its usual weight policy."""
         weights = SCHEDULES[schedule].policy_names[0]
         return cls(schedule=schedule, weights=weights, microbatches=microbatches, chunks=chunks, strategy=strategy)
+
+    def under(self, schedule: str, chunks: int = 1) -> Self:
+        """Return the execution under another schedule. An update keeps its minibatches if that schedule flushes."""
+        minibatches = self.update_every
+        if SCHEDULES[schedule].flushes:
+            minibatches = self.minibatches_per_update or DEFAULT_MICROBATCHES
+        return self.of_schedule(schedule, chunks=chunks).averaging(minibatches)
 
     @property
     def kind(self) -> ScheduleKind:

@@ -8,6 +8,9 @@ from pdtool import Plan, Profile
 from pdtool.api.rescheduling import rescheduled
 from pdtool.errors import UsageError
 from pdtool.options.run_options import RunOptions
+from pdtool.planner.choice.make_plan import under_schedule
+from pdtool.planner.placement import Placement
+from pdtool.schedule import SCHEDULES
 
 
 @pytest.mark.parametrize(
@@ -51,3 +54,17 @@ def test_another_flushing_schedule_averages_as_many_samples_as_the_plan(road, op
         other = rescheduled(SimpleNamespace(plan=plan, profile=profile), RunOptions(schedule=schedule))
         assert other.microbatches == plan.microbatches < 4
         assert other.predicted.samples_per_update == plan.predicted.samples_per_update
+
+
+@pytest.mark.parametrize("options", [(), ("--samples-per-update", "16"), ("--schedule", "gpipe")])
+def test_a_simulation_of_another_schedule_has_the_updates_of_a_run(road, options):
+    """A simulation flushed after four microbatches for each stage, a run after four."""
+    road.pdtool("partition", "--topology", "2", "--straight", *options, "-o", "plans/planned.yaml")
+    plan, profile = Plan.load("plans/planned.yaml"), Profile.load("profiles/model.json")
+    for schedule in (kind.name for kind in SCHEDULES.values() if not kind.chunked):
+        run = rescheduled(SimpleNamespace(plan=plan, profile=profile), RunOptions(schedule=schedule))
+        placement = under_schedule(Placement.of(plan, profile), profile, schedule, chunks=1)
+        assert (placement.execution.microbatches, placement.execution.update_every) == (
+            run.microbatches,
+            run.update_every,
+        )

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import samples
@@ -103,5 +104,17 @@ def test_only_a_full_disk_wants_space_freed(folder):
     samples.plan().save("plan.yaml")
     samples.profile().save("net.json")
     result = folder.pdtool("partition", "net.json", "--topology", "2", "-o", "file/plan.yaml", code=1)
-    assert result.stderr.endswith("could not be written (File exists); name another place\n")
+    place = Path("file").absolute()
+    remedy = f"{place} is a file where a folder should be: move it, or name another place"
+    assert result.stderr.endswith(f"could not be written (File exists); {remedy}\n")
     assert "free some space" not in result.stderr
+
+
+@pytest.mark.parametrize("output", ["plans", "plans/", "plans/new/"])
+def test_a_folder_is_not_taken_for_the_file_to_write(folder, output):
+    """`plans/` became a file `plans`, in which no plan had a place any more."""
+    samples.profile().save("net.json")
+    Path("plans").mkdir()
+    result = folder.pdtool("partition", "net.json", "--topology", "2", "-o", output, code=2)
+    assert f"-o {output} is a folder; name a file in it" in result.stderr
+    assert [*Path("plans").iterdir()] == []

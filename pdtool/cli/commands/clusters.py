@@ -46,7 +46,7 @@ def _key(name: str) -> str:
     "  pdtool import profiles/gnmt/graph.txt --name gnmt8 --batch-size 32 -o -",
 )
 @click.argument("graph")
-@options.output("File to write; - is stdout.  [default: profiles/NAME.json]")
+@options.output_file("File to write; - is stdout.  [default: profiles/NAME.json]")
 @options.option_of(
     ProfileOptions,
     "batch_size",
@@ -88,7 +88,7 @@ def _name(path: str) -> str:
     "  pdtool probe --topology 2x4 --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29511 -o cluster.yaml"
 )
 @options.option_of(PartitionOptions, "topology", required=True)
-@options.output("File to write; - is stdout.  [default: -]")
+@options.output_file("File to write; - is stdout.  [default: -]")
 @options.option("--name", metavar="NAME", show_default="the topology", help="Name of the cluster.")
 @options.option_of(RunOptions, "device", help="Device of the tensors. auto is cuda if every worker has a CUDA device.")
 @options.option_of(RunOptions, "timeout_s", value=Text(timeout, default="60s"))

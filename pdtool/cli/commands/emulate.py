@@ -17,7 +17,7 @@ from pdtool.units import counted
     "  pdtool emulate plans/mnist-2.yaml --compute real --epochs 20 --target accuracy=0.97"
 )
 @click.argument("plan", required=False)
-@options.output("Folder of the emulation.  [default: a new one, runs/PLAN-emulated, runs/PLAN-emulated.2, ...]")
+@options.output_folder("Folder of the emulation.  [default: a new one, runs/PLAN-emulated, runs/PLAN-emulated.2, ...]")
 @options.options_of(EmulateOptions)
 @options.as_json
 def emulate(plan: str | None, output: str | None, asked: EmulateOptions, as_json: bool) -> None:

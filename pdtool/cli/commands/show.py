@@ -25,7 +25,7 @@ _GRAPH_WIDTH = 1200  # pixels
 
 @command(epilog="\b\nExamples:\n  pdtool export runs/mnist-2\n  pdtool export runs/mnist-2 -o mnist.pt")
 @click.argument("run_dir")
-@options.output("File to write for torch.load; - is stdout.  [default: model.pt]")
+@options.output_file("File to write for torch.load; - is stdout.  [default: model.pt]")
 def export(run_dir: str, output: str | None) -> None:
     """Write RUN_DIR's last checkpoint as one ordinary state_dict."""
     from pdtool.api.reporting import export as write
@@ -38,7 +38,7 @@ def export(run_dir: str, output: str | None) -> None:
     "  pdtool report runs/mnist-2 runs/mnist-2.2 --watch"
 )
 @click.argument("what", nargs=-1, metavar="[PLAN|RUN]...")
-@options.output("Page to write; - is stdout.  [default: report.html]")
+@options.output_file("Page to write; - is stdout.  [default: report.html]")
 @click.option("--watch", is_flag=True, help="Update the page during a run, until the run ends.")
 def report(what: tuple[str, ...], output: str | None, watch: bool) -> None:
     """Draw plans, runs and emulations as one HTML page.
@@ -100,7 +100,9 @@ def _watch(names: tuple[str, ...], path: Path, subjects: list[Subject]) -> None:
 )
 @click.argument("file")
 @click.option("--graph", is_flag=True, help="Draw the operators and stages of a plan instead.")
-@options.output("With --graph: FILE.svg draws the modules. Any other file gets all operators in DOT, for Graphviz.")
+@options.output_file(
+    "With --graph: FILE.svg draws the modules. Any other file gets all operators in DOT, for Graphviz."
+)
 @options.as_json
 def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
     """Print FILE, which pdtool wrote, or its folder, in a readable form.

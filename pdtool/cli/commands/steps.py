@@ -18,7 +18,7 @@ from pdtool.units import counted
 
 @command(epilog="\b\nExamples:\n  pdtool codegen\n  pdtool codegen plans/mnist-2.yaml -o /tmp/mnist --model mnist.py")
 @click.argument("plan", required=False)
-@options.output("Folder to write.  [default: PLAN without .yaml]")
+@options.output_folder("Folder to write.  [default: PLAN without .yaml]")
 @options.option_of(RunOptions, "model")
 @options.as_json
 def codegen(plan: str | None, output: str | None, model: str | None, as_json: bool) -> None:
@@ -46,7 +46,7 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
     "--if-stale", help="Keep the file if it is a plan from this profile with the same options, also if edited."
 )
 @options.as_json
-@options.output("File to write; - is stdout.  [default: plans/NAME-TOPOLOGY.yaml]")
+@options.output_file("File to write; - is stdout.  [default: plans/NAME-TOPOLOGY.yaml]")
 def partition(
     profile: tuple[str, ...], asked: PartitionOptions, output: str | None, as_json: bool, if_stale: bool
 ) -> None:
@@ -83,7 +83,7 @@ def partition(
     "  pdtool profile pdtool.zoo.llm --device a100-80gb --precision bf16 --batch-size 4"
 )
 @click.argument("model")
-@options.output("File to write; - is stdout.  [default: profiles/NAME.json]")
+@options.output_file("File to write; - is stdout.  [default: profiles/NAME.json]")
 @options.options_of(ProfileOptions)
 @options.flag(
     "--if-stale", help="Keep the file if it is a profile of the same operators and HINTS with the same options."

@@ -38,7 +38,6 @@ from pdtool.planner.stage_costs import Stages, tied_bytes
 from pdtool.schedule import SCHEDULES, STRATEGIES, ExecutionConfig
 from pdtool.units import bytes_option, counted, format_bytes, format_number, format_seconds, format_throughput
 
-MICROBATCHES_PER_STAGE = 4  # in one update of GPipe: its paper's advice (NeurIPS'19, section 2.3)
 _TIGHTENED = 6  # searches with less and less memory, for a plan that is run under another schedule
 _MAX_ACTIONS = 500_000  # times workers, of the simulations of a plan with other cuts: about a second
 _STEPS_OF_BORDER = (1, -1, 2, -2)  # operators, or groups that no border divides
@@ -347,9 +346,6 @@ def _recomputing(plan: Plan, profile: Profile, placement: Placement) -> tuple[bo
 def under_schedule(placement: Placement, profile: Profile, schedule: str, chunks: int) -> Placement:
     """Return the placement under another schedule, with that schedule's own minibatches in flight.
 
-    If the placement has no microbatches, a flush comes after four for each stage (GPipe, NeurIPS'19, section 2.3: then
-    the bubble is small).
-
     Args:
         chunks: stages on each worker of a chunked schedule, for which the model is cut anew (see `even_pieces`).
 
@@ -360,13 +356,11 @@ def under_schedule(placement: Placement, profile: Profile, schedule: str, chunks
     if before.chunks > 1:
         what = f"schedule {schedule} cannot have {before.chunks} stages on each worker"
         raise UsageError(what, "simulate a plan with one stage on each")
-    microbatches = before.microbatches if before.microbatches > 1 else MICROBATCHES_PER_STAGE * len(placement.stages)
     if SCHEDULES[schedule].chunked:
-        execution = ExecutionConfig.of_schedule(schedule, microbatches, chunks)
+        execution = before.under(schedule, chunks)
         stages = even_pieces(profile, len(placement.workers) * chunks)
         return _in_chunks(profile, stages, placement.workers, execution, placement.recompute * chunks)
-    execution = ExecutionConfig.of_schedule(schedule, microbatches)
-    return replace(placement, execution=execution).with_usual_in_flight()
+    return replace(placement, execution=before.under(schedule)).with_usual_in_flight()
 
 
 def even_pieces(profile: Profile, count: int) -> Stages:

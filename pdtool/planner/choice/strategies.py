@@ -30,11 +30,18 @@ from pdtool.planner.plan_cost import Candidate, samples_per_update
 from pdtool.planner.search.layouts import MAX_WORKERS_PER_COPY, Layout
 from pdtool.planner.search.search import PlanSearch
 from pdtool.planner.simulator.engine import steady_state_s
-from pdtool.schedule import BASELINES, ONE_F_ONE_B, SCHEDULES, STRATEGIES, ExecutionConfig, Strategy
+from pdtool.schedule import (
+    BASELINES,
+    DEFAULT_MICROBATCHES,
+    ONE_F_ONE_B,
+    SCHEDULES,
+    STRATEGIES,
+    ExecutionConfig,
+    Strategy,
+)
 from pdtool.units import counted, format_bytes, format_seconds
 
 Baseline = tuple[str, Candidate]  # with its label
-_DEFAULT_MICROBATCHES = 4  # of a flushing schedule asked for by name
 # Try the best GPipe of another number of stages if its time by the formulas is at most this factor of the best one's:
 # the formulas hide messages, but stages wait for them while the pipeline fills and drains.
 _MAX_SLOWDOWN = 2.0
@@ -215,7 +222,7 @@ class Planner:
         return schedule, count
 
     def _default_microbatches(self, workers: int, schedule: str) -> int:
-        return _DEFAULT_MICROBATCHES if _flushes(schedule) else 1
+        return DEFAULT_MICROBATCHES if _flushes(schedule) else 1
 
     def _check_replicas(self, options: PlanOptions, cluster_workers: int) -> None:
         """Raise UsageError if these replicas clash with the other options or do not fit on the cluster."""
