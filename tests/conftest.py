@@ -15,6 +15,7 @@ from zlib import crc32
 
 import pytest
 from click.testing import CliRunner, Result
+from hypothesis import HealthCheck, settings
 
 from pdtool.cli import terminal
 from pdtool.cli.commands.app import main
@@ -24,6 +25,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of processes for each worker that compiles
 
 terminal._TICK_S = 3600.0  # a busy machine is no reason to print other lines
+
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")  # no test is timed
 
 # What starts the tests with `&` or nohup ignores these, and so would all processes that tests send them to.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdtool.api.caller import unchanged_caller
-from pdtool.api.console import note
+from pdtool.api.console import muted, note
 from pdtool.api.inputs import (
     default_plan_path,
     located_plan,
@@ -220,7 +220,9 @@ class PlanRequest:
             raise UsageError(what, f"profile with a --batch-size that divides {samples}")
         if left_out := sorted(of_size.keys() - sizes):
             note(f"leaving out batch sizes {left_out}, which do not divide {samples} samples")
-        return [cls._of(of_size[size], profiles[of_size[size]], cluster, asked) for size in sizes]
+        requests = [cls._of(of_size[sizes[0]], profiles[of_size[sizes[0]]], cluster, asked)]
+        with muted():  # the notes about memory
+            return requests + [cls._of(of_size[size], profiles[of_size[size]], cluster, asked) for size in sizes[1:]]
 
     @classmethod
     def _of(cls, path: str, profile: Profile, cluster: Cluster, asked: PartitionOptions) -> PlanRequest:

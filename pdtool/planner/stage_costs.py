@@ -97,7 +97,7 @@ class StageLoadTable:
             is_taken = self._takers_inside[ends, producer] > self._takers_inside[begin, producer]
             moved += is_taken * self._producer_bytes[:3, producer, np.newaxis]
             gradient_bytes -= self._crossing[ends, producer] * self._producer_bytes[3, producer]
-        sums = {name: values[ends] - values[begin] for name, values in self._sums.items()}
+        sums = {name: np.maximum(0.0, values[ends] - values[begin]) for name, values in self._sums.items()}  # rounded
         stash_bytes, working_bytes = self._stashes.between(begin, ends, [self._producers[k][0] for k in received])
         tied = np.zeros(len(ends))
         for size_bytes, holders_inside in self._shared:

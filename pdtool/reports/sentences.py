@@ -33,7 +33,7 @@ def gain_in_words(gain: float) -> str:
     """Compare with data parallelism: `2.2 times as fast as data parallelism`, `15% slower than data parallelism`."""
     if abs(gain - 1) < _SAME:
         return "as fast as data parallelism"
-    if gain < 1:
+    if 0.5 <= gain < 1:
         return f"{1 - gain:.0%} slower than data parallelism"
     return f"{format_ratio(gain)} times as fast as data parallelism"
 

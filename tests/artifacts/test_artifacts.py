@@ -72,7 +72,7 @@ def stages(index, **changes):
 # --- round trips ------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.one_of(samples.profiles(), samples.clusters(), samples.plans(), samples.bundles(), samples.reports()))
 def test_what_is_dumped_loads_as_it_was(artifact):
     artifact.check()
@@ -121,7 +121,7 @@ def test_every_truncation_is_refused(artifact):
         assert str(caught.value).startswith("file")
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(st.sampled_from(SEALED), st.data())
 def test_an_altered_character_is_refused_or_means_the_same(artifact, data):
     text = artifact.dump()
@@ -131,7 +131,7 @@ def test_an_altered_character_is_refused_or_means_the_same(artifact, data):
         assert type(artifact).parse(text[:at] + new + text[at + 1 :]) == artifact
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.data())
 def test_an_altered_plan_is_refused_or_known_as_edited(data):
     plan = samples.plan()
@@ -147,7 +147,7 @@ def test_an_altered_plan_is_refused_or_known_as_edited(data):
         assert found.edited or all(getattr(found, field) == getattr(plan, field) for field in executed)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.text(), st.sampled_from([Profile, ClusterFile, Plan, Bundle, Report]))
 def test_any_text_is_an_artifact_or_an_artifact_error(text, kind):
     with pytest.raises(ArtifactError):
@@ -829,7 +829,7 @@ def test_a_file_that_cannot_be_read_is_not_overwritten(tmp_path, monkeypatch):
 
 
 @given(samples.plans(), samples.plans())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_changed_yaml_holds_the_new_values_and_all_else(old, new):
     content, other = (plan.model_dump(mode="json", exclude={"sha256"}) for plan in (old, new))
     values = {name: other[name] for name in ("predicted", "why", "stages", "schedule")}

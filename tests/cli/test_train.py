@@ -146,7 +146,7 @@ EDITS = (
 )
 
 
-@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sets(st.sampled_from(OPTIONS), max_size=2).map(sorted), min_size=2, max_size=5))
 def test_what_train_does_follows_from_its_options_alone(folder, tmp_path_factory, monkeypatch, commands):
     """Law: after any other commands in its folder, a command trains what it trains in a fresh one, or fails alike."""

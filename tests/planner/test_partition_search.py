@@ -70,7 +70,7 @@ def test_search_equals_brute_force(block):
     assert outcomes == {True, False}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.data())
 def test_no_plan_by_hand_is_better(seed, data):
     rng = random.Random(seed)

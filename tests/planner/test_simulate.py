@@ -153,7 +153,7 @@ def jobs(draw, *, costly=True):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(jobs(costly=False))
 def test_when_nothing_is_sent_it_is_the_timeline_of_the_schedule(job):
     """Two implementations of one execution; the schedule's own knows neither links nor averages."""
@@ -163,7 +163,7 @@ def test_when_nothing_is_sent_it_is_the_timeline_of_the_schedule(job):
     assert starts == timeline(job.lists, 1, 2)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(jobs())
 def test_a_worker_does_one_thing_at_a_time_in_the_order_of_its_list(job):
     """Busy is the sum of its durations; busy, communicating and idle are all of the time."""
@@ -177,7 +177,7 @@ def test_a_worker_does_one_thing_at_a_time_in_the_order_of_its_list(job):
         assert min(usage.communication_s, usage.idle_s) >= -1e-9
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(jobs())
 def test_nothing_is_used_before_it_is_there(job):
     """Tensors are taken after they were made and their bytes have gone; updates follow the gradients of all."""
@@ -222,7 +222,7 @@ def ways(cluster: Cluster, a: int, b: int):
     ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.sampled_from([(4,), (2, 2), (2, 2, 2)]), st.data())
 def test_a_link_is_never_above_its_bandwidth(sizes, data):
     """Whatever lies inside a stretch of time, on one link: no more bytes than the link can carry in it."""
@@ -273,7 +273,7 @@ def test_messages_share_links_fairly_and_those_of_one_channel_queue():
     assert ended == [((0, 2), 12), ((1, 3), 12), ((0, 1), 12), ((0, 2), 18)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(jobs())
 def test_free_messages_are_never_slower(job):
     """With every action in its place, a message that arrives sooner delays nothing."""
@@ -282,7 +282,7 @@ def test_free_messages_are_never_slower(job):
     assert simulate(free).makespan_s <= simulate(job).makespan_s + 1e-6
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(jobs(), st.floats(1.0, 9.0))
 def test_more_bandwidth_is_never_slower_on_a_flat_cluster(job, more):
     """Where all links are alike. It is seen, not proved: a message that starts sooner takes its share from another, as
@@ -294,7 +294,7 @@ def test_more_bandwidth_is_never_slower_on_a_flat_cluster(job, more):
     assert simulate(flat(10.0 * more)).makespan_s <= simulate(flat(10.0)).makespan_s + 1e-9
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(jobs())
 def test_the_same_job_gives_the_same_simulation(job):
     assert simulate(job) == simulate(job)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from dataclasses import replace
 
 import pytest
 from graphs import chain, plan_of, profile_of, random_profile
@@ -18,6 +20,7 @@ from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Evaluator, lower_bound_s
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob
+from pdtool.planner.stage_costs import stage_loads
 from pdtool.schedule import SCHEDULES, ExecutionConfig, steady_run
 
 
@@ -142,8 +145,36 @@ def test_any_schedule_on_a_plan_without_replicas(schedule):
     assert found.time_per_minibatch_s == pytest.approx(18 + idle / 4, rel=1e-6)
 
 
+@pytest.mark.parametrize("schedule", [kind.name for kind in SCHEDULES.values() if kind.equal_replicas])
+@settings(max_examples=10)
+@given(seed=st.integers(0, 10**6))
+def test_more_workers_are_no_reason_for_a_slower_plan(schedule, seed):
+    """Stages that need equal replicas took every worker: GNMT on 16 was 1.9 times as slow as on four of them."""
+    rng = random.Random(seed)
+    times = [rng.choice([0, 1, 3, 9]) for _ in range(9)]
+    net = chain(times, parameters=100, crossing=rng.choice([1, 10**5]))
+    cluster, options = make_cluster((4,), (1e4,)), PlanOptions(schedule=schedule, microbatches=4)
+    plan = make_plan(net, "p.json", cluster, options)
+    for workers in (4, plan.workers):
+        with contextlib.suppress(NoPlanError):  # nine operators are enough for four workers, but not everywhere
+            other = make_plan(net, "p.json", cluster, replace(options, workers=workers))
+            assert plan.predicted.time_s <= other.predicted.time_s * (1 + options.simplest)
+    assert plan.asked == options
+
+
+def test_a_stage_that_computes_nothing_takes_no_worker_and_no_negative_time():
+    net = chain([9, 0, 9], crossing=1)
+    plan = make_plan(net, "p.json", make_cluster((3,), (1e9,)), PlanOptions(schedule="zb-h1", microbatches=8))
+    assert plan.workers == 2
+    for seed in range(40):  # differences of rounded sums
+        rng = random.Random(seed)
+        net = chain([rng.choice([0, rng.random(), rng.random()]) for _ in range(14)])
+        stages = (("x", "a0"), *((f"a{i}",) for i in range(1, 14)))
+        assert all(load.forward_s >= 0 <= load.backward_s for load in stage_loads(net, stages))
+
+
 @pytest.mark.parametrize("schedule", [kind.name for kind in SCHEDULES.values() if not kind.has_formulas])
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 10**6))
 def test_a_stage_and_a_border_have_their_figures_under_any_schedule(schedule, seed):
     """A worker computes what its stages do together, and a border takes as long as its bytes do: 0, the plan said."""

@@ -19,7 +19,7 @@ import pytest
 import samples
 from conftest import Folder
 from graphs import chain, plan_of, random_profile
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pdtool
@@ -182,7 +182,7 @@ def test_charts_are_tidy(digits, width):
         assert_tidy(curve_chart(curves, width, "loss", "updates"))
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(st.sampled_from([400, *WIDTHS]), st.lists(st.sampled_from([0.5, 0.9, 1.2, 3.0]), min_size=2, max_size=9))
 def test_bandwidths_of_equal_gain_are_told_apart_or_together(width, gains):
     points = [
@@ -469,6 +469,7 @@ def test_gains_in_words():
     assert gain_in_words(2.234) == "2.23 times as fast as data parallelism"
     assert gain_in_words(1.005) == "as fast as data parallelism"
     assert gain_in_words(0.85) == "15% slower than data parallelism"
+    assert gain_in_words(0.003) == "0.003 times as fast as data parallelism"
 
 
 def test_figures_that_cannot_be_drawn_are_left_out():

@@ -50,7 +50,6 @@ def fuzz(inputs: int) -> Callable[[Any], Any]:
     """The same inputs each time in `make test`, others in `make fuzz`."""
     return settings(
         max_examples=max(1, inputs),
-        deadline=None,
         database=None,
         derandomize=inputs < 1000 // len(KINDS),
         phases=(Phase.explicit, Phase.generate, Phase.shrink),

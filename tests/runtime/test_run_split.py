@@ -362,7 +362,7 @@ small = st.integers(0, 9)
 steps = st.lists(st.tuples(st.sampled_from(list(OPERATORS)), small, small, st.integers(0, 3)), min_size=1, max_size=10)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     steps, st.lists(small, min_size=1, max_size=3), st.integers(0, 2), st.lists(st.booleans(), min_size=1, max_size=2)
 )

@@ -69,7 +69,7 @@ def shapes(draw: st.DrawFn) -> tuple[ScheduleKind, PipelineShape]:
     return kind, replace(shape, update_every=(rounds * math.lcm(*shape.update_every),) * len(replicas))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(shapes(), st.integers(1, 30))
 def test_every_schedule_validates(case: tuple[ScheduleKind, PipelineShape], n: int) -> None:
     """Complete, in bounds, free of deadlock, whatever the replicas and however n divides."""
@@ -97,7 +97,7 @@ def test_no_stage_waits_forever_with_more_in_flight(name: str) -> None:
         validate(SCHEDULES[name].build(shape, 24), shape, 24)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(shapes(), st.integers(0, 40))
 def test_actions_made_as_they_are_needed_are_those_listed_before(
     case: tuple[ScheduleKind, PipelineShape], n: int
@@ -116,7 +116,7 @@ def test_actions_made_as_they_are_needed_are_those_listed_before(
             assert of_stage == sorted(of_stage)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(shapes(), st.integers(-1, 3), st.data())
 def test_what_the_representative_minibatches_prove_holds_for_every_epoch(
     case: tuple[ScheduleKind, PipelineShape], more: int, data: st.DataObject
@@ -151,7 +151,7 @@ def test_large_updates_are_checked_with_a_few_of_them() -> None:
         assert shape.representative_minibatches <= 2001
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(replicas_lists, st.integers(0, 3), st.integers(1, 20))
 def test_more_in_flight_at_the_first_stage_never_deadlocks(replicas: tuple[int, ...], more: int, n: int) -> None:
     """A hand-edited plan may hold more than the default there; later stages take what comes."""
@@ -159,7 +159,7 @@ def test_more_in_flight_at_the_first_stage_never_deadlocks(replicas: tuple[int, 
     validate(SCHEDULES["1f1b"].build(shape, n), shape, n)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(shapes(), st.integers(2, 12), st.data())
 def test_a_schedule_with_any_one_action_moved_forward_is_proved_or_refused(
     case: tuple[ScheduleKind, PipelineShape], n: int, data: st.DataObject
@@ -251,7 +251,6 @@ def tracked(actions: list[Action]) -> StashTracker:
     return tracker
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 32), st.integers(1, 3))
 def test_peak_stash_of_straight_pipelines(p: int, m: int, v: int) -> None:
     """FACTS.md, the table of schedules."""
@@ -267,7 +266,6 @@ def test_peak_stash_of_straight_pipelines(p: int, m: int, v: int) -> None:
         assert peaks("interleaved", v) == [min(2 * (p - r - 1) + (v - 1) * p + 1, m * v) for r in range(p)]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 3), st.integers(1, 14))
 def test_as_many_are_in_flight_as_the_plan_says(p: int, m: int, v: int, first: int) -> None:
     """Where it may be chosen at all; with a flush no more than an update has."""
@@ -316,7 +314,7 @@ def versions_and_delay(actions: list[Action]) -> tuple[int, int]:
     return versions, delay
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(shapes(), st.integers(1, 30))
 def test_versions_are_counted_as_they_live(case: tuple[ScheduleKind, PipelineShape], n: int) -> None:
     """At every action: the latest version, and those that minibatches in flight were begun with."""

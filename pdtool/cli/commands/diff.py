@@ -41,7 +41,7 @@ _IN_WORDS = {
     "predicted.traffic_bytes": "sent per minibatch",
     "throughput_samples_per_s": "samples/s",
     "measured.bottleneck_s": "time, measured",
-    "measured.throughput_samples_per_s": "samples/s, steady",
+    "measured.throughput_samples_per_s": "samples/s, measured",
 }
 _OF_STAGE = r"(?P<what>stage)s\[(?P<number>\d+)\]\.(?P<name>\w+)"
 _OF_LEVEL = r"cluster\.(?P<what>level)s\[(?P<number>\d+)\]\.(?P<name>\w+)"

@@ -108,17 +108,24 @@ def with_fastest_size(plans: Sequence[Plan]) -> Plan:
 def _chunked_plan(profile: Profile, profile_path: str, cluster: Cluster, options: PlanOptions) -> Plan:
     """Return a plan with several stages on each worker, in the order of the model's operators.
 
-    They begin as even pieces. All recompute if it does not fit otherwise.
+    They begin as even pieces, on the number of workers for which these are fastest. All recompute if it does not fit
+    otherwise.
     """
     workers = options.workers or cluster.workers
     if workers > cluster.workers:
         what = f"--workers is {workers}, but the cluster has {counted(cluster.workers, 'worker')}"
         raise UsageError(what, f"pass {cluster.workers} or fewer")
     execution = ExecutionConfig.of_schedule(options.schedule, options.microbatches, options.chunks)
-    each = tuple((number,) for number in range(workers))
+
+    def even_pieces_on(count: int) -> Placement:
+        stages = even_pieces(profile, count * options.chunks)
+        return _in_chunks(profile, stages, _one_each(count), execution, (False,) * len(stages))
+
+    if options.workers is None:
+        return _on_fastest_count(_chunked_plan, even_pieces_on, profile, profile_path, cluster, options)
 
     def plan_of(stages: Stages, within: Cluster, *, recomputes: bool) -> Plan:
-        chunks = _in_chunks(profile, stages, each, execution, (recomputes,) * len(stages))
+        chunks = _in_chunks(profile, stages, _one_each(workers), execution, (recomputes,) * len(stages))
         try:
             return reschedule(chunks.to_plan(profile, profile_path, within), profile, {"asked": options})
         except ScheduleError as error:
@@ -146,6 +153,50 @@ def _chunked_plan(profile: Profile, profile_path: str, cluster: Cluster, options
     raise _does_not_fit(plan, profile)
 
 
+def _on_fastest_count(
+    make: Callable[[Profile, str, Cluster, PlanOptions], Plan],
+    place_on: Callable[[int], Placement],
+    profile: Profile,
+    profile_path: str,
+    cluster: Cluster,
+    options: PlanOptions,
+) -> Plan:
+    """Return the plan on all workers of the cluster or on fewer, whichever is faster. If a worker computes nothing,
+    leave it out.
+
+    Args:
+        make: plans for the number of workers in its options.
+        place_on: places the stages on so many workers. Where that is fastest, a plan is made.
+    """
+    fewer, fastest_s, workers = cluster.workers, math.inf, cluster.workers
+    for count in range(2, workers):
+        with suppress(NoPlanError, UsageError):  # too few operators, a pin, or a shared parameter
+            time_s = steady_state_s(place_on(count), profile, cluster, fastest_s)
+            if time_s is not None and time_s < fastest_s:
+                fewer, fastest_s = count, time_s
+
+    def plan_on(count: int) -> Plan:
+        plan = make(profile, profile_path, cluster, replace(options, workers=count))
+        return plan.model_copy(update={"asked": options})
+
+    plans: list[Plan] = []
+    for count in sorted({workers, fewer}):
+        with suppress(NoPlanError, UsageError):  # as above, or too little memory
+            plans.append(plan_on(count))
+    plan = min(plans, key=_time_s) if plans else plan_on(workers)
+    while plan.workers > 2 and _has_idle_worker(plan):
+        other = plan_on(plan.workers - 1)
+        if _time_s(other) > _time_s(plan) * (1 + options.simplest):
+            break
+        plan = other
+    return plan
+
+
+def _has_idle_worker(plan: Plan) -> bool:
+    depth, figures = plan.pipeline_depth, plan.predicted
+    return figures is not None and not all(sum(figures.compute_s[s::depth]) for s in range(depth))
+
+
 def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, options: PlanOptions) -> Plan:
     """Return the plan of a schedule without formulas. It takes over the stages of a plan that was searched for under
     another schedule, and then moves their borders."""
@@ -153,6 +204,16 @@ def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, opt
     assert kind.planned_as
     straight = options.straight or (kind.equal_replicas and options.replicas is None)
     searched = replace(options, schedule=kind.planned_as.name, straight=straight)
+
+    def searched_on(count: int) -> Placement:
+        search = PlanSearch(profile, cluster, replace(searched, workers=count))
+        if not (candidates := PLANNERS[options.strategy].candidates(search)):
+            raise explain_infeasible(search)
+        placement = candidates[0].placement
+        return replace(placement, execution=placement.execution.under(kind.name)).with_usual_in_flight()
+
+    if straight and not options.straight and options.workers is None:
+        return _on_fastest_count(_rescheduled_plan, searched_on, profile, profile_path, cluster, options)
     changes: dict[str, Any] = {"schedule": kind.name, "weights": kind.policy_names[0], "strategy": options.strategy}
     changes["asked"] = options
 
@@ -404,6 +465,11 @@ def _blocks(profile: Profile) -> list[list[str]]:
 def _pieces(blocks: Sequence[Sequence[str]], cuts: Sequence[int]) -> Stages:
     """The operators between each two cuts."""
     return tuple(tuple(name for block in blocks[begin:end] for name in block) for begin, end in pairwise(cuts))
+
+
+def _one_each(workers: int) -> tuple[tuple[int, ...], ...]:
+    """A worker for each stage, in order."""
+    return tuple((number,) for number in range(workers))
 
 
 def _in_chunks(
