@@ -54,7 +54,7 @@ def profiled():
         yield get
 
 
-@pytest.mark.rows_of_the_day(days=3)
+@pytest.mark.rows_of_the_day(days=6)
 @pytest.mark.parametrize(("name", "topology"), ROADS)
 def test_the_whole_road(name, topology, profiled, tmp_path):
     file, profile = profiled(name)
