@@ -141,7 +141,8 @@ def _take_interface(own: MachineFacts, is_remote: bool, notify: Notify) -> None:
     if is_remote and own.taken_interface:
         os.environ[GLOO_VARIABLE] = own.taken_interface
         os.environ.setdefault(NCCL_VARIABLE, own.taken_interface)
-        notify(f"workers talk over {own.taken_interface}, where the machines met. To use another, set {GLOO_VARIABLE}")
+        talking = f"workers talk over {own.taken_interface}, the interface of the rendezvous"
+        notify(f"{talking}. To use another, set {GLOO_VARIABLE}")
 
 
 class _Meeting:

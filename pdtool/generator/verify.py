@@ -172,7 +172,7 @@ def _compare_minibatches(
         with torch.set_grad_enabled(training), repeatable(), _hooks_noted() as in_stages:
             composed = _run(_STAGES, partial(compose, stages, bundle, _copy(inputs).tensors), where)
         if lost := sorted(in_model - in_stages):
-            remedy = 'move this line into a module of its own, and name it in HINTS = {"opaque": [...]}'
+            remedy = 'move this line into a module of its own, and name that module in HINTS = {"opaque": [...]}'
             raise VerificationError(f"{lost[0]}: forward puts a hook on a tensor that is in no stage", remedy)
         _compare_outputs(expected, composed, where)
         if training and number != 1:  # the second has the size of the first
@@ -309,7 +309,7 @@ def _refuse_hidden_paths(
         if len(reading) > 1 or (reading and reading[0] not in opaque):
             where = " and ".join(reading)
             calls = f"forward changes {changed.described} in each call"
-            what = f"{calls}, and it is read in {where}, perhaps in another process"
+            what = f"{calls}, but it is read in {where}, perhaps in another process"
             raise VerificationError(what, "pass the value on as an output of the model or the module")
 
 

@@ -78,9 +78,7 @@ class PartitionOptions:
     """How, and for which cluster, a profile is partitioned."""
 
     topology: str | None = _cluster(
-        "--topology NxM",
-        Text(),
-        "Shape of the cluster: 4 is 4 devices, 4x4 is 4 servers with 4 devices each. Needed without --cluster.",
+        "--topology NxM", Text(), "Shape of the cluster: 4 is 4 devices, 4x4 is 4 servers with 4 devices each."
     )
     cluster: str | None = _cluster(
         "--cluster FILE",
@@ -120,8 +118,8 @@ class PartitionOptions:
     schedule: str | None = _plan(
         "--schedule",
         Choice((*SCHEDULES, "auto"), unset="1f1b, or that of --strategy"),
-        f"{ORDER_OF_WORK}. With --microbatches or --samples-per-update, auto is the fastest of "
-        f"{schedule_names(lambda kind: kind.has_formulas, 'and')}, and otherwise 1f1b.",
+        f"{ORDER_OF_WORK}. auto is 1f1b. With --microbatches or --samples-per-update, it is the fastest of "
+        f"{schedule_names(lambda kind: kind.has_formulas, 'and')}.",
     )
     microbatches: int | None = _plan(
         "--microbatches N",
@@ -145,8 +143,8 @@ class PartitionOptions:
         Count(
             1,
             MAX_MINIBATCHES,
-            unset="with a flush, the smallest number that is fastest; without one, what the schedule needs, or up to "
-            "twice that if it makes the plan 10 % faster",
+            unset="with a flush, the smallest number with the shortest time; without one, the schedule's own number, "
+            "or up to twice that if it makes the plan 10 % faster",
         ),
         "Minibatches in flight at each replica of the first stage. Later stages have fewer. With a flush, at most "
         "the microbatches of one update.",

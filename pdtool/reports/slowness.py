@@ -49,7 +49,7 @@ def differences(report: Report) -> list[ExtraTime]:
             _waiting_cause(report, predicted) + _warm_up(report),
         ),
         ExtraTime("averaging gradients", stage.allreduce_s, _averaging_cause(stage)),
-        ExtraTime("loading", stage.data_s, f"the prediction leaves it out, and {_loading_remedy(report)}"),
+        ExtraTime("loading", stage.data_s, f"not predicted; {_loading_remedy(report)}"),
         ExtraTime("between actions", stage.rest_s, "Python's overhead, and times when the core ran other processes"),
     ]
     notable = [part for part in parts if abs(part.more_s) >= _NOTABLE * max(predicted_s, 1e-12)]
@@ -94,7 +94,7 @@ def _loading_remedy(report: Report) -> str:
     taken = (report.local_workers or 0) + used * replicas
     if report.cores is None or taken + replicas <= report.cores:
         return f"{loaded}: pass --loader-workers {used + 1}"
-    return f"{loaded}, and no core is free: make samples cheaper to load, or use more cores"
+    return f"{loaded}, and no core is free. Make samples cheaper to load, or use more cores"
 
 
 def busiest_stage(report: Report) -> int:
@@ -143,7 +143,7 @@ def _computing_cause(report: Report, number: int, profiled_s: float) -> str:
         cores = counted(report.cores or 1, "core")
         return f"{report.local_workers} workers share {cores}, but the profile had one core to itself"
     if not 0 < profiled_s * _MUCH_SLOWER < stage.busy_s:
-        sending = f". Handing over messages takes {format_seconds(stage.send_s)} of it" if stage.send_s else ""
+        sending = f". {format_seconds(stage.send_s)} of this is handing over messages" if stage.send_s else ""
         causes = "other threads, memory bandwidth or temperature"
         return f"operators ran slower than in the profile, perhaps because of {causes}{sending}"
     if report.cores is None:

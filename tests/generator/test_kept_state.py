@@ -271,7 +271,7 @@ def test_a_loss_cannot_read_what_forward_puts_into_a_variable(tmp_path: Path) ->
     (tmp_path / "other.py").write_text("")
     file = _model(tmp_path, forward, FILES, loss)
     profile = skeleton(file)
-    message = r"forward changes the global variable LAST of model.py in each call, and it is read in loss\(\)"
+    message = r"forward changes the global variable LAST of model.py in each call, but it is read in loss\(\)"
     with pytest.raises(VerificationError, match=message):
         generate(plan_of(profile, 2), profile, file, tmp_path / "b")
 
@@ -385,7 +385,7 @@ writer, reader = Writer(), Reader()
     file = ModelFile.load(ModelRef(source=str(path)), trusted=True)
     profile = skeleton(file)
     with pytest.raises(
-        VerificationError, match=r"variable LAST of model.py in each call, and it is read in writer and reader"
+        VerificationError, match=r"variable LAST of model.py in each call, but it is read in writer and reader"
     ):
         generate(plan_of(profile, 2), profile, file, tmp_path / "b")
 

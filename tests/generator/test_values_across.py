@@ -139,7 +139,7 @@ PASSED = {
     "sampler to loss": ({"after": EPOCH}, r"sampler\(\) changes EPOCH, which loss\(\) reads"),
     "forward to after_update": (
         {"before": "LOAD = {}", "forward": WRITES_LOAD, "after": LOAD},
-        r"forward changes the global variable LOAD of model\.py in each call, and it is read in after_update\(\)",
+        r"forward changes the global variable LOAD of model\.py in each call, but it is read in after_update\(\)",
     ),
 }
 CLIPPED = """

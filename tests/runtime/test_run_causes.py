@@ -381,7 +381,7 @@ def test_one_that_aborts_while_it_computes_is_named_itself(left: Left) -> None:
         left.status(rank, "1F4")
     error = str(diagnose(config, left.ranks, {1: -6}))
     assert error.startswith("rank 1 (stage 1, replica 0) was killed by SIGABRT; it was last at 1F4")
-    assert "NCCL's watchdog ends a worker like this if it loses another one, perhaps on another machine" in error
+    assert "NCCL's watchdog ends a worker if another worker is lost, perhaps on another machine" in error
 
 
 def test_the_first_error_is_the_cause(left: Left) -> None:

@@ -296,9 +296,7 @@ def test_a_report_says_when_loading_slows_the_run() -> None:
         for stages in ((quick, second), (slow, slower), (slow, second), (slow,))
     ]
     assert said[:2] == [[], []]
-    assert all(
-        "loading: the prediction leaves it out, and no loader worker loaded ahead" in lines[0] for lines in said[2:]
-    )
+    assert all("loading: not predicted; no loader worker loaded ahead" in lines[0] for lines in said[2:])
     unpredicted = report.model_copy(update={"stages": (slow,), "predicted": None})
     assert next(slowness_lines(unpredicted)).startswith(
         "loading slows this run: stage 0 spends 50% of its time on data, and "
@@ -310,7 +308,7 @@ def test_a_report_says_when_loading_slows_the_run() -> None:
     [
         (0, 4, "no loader worker loaded ahead: pass --loader-workers 1"),
         (1, 4, "1 loader worker loaded for each replica: pass --loader-workers 2"),
-        (2, 4, "2 loader workers loaded for each replica, and no core is free: make samples cheaper"),
+        (2, 4, "2 loader workers loaded for each replica, and no core is free. Make samples cheaper"),
         (3, None, "3 loader workers loaded for each replica: pass --loader-workers 4"),
     ],
 )

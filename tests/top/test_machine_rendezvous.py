@@ -357,7 +357,7 @@ def test_workers_take_the_interface_by_which_the_machines_met(two_hosts: tuple[s
     started = [machine(2, rank, "10.77.0.1:29500", netns=name, interface=named) for rank, name in enumerate(two_hosts)]
     for code, _, errors in outcomes(*started):
         assert code == 0
-        assert ("workers talk over eth7, where the machines met" in errors) == (not named)
+        assert ("workers talk over eth7, the interface of the rendezvous" in errors) == (not named)
         assert errors.splitlines()[-1] == "eth7"
 
 

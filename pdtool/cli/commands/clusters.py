@@ -103,11 +103,11 @@ def probe(
     asked: LaunchOptions,
     as_json: bool,
 ) -> None:
-    """Measure the network between the workers of a launch.
+    """Measure the network between workers.
 
     Starts one process per worker of this machine. On several machines, start it on each. At each level it measures four
-    things: the bandwidth of a member's link while all its workers send and receive, the bandwidth of one pair of
-    workers alone, the latency of a small message, and an all-reduce.
+    things: the bandwidth of a server's or worker's link while all its workers send and receive, the bandwidth of one
+    pair of workers alone, the latency of a small message, and an all-reduce.
     """
     from pdtool.artifacts.artifact import title
     from pdtool.artifacts.cluster import parse_topology

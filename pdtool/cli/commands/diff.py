@@ -67,9 +67,9 @@ _ROUNDING = 1e-9  # sums taken in another order differ in the last digits
 def diff(ctx: click.Context, first: str, second: str, exit_code: bool, as_json: bool) -> None:
     """Compare A and B, two files of the same kind.
 
-    Of plans, it compares the cluster, the schedule, the stages and their operators, and predicted times and memory. Of
-    profiles, it compares the operators; of runs, the measurements. For an edited plan, it compares the edited version.
-    Times are per minibatch. Names, digests and reasons are left out.
+    It compares the cluster, schedule, stages, operators and predictions of plans, the operators of profiles, and the
+    measurements of runs. For an edited plan, it compares the edited version. Times are per minibatch. Names, digests
+    and the reasons for a plan (`why`) are left out.
 
     Without --exit-code, the exit code is 0 even if they differ. In any case it is 3 if one of them cannot be used.
     """

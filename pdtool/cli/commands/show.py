@@ -105,9 +105,10 @@ def _watch(names: tuple[str, ...], path: Path, subjects: list[Subject]) -> None:
 )
 @options.as_json
 def show(file: str, graph: bool, output: str | None, as_json: bool) -> None:
-    """Print FILE, which pdtool wrote, or its folder, in a readable form.
+    """Print a file or folder of pdtool in a readable form.
 
-    For an edited plan, it computes the figures of the edited version. If that cannot be executed, the exit code is 3.
+    For an edited plan, it computes the figures of the edited version. If the edited plan cannot be executed, the exit
+    code is 3.
     """
     if output and not graph:
         raise UsageError(f"-o {output} needs --graph", "redirect the output, or add --graph")

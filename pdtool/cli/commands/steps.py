@@ -43,7 +43,7 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
 @click.argument("profile", nargs=-1)
 @options.options_of(PartitionOptions)
 @options.flag(
-    "--if-stale", help="Keep the file if it is a plan from this profile with the same options, also if edited."
+    "--if-stale", help="Keep the file if it is a plan from this profile with the same options, even if you edited it."
 )
 @options.as_json
 @options.output_file("File to write; - is stdout.  [default: plans/NAME-TOPOLOGY.yaml]")

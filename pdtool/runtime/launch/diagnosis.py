@@ -99,8 +99,8 @@ class WorkersLeft:
             return killed_for_memory_error(f"{what}; {guess}", self._config.plan, place)
         if self._uses_cuda and self._is_aborted(rank):
             what += (
-                "; NCCL's watchdog ends a worker like this if it loses another one, perhaps on another machine, or if "
-                "its GPU reports an error, which is printed above"
+                "; NCCL's watchdog ends a worker if another worker is lost, perhaps on another machine, or if its GPU "
+                "reports an error, which is printed above"
             )
         is_exit = code is not None and code >= 0
         return WorkerDiedError(what, "if the model file calls os._exit, raise an error instead" if is_exit else "")
@@ -121,7 +121,7 @@ class WorkersLeft:
         if not is_stopped and all(status.is_waiting for status in self._statuses.values()):
             what = f"no message from {place} arrived within {timeout}, and all workers waited for messages"
             return WorkerDiedError(
-                f"{what}: one is lost or still on its way; {last_seen}",
+                f"{what}: a message is lost or still on its way; {last_seen}",
                 "check whether the links are too slow for these messages, or pass a longer --timeout",
             )
         what = f"{place} {'is stopped (SIGSTOP)' if is_stopped else f'did not answer for {timeout}'}; {last_seen}"
