@@ -184,17 +184,19 @@ def _on_fastest_count(
         with suppress(NoPlanError, UsageError):  # as above, or too little memory
             plans.append(plan_on(count))
     plan = min(plans, key=_time_s) if plans else plan_on(workers)
-    while plan.workers > 2 and _has_idle_worker(plan):
-        other = plan_on(plan.workers - 1)
+    while 1 < (busy := _computing_workers(plan)) < plan.workers:
+        other = plan_on(busy)
         if _time_s(other) > _time_s(plan) * (1 + options.simplest):
             break
         plan = other
     return plan
 
 
-def _has_idle_worker(plan: Plan) -> bool:
-    depth, figures = plan.pipeline_depth, plan.predicted
-    return figures is not None and not all(sum(figures.compute_s[s::depth]) for s in range(depth))
+def _computing_workers(plan: Plan) -> int:
+    """Return how many workers of a plan with one worker for each stage, or for its chunks, compute anything."""
+    assert plan.predicted
+    depth = plan.pipeline_depth
+    return sum(sum(plan.predicted.compute_s[s::depth]) > 0 for s in range(depth))
 
 
 def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, options: PlanOptions) -> Plan:
