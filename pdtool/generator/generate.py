@@ -26,12 +26,12 @@ from pdtool.files import write_atomically, write_remedy
 from pdtool.frontend.graph_digest import check_profile, graph_sha256
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs, named_leaves, tensors_in
-from pdtool.frontend.operators import Traced, Value, first_names, named_state, registered_state, storage_address
+from pdtool.frontend.operators import Traced, Value, first_names, named_state, storage_address
 from pdtool.frontend.random_numbers import random_state_kept, seed_generators
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.trial import tried
 from pdtool.frontend.update_proof import TRIED_UPDATES, check_update
-from pdtool.generator.composed import ModelFailedError, VerificationError
+from pdtool.generator.composed import ModelFailedError, VerificationError, state_kept
 from pdtool.generator.kept_state import has_same_content
 from pdtool.generator.output_writer import output_class_names
 from pdtool.generator.outputs_only import check_outputs_only
@@ -387,19 +387,22 @@ def _after_update_changes_outputs(model_file: ModelFile, model: nn.Module, input
     """
     outputs = partial(outputs_in_both_modes, model, inputs)
     with suppress(ModelFailedError):  # such as a minibatch that is too small
-        state = {name: tensor.clone() for name, tensor in registered_state(model).items()}
-        before = outputs()
-        copies = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
-        for parameter in copies.values():
-            parameter.grad = torch.zeros_like(parameter)
-        with suppress(Exception):  # the proof of the update tells
-            for update in range(1, TRIED_UPDATES + 1):
-                model_file.after_update(list(copies.items()), update)
-        with torch.no_grad():
-            for name, tensor in registered_state(model).items():
-                tensor.copy_(state[name])
+        with state_kept(model):
+            before = outputs()
+            parameters = _copied_parameters(model)
+            with suppress(Exception):  # the proof of the update tells
+                for update in range(1, TRIED_UPDATES + 1):
+                    model_file.after_update(parameters, update)
         return not has_same_content(before, outputs())
     return False
+
+
+def _copied_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Copies of the model's parameters, by name, with gradients of zero."""
+    copies = [(name, nn.Parameter(p.detach().clone(), p.requires_grad)) for name, p in model.named_parameters()]
+    for _, copied in copies:
+        copied.grad = torch.zeros_like(copied)
+    return copies
 
 
 def _check_repeated_calls(model_file: ModelFile, bundle: Bundle) -> None:
@@ -437,9 +440,7 @@ def _seen_after_updates(
     model_file: ModelFile, model: nn.Module, output: Any, target: Any, calls: int
 ) -> dict[str, Any]:
     """Return loss and metrics of an output, and the learning rates, after updates with so many calls in each."""
-    parameters = [(name, nn.Parameter(p.detach().clone(), p.requires_grad)) for name, p in model.named_parameters()]
-    for _, parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+    parameters = _copied_parameters(model)
     optimizers = [model_file.optimizer(parameters) for _ in range(calls)]
     schedulers = [model_file.scheduler(optimizer, TRIED_UPDATES) for optimizer in optimizers]
     figures, rates = [], []

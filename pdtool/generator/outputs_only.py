@@ -20,7 +20,7 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.operators import registered_state
 from pdtool.frontend.trial import tried
-from pdtool.generator.composed import compose, copy_state, load_stages
+from pdtool.generator.composed import compose, copy_state, load_stages, state_kept
 from pdtool.generator.kept_state import has_same_content
 from pdtool.generator.verify import repeatable
 
@@ -112,22 +112,16 @@ def _figures(
 ) -> dict[str, Any]:
     """Return the loss of a minibatch in training, and its metrics in evaluation unless metrics() raises; the stages'
     state stays as it is."""
-    with torch.no_grad():
-        before = [{name: t.clone() for name, t in registered_state(stage).items()} for stage in stages]
 
     def output(training: bool) -> Any:
         for stage in stages:
             stage.train(training)
         return compose(stages, bundle, inputs.map(torch.clone).tensors, cuts_graph=cuts_graph)
 
-    with repeatable():
+    with repeatable(), state_kept(*stages):
         figures: dict[str, Any] = {"loss": float(model_file.loss(output(True), target).detach())}
-        with torch.no_grad():
-            with suppress(Exception):
-                figures["metrics"] = model_file.metrics(output(False), target)
-            for stage, state in zip(stages, before, strict=True):
-                for name, tensor in registered_state(stage).items():
-                    tensor.copy_(state[name])
+        with torch.no_grad(), suppress(Exception):
+            figures["metrics"] = model_file.metrics(output(False), target)
     return figures
 
 
