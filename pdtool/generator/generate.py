@@ -99,11 +99,8 @@ def _check_variables(model: nn.Module, model_file: ModelFile) -> None:
 
 
 def _check_metrics(model_file: ModelFile, replicas: int) -> None:
-    """Check that metrics() collects nothing for summarize_metrics() if each replica of the last stage sees a part only.
-
-    Raises:
-        VerificationError: it does.
-    """
+    """Check that metrics() collects nothing for summarize_metrics() if each replica of the last stage sees a part only;
+    raises VerificationError."""
     if replicas < 2 or not (model_file.has("metrics") and model_file.has("summarize_metrics")):
         return
     for line, variable in collected(model_file.module, "metrics", "summarize_metrics"):
@@ -115,11 +112,8 @@ def _check_metrics(model_file: ModelFile, replicas: int) -> None:
 
 
 def _check_passed_values(model_file: ModelFile, stages: int) -> None:
-    """Check that no variable carries a value from one function of the user to one in another process.
-
-    Raises:
-        VerificationError: one does.
-    """
+    """Check that no variable carries a value from one function of the user to one in another process; raises
+    VerificationError."""
     for changing, reading in _APART.items() if stages > 1 else ():
         for function, reader in product(*(filter(model_file.has, each) for each in (changing, reading))):
             for line, variable in collected(model_file.module, function, reader):
@@ -180,14 +174,12 @@ def check_stage_files(
     plan: Plan, stages: Sequence[Sequence[str]], bundle: Bundle, folder: Path, traced: Traced
 ) -> None:
     """Check that `bundle` is what `generate` would write here for this plan and model; only then may we execute it.
+    Raises StaleError.
 
     Args:
         stages: names of the operators of each stage.
         folder: the bundle's folder, for the error.
         traced: the model.
-
-    Raises:
-        StaleError: it differs.
     """
     _, expected = _written(plan, stages, traced, bundle.proof)
     # An older bundle has fewer digests, and none of the next two; only a comparison tells the last one.
@@ -272,11 +264,7 @@ def _verify_values(model_file: ModelFile, texts: dict[str, str], bundle: Bundle,
 
 def _check_replicated_parameters(plan: Plan, bundle: Bundle, model_file: ModelFile) -> None:
     """Check that forward sets no parameter of a stage with replicas from its first minibatch: each replica would set
-    its own, and from then on only gradients are averaged.
-
-    Raises:
-        VerificationError: it does.
-    """
+    its own, and from then on only gradients are averaged. Raises VerificationError."""
     replicated = {
         name: s for s, stage in enumerate(bundle.stages) if plan.stages[s].replicas > 1 for name in stage.parameters
     }
@@ -297,11 +285,7 @@ def _check_replicated_parameters(plan: Plan, bundle: Bundle, model_file: ModelFi
 
 def _check_target_kept(model_file: ModelFile, model: nn.Module) -> None:
     """Check that forward does not write into a target that lies in the memory of an input, as with `return x, x` in
-    collate(): the target goes to the last stage before the first one computes.
-
-    Raises:
-        ModelError: it does.
-    """
+    collate(): the target goes to the last stage before the first one computes. Raises ModelError."""
     inputs = ModelInputs.of(model_file.example_inputs(_VERIFIED_SAMPLES))
     if not _writes_into(model, inputs):
         return
