@@ -146,13 +146,17 @@ def check_user_functions(
     """
     _check_metrics(model_file, plan.stages[-1].replicas)
     _check_passed_values(model_file, len(plan.stages))
-    if bundle.proof == "values" and model_file.has("dataset"):
-        _check_target_kept(model_file, build())
-    check_outputs_only(model_file, bundle, texts, outputs)
-    _check_validation(model_file, bundle, build)
-    _check_after_update(model_file, bundle)
-    if bundle.tied or plan.chunks > 1:
-        _check_repeated_calls(model_file, bundle)
+    has = model_file.has
+    if bundle.proof == "values":
+        if has("dataset"):
+            _check_target_kept(model_file, build())
+        if has("dataset") and has("loss"):
+            check_outputs_only(model_file, bundle, texts, outputs)
+            _check_validation(model_file, bundle, build())
+        if has("after_update"):
+            _check_after_update(model_file, bundle)
+        if (bundle.tied or plan.chunks > 1) and all(map(has, ("loss", "dataset", "optimizer"))):
+            _check_repeated_calls(model_file, bundle)
     _prove_update(model_file, bundle, build)
 
 
@@ -306,15 +310,12 @@ def _writes_into(model: nn.Module, inputs: ModelInputs) -> bool:
     return not all(map(has_same_content, before, inputs.tensors))
 
 
-def _check_validation(model_file: ModelFile, bundle: Bundle, build: Callable[[], nn.Module]) -> None:
+def _check_validation(model_file: ModelFile, bundle: Bundle, model: nn.Module) -> None:
     """Check that loss() and metrics() raise no error in a validation, where it would end the run after an epoch.
 
     Raises:
         ModelError: one of them does, for samples of the training set and for the first minibatch of the validation set.
     """
-    if bundle.proof != "values" or not all(map(model_file.has, ("loss", "dataset"))):
-        return
-    model = build()
     try:
         tried(partial(_validate, model_file, model, bundle.batch_size), model.parameters())
     except ModelError as error:
@@ -351,8 +352,6 @@ def _check_after_update(model_file: ModelFile, bundle: Bundle) -> None:
     Raises:
         ModelError: it does, but stages have a constant in its place.
     """
-    if bundle.proof != "values" or not model_file.has("after_update"):
-        return
     model = model_file.build()  # the newest one, to which variables of model.py refer
     inputs = model_file.example_inputs(min(bundle.batch_size, _VERIFIED_SAMPLES))
     if tried(partial(_after_update_changes_outputs, model_file, model, inputs), model.parameters()):
@@ -397,9 +396,7 @@ def _check_repeated_calls(model_file: ModelFile, bundle: Bundle) -> None:
     Raises:
         ModelError: the loss, the metrics or the learning rate depends on the number of calls.
     """
-    if bundle.proof != "values" or not any(map(model_file.has, _COMPUTED_AFTER)):
-        return
-    if not all(map(model_file.has, ("loss", "dataset", "optimizer"))):
+    if not any(map(model_file.has, _COMPUTED_AFTER)):
         return
     seen: list[dict[str, Any]] = []
     with suppress(Exception):  # of user code; others tell

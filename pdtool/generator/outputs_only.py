@@ -29,7 +29,7 @@ _Sight = tuple[str, Literal["graph", "model"]]  # a function, and what it sees
 
 
 def check_outputs_only(model_file: ModelFile, bundle: Bundle, texts: Mapping[str, str], outputs: int | None) -> None:
-    """Check loss() and metrics(), unless neither can see more.
+    """Check loss() and metrics() on the training set, unless neither can see more.
 
     Args:
         texts: texts of the stage files, by name.
@@ -40,8 +40,7 @@ def check_outputs_only(model_file: ModelFile, bundle: Bundle, texts: Mapping[str
     """
     may_see_graph = outputs != 1 and len(bundle.stages) > 1
     may_see_model = any(map(_has_tensors, vars(model_file.module).values()))
-    is_complete = bundle.proof == "values" and all(map(model_file.has, ("loss", "dataset")))
-    if not is_complete or not (may_see_graph or may_see_model):
+    if not (may_see_graph or may_see_model):
         return
     seen = None
     with suppress(Exception):  # of user code; others tell
