@@ -7,7 +7,7 @@ their graph, each stage has weights of its own, and no stage sets an attribute.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
@@ -80,7 +80,21 @@ def _seen(
     stages = load_stages(texts, bundle, build=model_file.build)
     model = model_file.build()  # the newest one, to which variables of model.py refer
     copy_state(model, stages, bundle)
-    figures = partial(_figures, model_file, bundle, stages, inputs, target)
+
+    def output(*, training: bool, cuts_graph: bool) -> Any:
+        for stage in stages:
+            stage.train(training)
+        return compose(stages, bundle, inputs.map(torch.clone).tensors, cuts_graph=cuts_graph)
+
+    def figures(*, cuts_graph: bool) -> dict[str, Any]:
+        """The loss of the minibatch in training, and its metrics in evaluation unless metrics() raises."""
+        with repeatable(), state_kept(*stages):
+            loss = float(model_file.loss(output(training=True, cuts_graph=cuts_graph), target).detach())
+            found: dict[str, Any] = {"loss": loss}
+            with torch.no_grad(), suppress(Exception):
+                found["metrics"] = model_file.metrics(output(training=False, cuts_graph=cuts_graph), target)
+        return found
+
     connected, again = figures(cuts_graph=False), figures(cuts_graph=False)
     if not has_same_content(connected, again):
         return None  # it draws random numbers of its own, or counts its calls
@@ -98,30 +112,6 @@ def _seen(
 def _different(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
     """Return the first function whose values differ."""
     return next((name for name, values in before.items() if not has_same_content(values, after.get(name))), None)
-
-
-def _figures(
-    model_file: ModelFile,
-    bundle: Bundle,
-    stages: Sequence[nn.Module],
-    inputs: ModelInputs,
-    target: Any,
-    *,
-    cuts_graph: bool,
-) -> dict[str, Any]:
-    """Return the loss of a minibatch in training, and its metrics in evaluation unless metrics() raises; the stages'
-    state stays as it is."""
-
-    def output(training: bool) -> Any:
-        for stage in stages:
-            stage.train(training)
-        return compose(stages, bundle, inputs.map(torch.clone).tensors, cuts_graph=cuts_graph)
-
-    with repeatable(), state_kept(*stages):
-        figures: dict[str, Any] = {"loss": float(model_file.loss(output(True), target).detach())}
-        with torch.no_grad(), suppress(Exception):
-            figures["metrics"] = model_file.metrics(output(False), target)
-    return figures
 
 
 def _change_as_training_does(model: nn.Module, inputs: ModelInputs, *, with_state: bool) -> None:
