@@ -31,14 +31,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk, or o
 
 
 def read_text(path: Path | str, remedy: str = "", *, may_be_pipe: bool = False) -> str:
-    """Read a UTF-8 file of at most MAX_FILE_BYTES (`-` is stdin), without a byte order mark.
+    """Read a UTF-8 file of at most MAX_FILE_BYTES (`-` is stdin), without a byte order mark; raises ArtifactError.
 
     Args:
         may_be_pipe: whether the user named it, as `<(...)` or /dev/stdin. Files named by an artifact must be regular,
             because reading others might never end.
-
-    Raises:
-        ArtifactError: it cannot be read; with a remedy.
     """
     try:
         if str(path) == "-":  # which a caller may have replaced by an object with text only

@@ -127,7 +127,15 @@ def emulated(plan: Plan | Path | str, output: str | None, asked: EmulateOptions)
     _warn_of_another_device(profile, asked.compute)
     own = nullcontext(Path(output)) if output else new_folder(Path("runs") / f"{chosen.name}-emulated")
     with own as folder, RunDir(folder).held():
-        configs = _configs(plans, inputs or profile, folder, scalings, asked)
+        if inputs:
+            _check_length(inputs, asked)
+        configs: dict[str, RunConfig] = {}
+        for name, each in plans.items():
+            out = RunDir(folder).emulated(name).path
+            if inputs:
+                configs[name] = _training_config(replace(inputs, plan=each), out, asked)
+            else:
+                configs[name] = sleeping_config(each, profile, out, scalings[name], asked)
         reports = emulations.emulate(
             configs, cluster, scalings, lambda name: note(f"emulating {name} ({plans[name].config})")
         )
@@ -174,27 +182,6 @@ def _scalings(plans: Mapping[str, Plan], profile: Profile, asked: EmulateOptions
         for warning in scaling_warnings(plans[name], profile, scaling):
             note(f"warning: {name}, with --scale {scaling.scale:g} and --slowdown {scaling.slowdown:g}: {warning}")
     return scalings
-
-
-def _configs(
-    plans: Mapping[str, Plan],
-    source: Inputs | Profile,
-    folder: Path,
-    scalings: Mapping[str, Scaling],
-    asked: EmulateOptions,
-) -> dict[str, RunConfig]:
-    """Write the stage files of each plan's workers into `folder`, and return the configuration of their run.
-
-    Args:
-        source: the model that they train, or the profile whose times they sleep.
-    """
-    folders = {name: RunDir(folder).emulated(name).path for name in plans}
-    if isinstance(source, Profile):
-        return {
-            name: sleeping_config(plan, source, folders[name], scalings[name], asked) for name, plan in plans.items()
-        }
-    _check_length(source, asked)
-    return {name: _training_config(replace(source, plan=plan), folders[name], asked) for name, plan in plans.items()}
 
 
 def _check_length(inputs: Inputs, asked: EmulateOptions) -> None:

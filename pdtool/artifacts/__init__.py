@@ -38,11 +38,7 @@ def artifact_class(kind: str, path: Path | str = "") -> type[Artifact]:
 
 
 def load_any(file: str) -> Artifact:
-    """Read an artifact of any kind from a file (`-` is stdin), or from its folder.
-
-    Raises:
-        ArtifactError: there is none, or it is damaged.
-    """
+    """Read an artifact of any kind from a file (`-` is stdin), or from its folder; raises ArtifactError."""
     from pdtool.artifacts.artifact import declared_kind
     from pdtool.artifacts.bundle import Bundle
     from pdtool.artifacts.run_dir import Checkpoint, RunDir

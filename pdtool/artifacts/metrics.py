@@ -106,11 +106,7 @@ class MetricsLog:
         return round(samples / max(self._update_s - since_s, _MIN_INTERVAL_S), _DIGITS)
 
     def add(self, line: MetricsLine) -> None:
-        """Add a line, and write due lines; a validation is due at once.
-
-        Raises:
-            PdtoolError: the file cannot be written.
-        """
+        """Add a line, and write due lines; a validation is due at once. Raises PdtoolError."""
         self._unwritten.append(line)
         if isinstance(line, ValidationLine) or time.perf_counter() - self._flushed_s >= _FLUSH_S:
             self._flush()

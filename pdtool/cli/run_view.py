@@ -71,17 +71,12 @@ class _Training:
 
     Attributes:
         shown_s: time of the last line that was shown; None before the first.
-        updates: of an epoch; None until the run's state says.
-        total_updates: of all epochs.
-        samples: of an update, on average.
     """
 
     out: Path
     epochs: int
     shown_s: float | None = field(default=None, init=False)
-    updates: int | None = field(default=None, init=False)
-    total_updates: int | None = field(default=None, init=False)
-    samples: float = field(default=0.0, init=False)
+    _known: RunState | None = field(default=None, init=False)
     _recent: deque[tuple[float, int]] = field(default_factory=deque, init=False)  # time and step of updates
     _first: tuple[float, int] | None = field(default=None, init=False)
     _losses: list[tuple[float, int]] = field(default_factory=list, init=False)  # of updates, with their samples
@@ -121,22 +116,24 @@ class _Training:
         return sum(loss * n for loss, n in losses) / sum(n for _, n in losses) if losses else None
 
     @property
+    def state(self) -> RunState | None:
+        """The run's state; None until this machine sees it."""
+        if self._known is None or self._known.updates is None:
+            self._known = RunDir(self.out).state()
+        return self._known
+
+    @property
     def total(self) -> int | None:
-        """Updates in all epochs."""
-        if self.updates is None:
-            state = RunDir(self.out).state()
-            if state is None:  # another machine may see it later
-                return None
-            self.updates, self.samples = state.updates, (state.samples or 0) / (state.updates or 1)
-            self.total_updates = state.total_updates
-        return self.total_updates
+        """Updates in all epochs; None until the run's state says."""
+        return self.state.total_updates if self.state else None
 
     def rate(self, update: UpdateLine) -> float:
         """Return samples per second, over the last seconds of the epoch."""
         (first_s, first), (last_s, last) = self._recent[0], self._recent[-1]
-        if last_s <= first_s or not self.samples:
+        state = self.state
+        if last_s <= first_s or not (state and state.updates and state.samples):
             return update.samples_per_s or 0.0
-        return (last - first) * self.samples / (last_s - first_s)
+        return (last - first) * state.samples / state.updates / (last_s - first_s)
 
     def left(self, update: UpdateLine) -> str:
         """Return an estimate of the remaining time, including validations, as `12:05 left`; "" if unknown."""
@@ -145,6 +142,11 @@ class _Training:
             return ""
         per_update_s = (update.time - first_s) / (update.step - first)
         return f"{clock(per_update_s * max(0, self.total - update.step))} left"
+
+    def figures(self, update: UpdateLine, lr: str = "") -> Iterator[str]:
+        """Return what is known of an update: its loss, learning rate and speed, and the remaining time."""
+        loss, rate = f"training loss {format_metric(update.loss)}", format_throughput(self.rate(update))
+        return filter(None, (loss, lr, rate, self.left(update)))
 
     def validation_line(self, validation: ValidationLine) -> str:
         """Write a validation as `epoch 3/10: training loss 0.1301, validation loss 0.1234, accuracy 0.9810`."""
@@ -181,11 +183,9 @@ class _Notes(_Training):
 
     def show(self, update: UpdateLine) -> None:
         total = f"/{self.total}" if self.total else ""
-        figures = [f"training loss {format_metric(update.loss)}"]
-        figures += [f"lr {update.lr:.3g}"] if update.lr is not None else []
-        figures += [format_throughput(self.rate(update)), self.left(update)]
+        lr = "" if update.lr is None else f"lr {update.lr:.3g}"
         place = f"epoch {update.epoch}/{self.epochs}, update {update.step}{total}"
-        note(f"{place}: {', '.join(filter(None, figures))}")
+        note(f"{place}: {', '.join(self.figures(update, lr))}")
 
 
 @dataclass
@@ -203,16 +203,12 @@ class _TrainingBar(_Training):
 
     def show(self, update: UpdateLine) -> None:
         doing = "validating" if self._ends_epoch(update) else f"epoch {update.epoch}/{self.epochs}"
-        figures = [
-            f"training loss {format_metric(update.loss)}",
-            format_throughput(self.rate(update)),
-            self.left(update),
-        ]
-        text = " ".join(filter(None, figures))
-        self.bar.update(self._task, description=doing, total=self.total, completed=update.step, figures=text)
+        figures = " ".join(self.figures(update))
+        self.bar.update(self._task, description=doing, total=self.total, completed=update.step, figures=figures)
 
     def _ends_epoch(self, update: UpdateLine) -> bool:
-        return update.step == (self.total or 0) - (self.epochs - update.epoch) * (self.updates or 0)
+        updates = self.state.updates if self.state else None
+        return update.step == (self.total or 0) - (self.epochs - update.epoch) * (updates or 0)
 
 
 def report_view(report: Report) -> Lines:

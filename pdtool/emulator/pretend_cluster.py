@@ -42,12 +42,10 @@ _QUEUE_BYTES = 1 << 30  # large enough to drop nothing: TCP would wait for 0.2 s
 
 
 def enter_own_network() -> None:
-    """Leave the network of the machine: from here on this process and its children have interfaces of their own.
+    """Leave the network of the machine: from here on this process and its children have interfaces of their own. Raises
+    PdtoolError.
 
     Without root it also enters a user namespace, if the kernel allows it and the process has one thread.
-
-    Raises:
-        PdtoolError: the system forbids it.
     """
     user, group = os.geteuid(), os.getegid()
     if not _unshare(_CLONE_NEWNET):
@@ -77,11 +75,7 @@ def check_tools() -> None:
 
 
 def configure(tool: str, commands: Iterable[str]) -> None:
-    """Run commands of `ip` or `tc`, such as `link set lo up`, in the namespace of this process.
-
-    Raises:
-        PdtoolError: one of them failed, or they did not end.
-    """
+    """Run commands of `ip` or `tc`, such as `link set lo up`, in the namespace of this process; raises PdtoolError."""
     lines = "".join(f"{command}\n" for command in commands)
     try:
         ended = subprocess.run(

@@ -88,7 +88,8 @@ def _user_code_in_update(file: ModelFile, parameters: Mapping[str, nn.Parameter]
 
 
 def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[str]]) -> None:
-    """Check that updates of each stage, and of each layer alone, give the same weights as updates of the whole model.
+    """Check that updates of each stage, and of each layer alone, give the same weights as updates of the whole model;
+    raises ModelError.
 
     Torch's own optimizers and schedules treat each parameter separately, so they are not checked. If an update draws
     random numbers, these differ between stages and nothing can be compared.
@@ -96,9 +97,6 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
     Args:
         model: on a CPU, with the values of its parameters.
         stages: names of the parameters of each stage, and of each group that several stages hold.
-
-    Raises:
-        ModelError: parameters get other values.
     """
     parameters = dict(model.named_parameters())
     cause = tried(partial(_user_code_in_update, file, parameters), parameters.values()) if len(stages) > 1 else ""

@@ -269,13 +269,10 @@ def _description(sample: Any) -> str:
 
 
 def check_trainable(path: Path, model: str) -> None:
-    """Check that a file has the functions that training needs, by reading it without importing it.
+    """Check that a file has the functions that training needs, by reading it without importing it; raises ModelError.
 
     Args:
         model: name of the function that builds the model.
-
-    Raises:
-        ModelError: it does not have one of them.
     """
     try:
         text = path.read_text()

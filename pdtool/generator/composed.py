@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -63,6 +64,17 @@ def copy_state(model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle) ->
                 what = f"{spec.file} and the model name their parameters and buffers differently: {sorted(missing)}"
                 raise VerificationError(what, REPORT)
             for name, tensor in stage_state.items():
+                tensor.copy_(state[name])
+
+
+@contextmanager
+def state_kept(*modules: nn.Module) -> Iterator[None]:
+    """Restore the values of the modules' parameters and buffers at the end, unless there is an error."""
+    before = [{name: t.detach().clone() for name, t in registered_state(module).items()} for module in modules]
+    yield
+    with torch.no_grad():
+        for module, state in zip(modules, before, strict=True):
+            for name, tensor in registered_state(module).items():
                 tensor.copy_(state[name])
 
 

@@ -26,12 +26,12 @@ from pdtool.files import write_atomically, write_remedy
 from pdtool.frontend.graph_digest import check_profile, graph_sha256
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs, named_leaves, tensors_in
-from pdtool.frontend.operators import Traced, Value, first_names, named_state, registered_state, storage_address
+from pdtool.frontend.operators import Traced, Value, first_names, named_state, storage_address
 from pdtool.frontend.random_numbers import random_state_kept, seed_generators
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.trial import tried
 from pdtool.frontend.update_proof import TRIED_UPDATES, check_update
-from pdtool.generator.composed import ModelFailedError, VerificationError
+from pdtool.generator.composed import ModelFailedError, VerificationError, state_kept
 from pdtool.generator.kept_state import has_same_content
 from pdtool.generator.output_writer import output_class_names
 from pdtool.generator.outputs_only import check_outputs_only
@@ -99,11 +99,8 @@ def _check_variables(model: nn.Module, model_file: ModelFile) -> None:
 
 
 def _check_metrics(model_file: ModelFile, replicas: int) -> None:
-    """Check that metrics() collects nothing for summarize_metrics() if each replica of the last stage sees a part only.
-
-    Raises:
-        VerificationError: it does.
-    """
+    """Check that metrics() collects nothing for summarize_metrics() if each replica of the last stage sees a part only;
+    raises VerificationError."""
     if replicas < 2 or not (model_file.has("metrics") and model_file.has("summarize_metrics")):
         return
     for line, variable in collected(model_file.module, "metrics", "summarize_metrics"):
@@ -115,11 +112,8 @@ def _check_metrics(model_file: ModelFile, replicas: int) -> None:
 
 
 def _check_passed_values(model_file: ModelFile, stages: int) -> None:
-    """Check that no variable carries a value from one function of the user to one in another process.
-
-    Raises:
-        VerificationError: one does.
-    """
+    """Check that no variable carries a value from one function of the user to one in another process; raises
+    VerificationError."""
     for changing, reading in _APART.items() if stages > 1 else ():
         for function, reader in product(*(filter(model_file.has, each) for each in (changing, reading))):
             for line, variable in collected(model_file.module, function, reader):
@@ -152,13 +146,17 @@ def check_user_functions(
     """
     _check_metrics(model_file, plan.stages[-1].replicas)
     _check_passed_values(model_file, len(plan.stages))
-    if bundle.proof == "values" and model_file.has("dataset"):
-        _check_target_kept(model_file, build())
-    check_outputs_only(model_file, bundle, texts, outputs)
-    _check_validation(model_file, bundle, build)
-    _check_after_update(model_file, bundle)
-    if bundle.tied or plan.chunks > 1:
-        _check_repeated_calls(model_file, bundle)
+    has = model_file.has
+    if bundle.proof == "values":
+        if has("dataset"):
+            _check_target_kept(model_file, build())
+        if has("dataset") and has("loss"):
+            check_outputs_only(model_file, bundle, texts, outputs)
+            _check_validation(model_file, bundle, build())
+        if has("after_update"):
+            _check_after_update(model_file, bundle)
+        if (bundle.tied or plan.chunks > 1) and all(map(has, ("loss", "dataset", "optimizer"))):
+            _check_repeated_calls(model_file, bundle)
     _prove_update(model_file, bundle, build)
 
 
@@ -180,14 +178,12 @@ def check_stage_files(
     plan: Plan, stages: Sequence[Sequence[str]], bundle: Bundle, folder: Path, traced: Traced
 ) -> None:
     """Check that `bundle` is what `generate` would write here for this plan and model; only then may we execute it.
+    Raises StaleError.
 
     Args:
         stages: names of the operators of each stage.
         folder: the bundle's folder, for the error.
         traced: the model.
-
-    Raises:
-        StaleError: it differs.
     """
     _, expected = _written(plan, stages, traced, bundle.proof)
     # An older bundle has fewer digests, and none of the next two; only a comparison tells the last one.
@@ -272,11 +268,7 @@ def _verify_values(model_file: ModelFile, texts: dict[str, str], bundle: Bundle,
 
 def _check_replicated_parameters(plan: Plan, bundle: Bundle, model_file: ModelFile) -> None:
     """Check that forward sets no parameter of a stage with replicas from its first minibatch: each replica would set
-    its own, and from then on only gradients are averaged.
-
-    Raises:
-        VerificationError: it does.
-    """
+    its own, and from then on only gradients are averaged. Raises VerificationError."""
     replicated = {
         name: s for s, stage in enumerate(bundle.stages) if plan.stages[s].replicas > 1 for name in stage.parameters
     }
@@ -297,11 +289,7 @@ def _check_replicated_parameters(plan: Plan, bundle: Bundle, model_file: ModelFi
 
 def _check_target_kept(model_file: ModelFile, model: nn.Module) -> None:
     """Check that forward does not write into a target that lies in the memory of an input, as with `return x, x` in
-    collate(): the target goes to the last stage before the first one computes.
-
-    Raises:
-        ModelError: it does.
-    """
+    collate(): the target goes to the last stage before the first one computes. Raises ModelError."""
     inputs = ModelInputs.of(model_file.example_inputs(_VERIFIED_SAMPLES))
     if not _writes_into(model, inputs):
         return
@@ -322,15 +310,12 @@ def _writes_into(model: nn.Module, inputs: ModelInputs) -> bool:
     return not all(map(has_same_content, before, inputs.tensors))
 
 
-def _check_validation(model_file: ModelFile, bundle: Bundle, build: Callable[[], nn.Module]) -> None:
+def _check_validation(model_file: ModelFile, bundle: Bundle, model: nn.Module) -> None:
     """Check that loss() and metrics() raise no error in a validation, where it would end the run after an epoch.
 
     Raises:
         ModelError: one of them does, for samples of the training set and for the first minibatch of the validation set.
     """
-    if bundle.proof != "values" or not all(map(model_file.has, ("loss", "dataset"))):
-        return
-    model = build()
     try:
         tried(partial(_validate, model_file, model, bundle.batch_size), model.parameters())
     except ModelError as error:
@@ -367,8 +352,6 @@ def _check_after_update(model_file: ModelFile, bundle: Bundle) -> None:
     Raises:
         ModelError: it does, but stages have a constant in its place.
     """
-    if bundle.proof != "values" or not model_file.has("after_update"):
-        return
     model = model_file.build()  # the newest one, to which variables of model.py refer
     inputs = model_file.example_inputs(min(bundle.batch_size, _VERIFIED_SAMPLES))
     if tried(partial(_after_update_changes_outputs, model_file, model, inputs), model.parameters()):
@@ -387,19 +370,22 @@ def _after_update_changes_outputs(model_file: ModelFile, model: nn.Module, input
     """
     outputs = partial(outputs_in_both_modes, model, inputs)
     with suppress(ModelFailedError):  # such as a minibatch that is too small
-        state = {name: tensor.clone() for name, tensor in registered_state(model).items()}
-        before = outputs()
-        copies = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
-        for parameter in copies.values():
-            parameter.grad = torch.zeros_like(parameter)
-        with suppress(Exception):  # the proof of the update tells
-            for update in range(1, TRIED_UPDATES + 1):
-                model_file.after_update(list(copies.items()), update)
-        with torch.no_grad():
-            for name, tensor in registered_state(model).items():
-                tensor.copy_(state[name])
+        with state_kept(model):
+            before = outputs()
+            parameters = _copied_parameters(model)
+            with suppress(Exception):  # the proof of the update tells
+                for update in range(1, TRIED_UPDATES + 1):
+                    model_file.after_update(parameters, update)
         return not has_same_content(before, outputs())
     return False
+
+
+def _copied_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Copies of the model's parameters, by name, with gradients of zero."""
+    copies = [(name, nn.Parameter(p.detach().clone(), p.requires_grad)) for name, p in model.named_parameters()]
+    for _, copied in copies:
+        copied.grad = torch.zeros_like(copied)
+    return copies
 
 
 def _check_repeated_calls(model_file: ModelFile, bundle: Bundle) -> None:
@@ -410,9 +396,7 @@ def _check_repeated_calls(model_file: ModelFile, bundle: Bundle) -> None:
     Raises:
         ModelError: the loss, the metrics or the learning rate depends on the number of calls.
     """
-    if bundle.proof != "values" or not any(map(model_file.has, _COMPUTED_AFTER)):
-        return
-    if not all(map(model_file.has, ("loss", "dataset", "optimizer"))):
+    if not any(map(model_file.has, _COMPUTED_AFTER)):
         return
     seen: list[dict[str, Any]] = []
     with suppress(Exception):  # of user code; others tell
@@ -437,9 +421,7 @@ def _seen_after_updates(
     model_file: ModelFile, model: nn.Module, output: Any, target: Any, calls: int
 ) -> dict[str, Any]:
     """Return loss and metrics of an output, and the learning rates, after updates with so many calls in each."""
-    parameters = [(name, nn.Parameter(p.detach().clone(), p.requires_grad)) for name, p in model.named_parameters()]
-    for _, parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+    parameters = _copied_parameters(model)
     optimizers = [model_file.optimizer(parameters) for _ in range(calls)]
     schedulers = [model_file.scheduler(optimizer, TRIED_UPDATES) for optimizer in optimizers]
     figures, rates = [], []

@@ -7,7 +7,7 @@ their graph, each stage has weights of its own, and no stage sets an attribute.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.operators import registered_state
 from pdtool.frontend.trial import tried
-from pdtool.generator.composed import compose, copy_state, load_stages
+from pdtool.generator.composed import compose, copy_state, load_stages, state_kept
 from pdtool.generator.kept_state import has_same_content
 from pdtool.generator.verify import repeatable
 
@@ -29,7 +29,7 @@ _Sight = tuple[str, Literal["graph", "model"]]  # a function, and what it sees
 
 
 def check_outputs_only(model_file: ModelFile, bundle: Bundle, texts: Mapping[str, str], outputs: int | None) -> None:
-    """Check loss() and metrics(), unless neither can see more.
+    """Check loss() and metrics() on the training set, unless neither can see more.
 
     Args:
         texts: texts of the stage files, by name.
@@ -40,8 +40,7 @@ def check_outputs_only(model_file: ModelFile, bundle: Bundle, texts: Mapping[str
     """
     may_see_graph = outputs != 1 and len(bundle.stages) > 1
     may_see_model = any(map(_has_tensors, vars(model_file.module).values()))
-    is_complete = bundle.proof == "values" and all(map(model_file.has, ("loss", "dataset")))
-    if not is_complete or not (may_see_graph or may_see_model):
+    if not (may_see_graph or may_see_model):
         return
     seen = None
     with suppress(Exception):  # of user code; others tell
@@ -81,7 +80,21 @@ def _seen(
     stages = load_stages(texts, bundle, build=model_file.build)
     model = model_file.build()  # the newest one, to which variables of model.py refer
     copy_state(model, stages, bundle)
-    figures = partial(_figures, model_file, bundle, stages, inputs, target)
+
+    def output(*, training: bool, cuts_graph: bool) -> Any:
+        for stage in stages:
+            stage.train(training)
+        return compose(stages, bundle, inputs.map(torch.clone).tensors, cuts_graph=cuts_graph)
+
+    def figures(*, cuts_graph: bool) -> dict[str, Any]:
+        """The loss of the minibatch in training, and its metrics in evaluation unless metrics() raises."""
+        with repeatable(), state_kept(*stages):
+            loss = float(model_file.loss(output(training=True, cuts_graph=cuts_graph), target).detach())
+            found: dict[str, Any] = {"loss": loss}
+            with torch.no_grad(), suppress(Exception):
+                found["metrics"] = model_file.metrics(output(training=False, cuts_graph=cuts_graph), target)
+        return found
+
     connected, again = figures(cuts_graph=False), figures(cuts_graph=False)
     if not has_same_content(connected, again):
         return None  # it draws random numbers of its own, or counts its calls
@@ -99,36 +112,6 @@ def _seen(
 def _different(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
     """Return the first function whose values differ."""
     return next((name for name, values in before.items() if not has_same_content(values, after.get(name))), None)
-
-
-def _figures(
-    model_file: ModelFile,
-    bundle: Bundle,
-    stages: Sequence[nn.Module],
-    inputs: ModelInputs,
-    target: Any,
-    *,
-    cuts_graph: bool,
-) -> dict[str, Any]:
-    """Return the loss of a minibatch in training, and its metrics in evaluation unless metrics() raises; the stages'
-    state stays as it is."""
-    with torch.no_grad():
-        before = [{name: t.clone() for name, t in registered_state(stage).items()} for stage in stages]
-
-    def output(training: bool) -> Any:
-        for stage in stages:
-            stage.train(training)
-        return compose(stages, bundle, inputs.map(torch.clone).tensors, cuts_graph=cuts_graph)
-
-    with repeatable():
-        figures: dict[str, Any] = {"loss": float(model_file.loss(output(True), target).detach())}
-        with torch.no_grad():
-            with suppress(Exception):
-                figures["metrics"] = model_file.metrics(output(False), target)
-            for stage, state in zip(stages, before, strict=True):
-                for name, tensor in registered_state(stage).items():
-                    tensor.copy_(state[name])
-    return figures
 
 
 def _change_as_training_does(model: nn.Module, inputs: ModelInputs, *, with_state: bool) -> None:

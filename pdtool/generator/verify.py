@@ -147,9 +147,8 @@ def _differ_for(inputs: ModelInputs, model: nn.Module, stages: Sequence[nn.Modul
 def _model_and_stages(
     build: Callable[[], nn.Module], texts: Mapping[str, str], bundle: Bundle
 ) -> tuple[nn.Module, list[nn.Module]]:
-    """Make the model and stages with the same state; opaque modules of both draw the same random numbers."""
+    """Make the model and stages; opaque modules of both draw the same random numbers."""
     model, stages = build(), load_stages(texts, bundle, build=build)
-    copy_state(model, stages, bundle)
     for stage, spec in zip(stages, bundle.stages, strict=True):
         _seed_by_path(model, spec.opaque)
         _seed_by_path(stage, spec.opaque)

@@ -176,14 +176,39 @@ class Evaluator:
             recompute=tuple(recompute),
             execution=execution,
         )
-        cost = _plan_cost(model, loads, placement, tied_bytes(self.profile, placement.stages))
-        return Candidate(placement=placement, cost=cost)
+        return Candidate(placement=placement, cost=self.cost(placement))
 
     def cost(self, placement: Placement) -> PlanCost:
         """Return the cost of a placement as it is."""
         model = self.model_of(placement.workers, placement.execution)
         loads, tied = stage_loads(self.profile, placement.stages), tied_bytes(self.profile, placement.stages)
-        return _plan_cost(model, loads, placement, tied)
+        shape = placement.shape(tied)
+        compute_s, allreduce_s, stage_s, passes_s = [], [], [], []
+        memory_bytes, searched_memory_bytes = [], []
+        for s, load in enumerate(loads):
+            replicas, w, twice = placement.replicas_per_copy[s], placement.in_flight[s], placement.recompute[s]
+            members = members_of(model.cluster, placement.workers[s])
+            passes_s.append(load.forward_s * (1 + twice) + load.backward_s)
+            compute_s.append(float(model.compute_s(load, replicas, twice)))
+            allreduce_s.append(float(model.allreduce_s(load, replicas, members)))
+            stage_s.append(float(model.stage_s(load, replicas, compute_s[s], allreduce_s[s])))
+            memory_bytes.append(int(model.memory(load, twice).peak_bytes(shape.versions(s), w)))
+            searched_memory_bytes.append(int(model.memory_bytes(load, replicas, w, twice)))
+        remaining_s = np.cumsum(passes_s[::-1])[::-1].tolist()
+        in_flight = [w * count for w, count in zip(placement.in_flight, placement.replicas, strict=True)]
+        round_trip_s = tuple(time_s / w for time_s, w in zip(remaining_s, in_flight, strict=True))
+        return PlanCost(
+            compute_s=tuple(compute_s),
+            allreduce_s=tuple(allreduce_s),
+            transfer_s=tuple(_transfers_s(model, loads, placement)),
+            stage_s=tuple(stage_s),
+            round_trip_s=() if model.execution.kind.flushes or not model.execution.is_pipelined else round_trip_s,
+            memory_bytes=tuple(memory_bytes),
+            searched_memory_bytes=tuple(searched_memory_bytes),
+            traffic_bytes=_traffic_bytes(loads, placement, tied),
+            flush_factor=model.flush_factor(len(loads)),
+            is_pipelined=model.execution.is_pipelined,
+        )
 
     def with_in_flight(self, candidate: Candidate, in_flight: Sequence[int]) -> Candidate:
         """Return the same plan with other numbers of minibatches in flight."""
@@ -202,38 +227,6 @@ class Evaluator:
 def samples_per_update(placement: Placement, profile: Profile) -> int:
     """Return the samples whose gradients one update averages, at the stage with the most."""
     return profile.batch_size * max(placement.shape(tied_bytes(profile, placement.stages)).update_every)
-
-
-def _plan_cost(
-    model: CostModel, loads: Sequence[StageLoad], placement: Placement, tied: Mapping[tuple[int, ...], int]
-) -> PlanCost:
-    shape = placement.shape(tied)
-    compute_s, allreduce_s, stage_s, passes_s = [], [], [], []
-    memory_bytes, searched_memory_bytes = [], []
-    for s, load in enumerate(loads):
-        replicas, w, twice = placement.replicas_per_copy[s], placement.in_flight[s], placement.recompute[s]
-        members = members_of(model.cluster, placement.workers[s])
-        passes_s.append(load.forward_s * (1 + twice) + load.backward_s)
-        compute_s.append(float(model.compute_s(load, replicas, twice)))
-        allreduce_s.append(float(model.allreduce_s(load, replicas, members)))
-        stage_s.append(float(model.stage_s(load, replicas, compute_s[s], allreduce_s[s])))
-        memory_bytes.append(int(model.memory(load, twice).peak_bytes(shape.versions(s), w)))
-        searched_memory_bytes.append(int(model.memory_bytes(load, replicas, w, twice)))
-    remaining_s = np.cumsum(passes_s[::-1])[::-1].tolist()
-    in_flight = [w * count for w, count in zip(placement.in_flight, placement.replicas, strict=True)]
-    round_trip_s = tuple(time_s / w for time_s, w in zip(remaining_s, in_flight, strict=True))
-    return PlanCost(
-        compute_s=tuple(compute_s),
-        allreduce_s=tuple(allreduce_s),
-        transfer_s=tuple(_transfers_s(model, loads, placement)),
-        stage_s=tuple(stage_s),
-        round_trip_s=() if model.execution.kind.flushes or not model.execution.is_pipelined else round_trip_s,
-        memory_bytes=tuple(memory_bytes),
-        searched_memory_bytes=tuple(searched_memory_bytes),
-        traffic_bytes=_traffic_bytes(loads, placement, tied),
-        flush_factor=model.flush_factor(len(loads)),
-        is_pipelined=model.execution.is_pipelined,
-    )
 
 
 def _transfers_s(model: CostModel, loads: Sequence[StageLoad], placement: Placement) -> list[float]:

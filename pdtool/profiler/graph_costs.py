@@ -217,7 +217,14 @@ def constraints(file: ModelFile, traced: Traced, profile: Profile) -> dict[str, 
     """
 
     def nodes_of(path: str) -> tuple[str, ...]:
-        return _nodes_of(file, traced, profile, path)
+        names = profile.graph.expand([path])
+        if names == [path] and path not in profile.by_name:
+            modules = dict(traced.model.named_modules())
+            if path and path in modules:
+                raise file.error(f"HINTS names {path!r}, but forward computes nothing in it", "leave it out")
+            remedy = unknown_module_remedy(path, modules)
+            raise file.error(f"HINTS names {path!r}, but the model has no such module", remedy)
+        return tuple(names)
 
     together = [*traced.together, *_made_of_parameters(profile), *map(nodes_of, file.hints.no_split)]
     pin = {name: stage for path, stage in file.hints.pin.items() for name in nodes_of(path)}
@@ -235,17 +242,6 @@ def _made_of_parameters(profile: Profile) -> Iterator[tuple[str, ...]]:
             from_parameters.add(node.name)
     users_of = profile.graph.consumers.items()
     yield from ((name, *users) for name, users in users_of if name in from_parameters and len(users) == 1)
-
-
-def _nodes_of(file: ModelFile, traced: Traced, profile: Profile, path: str) -> tuple[str, ...]:
-    names = profile.graph.expand([path])
-    if names == [path] and path not in profile.by_name:
-        modules = dict(traced.model.named_modules())
-        if path and path in modules:
-            raise file.error(f"HINTS names {path!r}, but forward computes nothing in it", "leave it out")
-        remedy = unknown_module_remedy(path, modules)
-        raise file.error(f"HINTS names {path!r}, but the model has no such module", remedy)
-    return tuple(names)
 
 
 @contextmanager

@@ -359,12 +359,9 @@ def _held_on_host(device: torch.device) -> int:
 
 
 def measure_loading_s(model_file: ModelFile, batch_size: int) -> float | None:
-    """Return the median seconds of loading a minibatch with one thread, as a loader worker does.
+    """Return the median seconds of loading a minibatch with one thread, as a loader worker does; raises ModelError.
 
     None without dataset(), and for a stream that ends before a minibatch is full.
-
-    Raises:
-        ModelError: the dataset or one of its samples cannot be read.
     """
     if not model_file.has("dataset"):
         return None

@@ -191,13 +191,10 @@ class ProcessGroups:
 
 
 def make_process_groups(config: RunConfig, device: torch.device) -> ProcessGroups:
-    """Make all groups except those of routes (messages/distributed.py).
+    """Make all groups except those of routes (messages/distributed.py); raises PeerError.
 
     Args:
         device: where this worker computes.
-
-    Raises:
-        PeerError: a worker does not come.
     """
     plan, timeout = config.plan, timedelta(seconds=config.timeout_s)
     ranks = {assignment.worker: assignment.rank for assignment in assign_ranks(plan)}

@@ -155,14 +155,6 @@ def _one_f_one_b(stage: int, rounds: Iterable[Round], in_flight: int) -> Iterato
             yield Action(stage, ActionKind.UPDATE, number)
 
 
-def _in_flight_1f1b(r: Number, u: Number, m: int, p: int, v: int) -> Number:
-    """Return u / r, rounded up: it keeps every later worker busy (PipeDream, SOSP'19, section 3.2).
-
-    At the input stage this is NOAM.
-    """
-    return ceil_div(u, r)
-
-
 def _in_flight_of_update(r: Number, u: Number, m: int, p: int, v: int) -> Number:
     """Return all that a replica computes in one update."""
     return v * ceil_div(m, r)
@@ -176,7 +168,8 @@ ONE_F_ONE_B = ScheduleKind(
     name="1f1b",
     policies=(STASH, VERTICAL_SYNC, NONE),
     actions=lambda shape, stage, rounds: _one_f_one_b(stage, rounds, shape.in_flight[stage]),
-    in_flight=_in_flight_1f1b,
+    # It keeps every later worker busy (PipeDream, SOSP'19, section 3.2); at the input stage this is NOAM.
+    in_flight=lambda r, u, m, p, v: ceil_div(u, r),
     deepening=lambda s, p: (p - 1 - s) / max(1, p - 1),  # the last stage sends each gradient at once
 )
 ONE_F_ONE_B_FLUSH = replace(ONE_F_ONE_B, name="1f1b-flush", policies=(FLUSH,), in_flight=_in_flight_1f1b_flush)

@@ -23,18 +23,6 @@ from dataclasses import dataclass
 from pdtool.schedule.shape import PipelineShape
 
 
-def _all_workers(workers: int, max_stages: int) -> Sequence[int]:
-    return [workers]
-
-
-def _longest(workers: int, max_stages: int) -> Sequence[int]:
-    return [min(workers, max_stages)]
-
-
-def _any_length(workers: int, max_stages: int) -> Sequence[int]:
-    return range(2, min(workers, max_stages) + 1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """What defines the plans of a strategy.
@@ -65,7 +53,7 @@ class Strategy:
     schedule: str | None = None
     fixes_updates: bool = False
     is_straight: bool = False
-    depths: Callable[[int, int], Sequence[int]] = _all_workers
+    depths: Callable[[int, int], Sequence[int]] = lambda workers, max_stages: [workers]
     min_workers: int = 1
     min_stages: int = 1
     is_pipelined: bool = True
@@ -101,7 +89,7 @@ _ALL = (
         schedule="1f1b",
         fixes_updates=True,
         is_straight=True,
-        depths=_longest,
+        depths=lambda workers, max_stages: [min(workers, max_stages)],
         min_workers=2,
         min_stages=2,
         is_pipelined=False,
@@ -109,7 +97,13 @@ _ALL = (
         keeps_rule=lambda shape: set(shape.replicas) == {1} == set(shape.in_flight),
     ),
     Strategy(  # more stages take longer to fill and drain
-        name="gpipe", label="GPipe", schedule="gpipe", is_straight=True, depths=_any_length, min_workers=2, min_stages=2
+        name="gpipe",
+        label="GPipe",
+        schedule="gpipe",
+        is_straight=True,
+        depths=lambda workers, max_stages: range(2, min(workers, max_stages) + 1),
+        min_workers=2,
+        min_stages=2,
     ),
     Strategy(
         name="hybrid",

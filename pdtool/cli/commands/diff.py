@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -43,16 +42,14 @@ _IN_WORDS = {
     "measured.bottleneck_s": "time, measured",
     "measured.throughput_samples_per_s": "samples/s, measured",
 }
-_OF_STAGE = r"(?P<what>stage)s\[(?P<number>\d+)\]\.(?P<name>\w+)"
-_OF_LEVEL = r"cluster\.(?P<what>level)s\[(?P<number>\d+)\]\.(?P<name>\w+)"
-_LISTED = r"predicted\.(?P<name>\w+)\[(?P<number>\d+)\]"
-_WRITERS = {  # unit of a figure, by the end of its field; the first match
+_WRITERS = {  # unit of a figure, by the end of its name; the first match
     "_samples_per_s": format_number,
     "_bytes_per_s": format_rate,
     "_bytes": format_bytes,
     "_s": format_seconds,
 }
 _ROUNDING = 1e-9  # sums taken in another order differ in the last digits
+_Path = tuple[str | int, ...]  # names, and numbers in lists: ("stages", 0, "in_flight")
 
 
 @command(
@@ -83,8 +80,8 @@ def diff(ctx: click.Context, first: str, second: str, exit_code: bool, as_json: 
     is_same = not found and not moved
     if as_json:
         data = {"kind": a.KIND, "a": first, "b": second, "is_same": is_same}
-        data |= {"differences": [{**asdict(one), "change": one.change} for one in found]}
-        print_data(data | {"moved": [asdict(one) for one in moved]})
+        data |= {"differences": [one.as_data() for one in found], "moved": [asdict(one) for one in moved]}
+        print_data(data)
     else:
         show(f"A: {first}{_config(a)}", f"B: {second}{_config(b)}", *_view(found, moved), err=False)
     if exit_code and not is_same:
@@ -128,8 +125,8 @@ def _view(found: list[FieldDifference], moved: list[MovedOperators]) -> Lines:
     """Show the fields that differ, only the largest changes of many operators, and the operators that moved."""
     from pdtool.cli.table import Table, abbreviated
 
-    operators = _largest_first([one for one in found if one.field.startswith("operators.")])
-    others = [one for one in found if one not in operators and not one.is_of_one_alone]
+    operators = _largest_first([one for one in found if one.is_of_operator])
+    others = [one for one in found if not one.is_of_operator and not one.is_of_one_alone]
     listed = others + operators[:_MAX_OPERATORS]
     if not found and not moved:
         yield "no difference"
@@ -147,12 +144,12 @@ def _largest_first(operators: Sequence[FieldDifference]) -> list[FieldDifference
     bytes. One that is missing in a profile differs most."""
     totals: defaultdict[str, float] = defaultdict(float)
     for one in operators:
-        totals[one.kind] += sum(abs(value) for value in one.numbers)
+        totals[one.name] += sum(abs(value) for value in one.numbers)
 
     def share(one: FieldDifference) -> float:
         if len(one.numbers) < 2:
             return math.inf
-        return abs(one.numbers[0] - one.numbers[1]) / totals[one.kind]
+        return abs(one.numbers[0] - one.numbers[1]) / totals[one.name]
 
     return sorted(operators, key=share, reverse=True)
 
@@ -166,19 +163,34 @@ class FieldDifference:
     """A field that differs.
 
     Attributes:
-        field: its name, as `stages[0].in_flight`.
+        path: where it is in the artifact.
         first, second: its values; None if an artifact does not have it.
     """
 
-    field: str
+    path: _Path
     first: Any
     second: Any
+
+    @property
+    def field(self) -> str:
+        """The path as text: `stages[0].in_flight`."""
+        return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.path).removeprefix(".")
+
+    @property
+    def name(self) -> str:
+        """The last name in the path, which shows the unit: `forward_s`."""
+        return next(part for part in reversed(self.path) if isinstance(part, str))
+
+    @property
+    def is_of_operator(self) -> bool:
+        """Whether it is a figure of an operator of a profile."""
+        return self.path[0] == "operators"
 
     @property
     def change(self) -> float | None:
         """By which fraction the second figure is larger than the first; None for counts, and from zero."""
         values = (self.first, self.second)
-        is_figure = any(type(value) is float for value in values) or self._name.endswith("_bytes")
+        is_figure = any(type(value) is float for value in values) or self.name.endswith("_bytes")
         if not is_figure or not all(type(value) in (int, float) for value in values) or self.first <= 0:
             return None
         return float(self.second / self.first - 1)
@@ -189,32 +201,30 @@ class FieldDifference:
         return [value for value in (self.first, self.second) if type(value) in (int, float)]
 
     @property
-    def kind(self) -> str:
-        """The field without the operator that it belongs to: `forward_s`."""
-        return self._name.rpartition(".")[2]
-
-    @property
     def label(self) -> str:
         """The field in words: `stage 0 in flight`, `stage 0 memory`."""
-        if self.field in _IN_WORDS:
-            return _IN_WORDS[self.field]
-        if found := re.fullmatch(_OF_STAGE, self.field) or re.fullmatch(_OF_LEVEL, self.field):
-            return f"{found['what']} {found['number']} {_without_unit(found['name'])}"
-        if found := re.fullmatch(_LISTED, self.field):
-            return f"stage {found['number']} {_without_unit(found['name'])}"
-        return _without_unit(self.field.replace(".", " "))
+        part = self._part
+        return _IN_WORDS.get(self.field) or _without_unit(f"{part} {self.name}" if part else self.field)
 
     @property
     def is_of_one_alone(self) -> bool:
         """True if only one artifact has the field, and its value there is empty or zero: no replicas to average
         gradients with, no latency."""
-        is_of_part = any(re.fullmatch(pattern, self.field) for pattern in (_OF_STAGE, _OF_LEVEL, _LISTED))
-        return is_of_part and None in (self.first, self.second) and not (self.first or self.second)
+        return bool(self._part) and None in (self.first, self.second) and not (self.first or self.second)
 
     @property
-    def _name(self) -> str:
-        """The last name in the field, which shows the unit."""
-        return self.field.rpartition("[")[0] if self.field.endswith("]") else self.field
+    def _part(self) -> str:
+        """The stage or level that the field belongs to; "" if none."""
+        match self.path:
+            case ("stages", int(stage), _) | ("predicted", _, int(stage)):
+                return f"stage {stage}"
+            case "cluster", "levels", int(level), _:
+                return f"level {level}"
+        return ""
+
+    def as_data(self) -> dict[str, Any]:
+        """What --json prints of it."""
+        return {"field": self.field, "first": self.first, "second": self.second, "change": self.change}
 
     def written(self, value: Any) -> str:
         """A value of the field, with its unit."""
@@ -227,7 +237,7 @@ class FieldDifference:
         if type(value) not in (int, float):
             return str(value)
         for suffix, write in _WRITERS.items():
-            if self._name.endswith(suffix):
+            if self.name.endswith(suffix):
                 return write(value)
         return format_number(value) if isinstance(value, float) else str(value)
 
@@ -247,9 +257,9 @@ def differences(first: Artifact, second: Artifact) -> list[FieldDifference]:
     Leave out names, digests and reasons, and for plans the operators of the stages (see `moved_operators`).
     """
     values = [dict(_fields(_content(artifact))) for artifact in (first, second)]
-    parts = list(type(first).model_fields)
-    fields = sorted({**values[0], **values[1]}, key=lambda field: _position(field, parts))
-    found = (FieldDifference(field=field, first=values[0].get(field), second=values[1].get(field)) for field in fields)
+    order = {part: position for position, part in enumerate(type(first).model_fields)}
+    paths = sorted({**values[0], **values[1]}, key=lambda path: order.get(str(path[0]), len(order)))
+    found = (FieldDifference(path=path, first=values[0].get(path), second=values[1].get(path)) for path in paths)
     return [difference for difference in found if not _is_same(difference.first, difference.second)]
 
 
@@ -271,7 +281,7 @@ def moved_operators(first: Plan, second: Plan, profile: Profile | None) -> list[
 def _without_unit(name: str) -> str:
     for suffix in ("_bytes_per_s", "_bytes", "_s"):
         name = name.removesuffix(suffix)
-    return name.replace("_", " ")
+    return name.translate(str.maketrans("_.", "  "))
 
 
 def _stage_of(plan: Plan, profile: Profile | None) -> dict[str, int]:
@@ -292,24 +302,16 @@ def _content(artifact: Artifact) -> dict[str, Any]:
     return content
 
 
-def _fields(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of each field with a simple value; a list of worker numbers counts as one."""
-    for name, value in content.items():
-        if name in _NOT_COMPARED:
-            continue
-        if isinstance(value, list) and name != "workers":
-            value = {f"[{number}]": entry for number, entry in enumerate(value)}
-        where = f"{prefix}{name}" if name.startswith("[") or not prefix else f"{prefix}.{name}"
-        if isinstance(value, Mapping):
-            yield from _fields(value, where)
-        else:
-            yield where, value
-
-
-def _position(field: str, parts: Sequence[str]) -> int:
-    """Return the position of a field's part in the artifact."""
-    part = re.split(r"[.\[]", field)[0]
-    return parts.index(part) if part in parts else len(parts)
+def _fields(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
+    """Yield (path, value) of each field with a simple value; a list of worker numbers counts as one."""
+    if isinstance(value, list) and path[-1] != "workers":
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            if name not in _NOT_COMPARED:
+                yield from _fields(entry, (*path, name))
+    else:
+        yield path, value
 
 
 def _is_same(first: Any, second: Any) -> bool:

@@ -173,13 +173,10 @@ def _profile(context: click.Context, ref: ModelRef, path: str, workers: int) -> 
 
 
 def _partition(context: click.Context, profile_path: str, path: str) -> str:
-    """Return the path of a profile's plan; make it if it is missing.
+    """Return the path of a profile's plan; make it if it is missing. Raises StaleError or ArtifactError.
 
     Args:
         path: its path, unless a plan with other options is there.
-
-    Raises:
-        StaleError, ArtifactError: see `why_plan_not_reused`.
     """
     from pdtool.api.console import muted
     from pdtool.api.planning import PlanRequest

@@ -251,13 +251,11 @@ def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, opt
 def _fitting(plan_within: Callable[[int | None], Plan], search: PlanSearch) -> Plan:
     """Search with less and less memory until the plan fits under its own schedule, which may need more than the one
     that was searched under. Last, search with the least that any plan needs, so that what a refusal asks for is enough.
+    Raises NoPlanError.
 
     Args:
         plan_within: returns the plan from a search with so many bytes on each worker; None: without a limit.
         search: under the other schedule.
-
-    Raises:
-        NoPlanError: none fits.
     """
     memory_bytes = search.cluster.memory_bytes
     try:

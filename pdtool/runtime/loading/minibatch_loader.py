@@ -77,11 +77,8 @@ class MinibatchLoader:
         return self._described
 
     def try_first_minibatch(self, batch_size: int) -> None:
-        """Load the first minibatch of the described validation set, so that its errors do not come after an epoch.
-
-        Raises:
-            ModelError: see `load`.
-        """
+        """Load the first minibatch of the described validation set, so that its errors do not come after an epoch;
+        raises ModelError."""
         samples = self._described.samples if self._described else None
         self.load(range(min(batch_size, samples or batch_size)), 0, VALIDATION_PASS)
         self._stream.close()

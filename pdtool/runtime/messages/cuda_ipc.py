@@ -162,7 +162,7 @@ def share_device_memory(
     world: Any,
     device: torch.device,
 ) -> tuple[set[int], dict[int, DeviceMemory]]:
-    """Share memory of GPUs with the workers of this machine; all workers call it together.
+    """Share memory of GPUs with the workers of this machine; all workers call it together. Raises PeerError.
 
     1. The receiver of each route allocates its slots, and exports them with its events.
     2. The sender maps them, exports its own events, and writes a first message.
@@ -180,9 +180,6 @@ def share_device_memory(
 
     Returns:
         The numbers of all routes that share memory of a GPU, and that of those that begin or end at this worker.
-
-    Raises:
-        PeerError: a worker does not come.
     """
     here = _RouteEnds(shared, layouts, device)
     received, sent = [r for r in routes if r.receiver == rank], [r for r in routes if r.sender == rank]

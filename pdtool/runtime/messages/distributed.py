@@ -28,12 +28,9 @@ _MAX_BLOCKS = 4  # blocks of a kernel that sends or receives; some 20 GB/s each,
 
 
 def make_gloo_groups(routes: Sequence[Route], timeout_s: float) -> Mapping[int, Any]:
-    """Return the gloo group of each of these routes, by its number; all workers call it together.
+    """Return the gloo group of each of these routes, by its number; all workers call it together. Raises PeerError.
 
     There is one for each direction, because two ranks that send to each other on one group take turns.
-
-    Raises:
-        PeerError: a worker does not come.
     """
     timeout = timedelta(seconds=timeout_s)
     with PeerErrorContext("the process groups between stages could not be made"):
@@ -43,13 +40,10 @@ def make_gloo_groups(routes: Sequence[Route], timeout_s: float) -> Mapping[int, 
 
 
 def make_nccl_groups(routes: Sequence[Route], timeout_s: float, device: torch.device) -> Mapping[int, Any]:
-    """Return the NCCL group of each of these routes, by its number; all workers call it together.
+    """Return the NCCL group of each of these routes, by its number; all workers call it together. Raises PeerError.
 
     NCCL's messages have no tags, so each route has a group of its own. Each group is used once here, because the first
     message makes both hosts wait for each other. All workers go through the routes in the same order.
-
-    Raises:
-        PeerError: a worker does not come.
     """
     timeout, groups = timedelta(seconds=timeout_s), {}
     for route in routes:

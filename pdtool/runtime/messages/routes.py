@@ -245,11 +245,9 @@ class Sender(Protocol):
 
     def send(self, minibatch: int, parts: Sequence[Tensor]) -> int:
         """Start sending the parts from `Route.pack`, which must not change afterwards; return the bytes that travel.
+        Raises PeerError.
 
         Convert each part to its dtype in `Route.dtypes`.
-
-        Raises:
-            PeerError: the receiver is lost.
         """
 
     def flush(self) -> None:

@@ -80,7 +80,7 @@ class SharedMemoryReceiver(SlotReceiver):
 def share_memory(
     routes: Sequence[Route], rank: int, world: Any, layouts: Mapping[int, SlotLayout], timeout_s: float
 ) -> tuple[set[int], dict[int, SharedMemory]]:
-    """Share memory with the workers of this machine; all workers call it together.
+    """Share memory with the workers of this machine; all workers call it together. Raises PeerError.
 
     1. All workers exchange their places, and the name of the socket that each listens on. It is an abstract name: it
        leaves no file and is visible in one network namespace only, so that containers do not share memory by mistake.
@@ -95,9 +95,6 @@ def share_memory(
 
     Returns:
         The numbers of all routes that share memory, and the memory of routes that begin or end at this worker.
-
-    Raises:
-        PeerError: a worker does not come.
     """
     machine = machine_id()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:

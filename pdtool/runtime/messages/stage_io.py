@@ -100,13 +100,11 @@ class StageIO:
 
     def receive_inputs(self, minibatch: int) -> tuple[list[Tensor], Any]:
         """Receive the inputs of the stage's module, or load them at the first stage; at the last one also the target.
+        Raises PeerError.
 
         Returns:
             The module's inputs, [samples, ...] each, with requires_grad if the stage before needs a gradient; and at
             the last stage the target in the form for the user's loss, else None.
-
-        Raises:
-            PeerError: the worker of another stage is lost.
         """
         received = self._receive(self._forward, minibatch)
         by_name = {edge.name: tensor.requires_grad_(edge.tensor.gradient) for edge, tensor in received}

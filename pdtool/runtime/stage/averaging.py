@@ -76,7 +76,7 @@ class ReplicaAverager:
                 self._start_bucket()
 
     def average_gradients(self, weight: float, loss: RoundLoss | None) -> RoundLoss | None:
-        """Replace each gradient, a sum over samples, by its mean over the samples of all replicas.
+        """Replace each gradient, a sum over samples, by its mean over the samples of all replicas; raises PeerError.
 
         If no replica has a gradient for a parameter, it keeps none, so that the optimizer leaves it alone.
 
@@ -86,9 +86,6 @@ class ReplicaAverager:
 
         Returns:
             The loss, summed over the replicas.
-
-        Raises:
-            PeerError: another replica did not answer.
         """
         if self._group:
             losses = [loss.total, loss.weight] if loss else [0.0, 0.0]

@@ -240,10 +240,7 @@ class StageReplica:
 
     def _check_trained(self) -> None:
         """Check that all parameters trained now can be: no stage has the whole gradient of one that several hold.
-
-        Raises:
-            FieldError: one cannot be.
-        """
+        Raises FieldError."""
         tied = {id(tied.parameter) for tied in self.tied}
         for name, parameter in self.stage.weights.parameters.items():
             if parameter._backward_hooks and id(parameter) in tied:

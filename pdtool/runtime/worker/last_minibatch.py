@@ -57,13 +57,11 @@ def check_last_minibatch(modules: Mapping[int, nn.Module], bundle: Bundle, sampl
 
 
 def check_single_samples(bundle: Bundle, trained: int, validated: int) -> None:
-    """Check that no minibatch has one sample if codegen has found that the stages differ from the model for it.
+    """Check that no minibatch has one sample if codegen has found that the stages differ from the model for it; raises
+    ModelError.
 
     Args:
         trained, validated: samples of an epoch, and of a validation.
-
-    Raises:
-        ModelError: one has.
     """
     size = bundle.batch_size
     for samples, where, leave_out in (

@@ -183,10 +183,7 @@ def load_stage_module(
 
 def _check_outputs(bundle: Bundle, path: str, module: nn.Module, args: object, output: Any) -> None:
     """Hook of an opaque module: refuse sizes that differ from the trace's, which the stage may have as constants.
-
-    Raises:
-        ModelError: they differ.
-    """
+    Raises ModelError."""
     shapes = [tuple(tensor.shape) for tensor in tensors_in(output)]
     if not bundle.fits_opaque(path, shapes):
         traced = ", ".join(str([*shape]).replace("'", "") for shape in bundle.opaque_outputs[path][0])
@@ -220,7 +217,8 @@ def _description(value: Tensor | None) -> str:
 
 
 def equalize_weights(built: WorkerModel, bundle: Bundle, stages: Iterable[int], groups: ProcessGroups) -> list[str]:
-    """Give parameters and buffers that differ between copies the values of the first worker that holds them.
+    """Give parameters and buffers that differ between copies the values of the first worker that holds them; raises
+    PeerError.
 
     The seeds of torch, numpy and Python make copies equal, unless model() draws from another source. Workers compare
     digests, so that only different values travel. All workers call it together, before any forward, which may change
@@ -232,9 +230,6 @@ def equalize_weights(built: WorkerModel, bundle: Bundle, stages: Iterable[int], 
 
     Returns:
         On every worker, the names of all tensors that differed anywhere.
-
-    Raises:
-        PeerError: a worker is lost.
     """
     state, first_names = named_state(built.model), built.first_names
     names_of = [{first_names.get(n, n): n for n in (*stage.parameters, *stage.buffers)} for stage in bundle.stages]
