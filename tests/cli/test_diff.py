@@ -113,6 +113,9 @@ def test_profiles_runs_and_what_cannot_be_compared(plans):
     assert len(found) == 2 + 1, found
     samples.report().save("report.json")
     samples.report().model_copy(update={"metrics": {"loss": 0.5, "accuracy": 0.5}}).save("other.json")
+    for value in (1.0, 2.0):  # a name that is left out elsewhere
+        samples.report().model_copy(update={"metrics": {"proof": value}}).save(f"proof{value}.json")
+    assert "metrics proof" in plans.pdtool("diff", "proof1.0.json", "proof2.0.json").stdout
     assert rows(plans.pdtool("diff", "report.json", "other.json").stdout)["metrics loss"] == ("0.25", "0.5", "+100.0%")
     stderr = plans.pdtool("diff", "a.yaml", "first.json", code=2).stderr
     assert "a.yaml is a plan and first.json a profile; name two files of the same kind" in stderr

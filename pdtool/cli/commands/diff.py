@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _MAX_OPERATORS = 12  # listed operators of two profiles
 _NOT_COMPARED = {"format", "tool_version", "digests", "sha256", "name", "asked", "why", "nodes", "plan_sha256", "proof"}
+_WITH_OWN_NAMES = {"operators", "metrics", "settings"}  # whose entries are named by the user
 # Words for figures whose names say too little.
 _IN_WORDS = {
     "predicted.bottleneck_s": "time by the formulas",
@@ -308,7 +309,7 @@ def _fields(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
         value = dict(enumerate(value))
     if isinstance(value, Mapping):
         for name, entry in value.items():
-            if name not in _NOT_COMPARED:
+            if name not in _NOT_COMPARED or (path and path[-1] in _WITH_OWN_NAMES):
                 yield from _fields(entry, (*path, name))
     else:
         yield path, value
