@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from enum import Enum
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import pdtool
@@ -94,6 +96,9 @@ def test_what_init_says_can_be_typed(folder):
         (lambda: pdtool.simulate(PLAN, against=["gpip"]), "did you mean gpipe?"),
         (lambda: pdtool.simulate(PLAN, bandwidths=[float("nan")]), "bandwidth nan is not a rate"),
         (lambda: pdtool.run(PLAN, settings={"width": None}), "setting width=None is not a str, number or bool"),
+        (lambda: pdtool.run(PLAN, settings={"width=8": 2}), "'width=8' is not the name of a setting"),
+        (lambda: pdtool.run(PLAN, settings={3: 8}), "3 is not the name of a setting"),
+        (lambda: pdtool.run(PLAN, settings={"width": np.float64("nan")}), "width=np.float64(nan) is not a str, number"),
         (lambda: pdtool.run(PLAN, settings=["width=8"]), "is not a dict of names and values"),
         (lambda: pdtool.run(PLAN, precision=["bf16"]), "precision=['bf16']: ['bf16'] is not one of"),
         (lambda: pdtool.run(PLAN, trust="yes"), "trust='yes' is not True or False"),
@@ -141,3 +146,18 @@ def test_a_setting_in_python_keeps_its_type(value):
 def test_one_rival_in_python_may_be_a_text(road):
     one, several = (pdtool.simulate(PLAN, against=against).comparison for against in ("gpipe", ["gpipe"]))
     assert one == several
+
+
+class Kind(str, Enum):  # noqa: UP042
+    """A text, as argparse and configuration libraries give them."""
+
+    TALL = "tall"
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"), [(np.float64(0.01), 0.01), (np.int64(8), 8), (np.str_("8"), "8"), (Kind.TALL, "tall")]
+)
+def test_a_setting_of_numpy_or_an_enum_is_a_plain_one(value, plain):
+    """A learning rate of np.logspace was the text "np.float64(0.01)", and np.int64(8) was no number."""
+    read = parse_settings(assignments({"name": value}))["name"]
+    assert (read, type(read)) == (plain, type(plain))
