@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import re
 import runpy
 import subprocess
@@ -75,6 +77,8 @@ def test_from_model_to_report(folder, capsys):
     assert simulation.result.time_per_minibatch_s == pytest.approx(plan.predicted.simulated_s)
     assert [point.bandwidth_bytes_per_s for point in simulation.sweep] == [1e8, 1e9]
     assert len(simulation.comparison.plans) == 2
+    assert pickle.loads(pickle.dumps(simulation)) == copy.deepcopy(simulation) == simulation
+    assert len(repr(simulation)) < 3000
     assert all(finding.holds is not False for finding in pdtool.check(plan))
     assert isinstance(pdtool.codegen(plan), Bundle)
     assert [finding.holds for finding in pdtool.check("plans/model-2.yaml", fresh=True)] == [True] * 4
