@@ -132,6 +132,10 @@ def test_errors_are_those_of_the_commands(road):
     for update, said in ({"wire_dtype": "fp7"}, "wire_dtype: "), ({"schedule": "x"}, "schedule: "):
         with pytest.raises(ArtifactError, match=rf"plans/model-2.yaml: {said}"):
             pdtool.simulate(plan.model_copy(update=update))
+    profile = Profile.load("profiles/model.json")
+    with pytest.raises(ArtifactError, match=r"^model: batch_size: it must be 1 or more \(got 0\)$"):
+        pdtool.partition(profile.model_copy(update={"batch_size": 0}), topology="2")
+    assert [*Path("profiles").iterdir()] == [Path("profiles/model.json")], "a wrong profile is not written"
     for wrong in (5, [5]):
         with pytest.raises(UsageError, match=r"against=\[?5\]? is not a list of strategies; write against=\['gpipe'\]"):
             pdtool.simulate(plan, against=wrong)
