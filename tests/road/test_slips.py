@@ -132,6 +132,8 @@ def test_a_wrong_value_in_python_is_named(call, says, road):
         (lambda: pdtool.profile(5), "a path is needed, not an int"),
         (lambda: pdtool.partition(None, topology="2"), "a path is needed, not a NoneType"),
         (lambda: pdtool.partition(Plan.load(PLAN), topology="2"), "a path is needed, not a Plan"),
+        (lambda: pdtool.partition("p.json", topology="2", cost="pipedream"), "'cost'; did you mean cost_model?"),
+        (lambda: pdtool.partition("p.json", global_batch_size=64), "size'; did you mean samples_per_update?"),
         (lambda: pdtool.run(PLAN, dry_run=True), "has no option 'dry_run'"),
         (lambda: pdtool.run(PLAN, output=["runs/a"]), "a path is needed, not a list"),
         (lambda: pdtool.export(None), "a path is needed, not a NoneType"),
