@@ -40,6 +40,9 @@ class PdtoolError(Exception):
     def __str__(self) -> str:
         return f"{self.what}; {self.remedy}" if self.remedy else self.what
 
+    def __repr__(self) -> str:  # not from args: where a worker failed is added to `what` later
+        return f"{type(self).__name__}({self.what!r}, {self.remedy!r})"
+
     @property
     def fields(self) -> dict[str, Any]:
         """The further attributes of its class, by name."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pdtool.api.caller import unchanged_caller
 from pdtool.api.console import note
-from pdtool.api.inputs import Inputs, optional_text, planned
+from pdtool.api.inputs import Inputs, optional_text, planned, strategies_text
 from pdtool.api.training import new_folder, write_stages
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
@@ -80,8 +80,13 @@ def emulate(
         PdtoolError: this machine cannot make such links, or the workers would not fit in its memory.
         WorkerDiedError: a worker ended or did not answer.
     """
-    names = against if isinstance(against, str) else ",".join(against)
-    given = {"against": names, "compute": compute, "minibatches": minibatches, "epochs": epochs, "target": target}
+    given = {
+        "against": strategies_text(against),
+        "compute": compute,
+        "minibatches": minibatches,
+        "epochs": epochs,
+        "target": target,
+    }
     given |= {"seed": seed, "model": optional_text(model)}
     asked = read_options("emulate", EmulateOptions, given | options)
     check_emulation(asked)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -318,6 +319,14 @@ def path_text(path: Path | str) -> str:
     if not str(path):
         raise UsageError("a path is empty", "name a file or folder, or leave it out")
     return str(path)
+
+
+def strategies_text(against: Sequence[str]) -> str:
+    """Return the names of strategies, or a single one, as on the command line; raises UsageError."""
+    names = list(against) if isinstance(against, Iterable) and not isinstance(against, str) else [against]
+    if not all(isinstance(name, str) for name in names):
+        raise UsageError(f"against={against!r:.80} is not a list of strategies", "write against=['gpipe']")
+    return ",".join(names)
 
 
 def optional_text(path: Path | str | None) -> str | None:

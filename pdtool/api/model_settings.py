@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 from pdtool.api.console import note
@@ -27,10 +28,29 @@ def assignments(settings: Settings | None) -> tuple[str, ...]:
     """Write settings as on the command line, with quotes around texts, so that "8" stays a text; raises UsageError."""
     if not isinstance(settings, Mapping | None):
         raise UsageError(f"settings={settings!r:.80} is not a dict of names and values", "pass one, as {'lr': 0.01}")
-    for name, value in (settings or {}).items():
-        if not isinstance(value, (str, int, float)) or (isinstance(value, float) and not math.isfinite(value)):
-            raise UsageError(f"setting {name}={value!r:.80} is not a str, number or bool", "pass one of these")
-    return tuple(f"{name}={value!r}" for name, value in (settings or {}).items())
+    return tuple(f"{name}={_plain(name, value)!r}" for name, value in (settings or {}).items())
+
+
+def _plain(name: str, value: object) -> str | int | float | bool:
+    """Return the value of a setting without its subclass: that of a numpy number or an Enum has a repr of its own.
+
+    Raises:
+        UsageError: an artifact cannot hold it.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise UsageError(f"{name!r:.80} is not the name of a setting", "pass a dict such as {'lr': 0.01}")
+    plain: str | int | float | bool | None = None
+    if isinstance(value, str):
+        plain = str.__str__(value)
+    elif isinstance(value, bool):
+        plain = value
+    elif isinstance(value, Integral):
+        plain = int(value)
+    elif isinstance(value, Real) and math.isfinite(value):
+        plain = float(value)
+    if plain is None:
+        raise UsageError(f"setting {name}={value!r:.80} is not a str, number or bool", "pass one of these")
+    return plain
 
 
 def with_settings(inputs: Inputs, given: Sequence[str]) -> Inputs:

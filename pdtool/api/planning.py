@@ -6,7 +6,7 @@ A worker may use the memory given by `--memory`, or else by the cluster file, or
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
@@ -23,6 +23,7 @@ from pdtool.api.inputs import (
     planned,
     read_plan,
     read_profile,
+    strategies_text,
     was_made_from,
 )
 from pdtool.artifacts.cluster import Cluster, ClusterFile, make_cluster, parse_topology
@@ -92,6 +93,9 @@ def partition(
     given |= {"memory": memory, "strategy": strategy, "replicas": replicas, "schedule": schedule}
     asked = read_options("partition", PartitionOptions, given | {"microbatches": microbatches} | options)
     several = profile if isinstance(profile, Sequence) and not isinstance(profile, (str, bytes)) else [profile]
+    for each in several:
+        if isinstance(each, Profile):  # perhaps a changed copy, which path_of_profile() would write
+            each.check_again(each.name)
     paths = [path_of_profile(each, "-") if isinstance(each, Profile) else path_text(each) for each in several]
     if not paths:
         raise UsageError("no profile is given", "pass the path of one, or of several of the same model")
@@ -130,11 +134,8 @@ def simulate(
     """
     from pdtool.planner.choice.comparison import simulated
 
-    names = [against] if isinstance(against, str | Real) else list(against)
-    rates = [bandwidths] if isinstance(bandwidths, int | float) else list(bandwidths)
-    if not all(isinstance(name, str) for name in names):
-        raise UsageError(f"against={against!r:.80} is not a list of strategies", "write against=['gpipe']")
-    given = {"schedule": schedule, "minibatches": minibatches, "against": ",".join(names)}
+    rates = list(bandwidths) if isinstance(bandwidths, Iterable) and not isinstance(bandwidths, str) else [bandwidths]
+    given = {"schedule": schedule, "minibatches": minibatches, "against": strategies_text(against)}
     asked = read_options("simulate", SimulateOptions, given)
     if wrong := [rate for rate in rates if not isinstance(rate, Real) or not 0 < rate < math.inf]:
         raise UsageError(f"bandwidth {wrong[0]} is not a rate in bytes per second", "pass one such as 1.25e9")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pdtool.api.caller import unchanged_caller
 from pdtool.api.console import note, progress
@@ -28,11 +28,11 @@ def profile(
     *,
     settings: Settings | None = None,
     batch_size: int = 32,
-    device: str = "auto",
+    device: Path | str = "auto",
     threads: int | None = None,
     precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = None,
     compile: bool = False,
-    calibrate: str | None = None,
+    calibrate: Path | str | None = None,
     output: Path | str | None = None,
 ) -> Profile:
     """Measure the cost of each operator of a model, or estimate it for a device that is not here.
@@ -43,7 +43,8 @@ def profile(
         batch_size: samples in one minibatch, the size that will run.
         device: `cpu` or `cuda` measures here, `auto` on cuda if there is one; a name from `pdtool devices`, or a YAML
             file, estimates.
-        threads: CPU threads to measure with; use as many as each worker will have; None: all cores.
+        threads: CPU threads to measure with; use as many as each worker will have; None: as many
+            as torch uses in this process, by default one for each core.
         precision: precision to measure or estimate; None: the model's own.
         compile: measure the compiled model, for `run(compile=True)`.
         calibrate: path of a measured profile to fit the estimate to.
@@ -56,7 +57,7 @@ def profile(
         UsageError: the options make no sense together, or the existing output file is not a profile.
         ModelError: the model cannot be imported, traced or executed.
     """
-    given = {"batch_size": batch_size, "device": device, "threads": threads, "precision": precision}
+    given: dict[str, Any] = {"batch_size": batch_size, "device": device, "threads": threads, "precision": precision}
     given |= {"compile": compile, "calibrate": calibrate, "settings": assignments(settings)}
     asked = read_options("profile", ProfileOptions, given)
     result, path = profiled(path_text(model), optional_text(output), asked)
@@ -73,9 +74,9 @@ def profiled(model: str, output: str | None, asked: ProfileOptions) -> tuple[Pro
     """
     from pdtool.frontend.compute_mode import default_device
 
+    spec = None if asked.device in _MEASURED_DEVICES else find_device(asked.device)
     _check_options(asked)
     device, precision = asked.device, asked.precision
-    spec = None if device in _MEASURED_DEVICES else find_device(device)
     # From here on torch is imported, which takes seconds: the options were checked before.
     from pdtool.frontend.model_file import ModelFile
     from pdtool.frontend.user_code import is_local, parse_ref, undoing_user_changes

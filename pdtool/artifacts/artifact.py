@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -167,7 +168,9 @@ class Artifact(FrozenModel):
 
     def check_again(self, path: Path | str) -> None:
         """Check changes by model_copy(), as if the artifact were read from `path`; raises ArtifactError."""
-        self._checked(lambda: self.model_validate(vars(self)), path)
+        cached = {name for name in vars(self) if isinstance(getattr(type(self), name, None), cached_property)}
+        content = {name: value for name, value in vars(self).items() if name not in cached}
+        self._checked(lambda: self.model_validate(content), path)
 
     @classmethod
     def _checked(cls, make: Callable[[], Self], path: Path | str) -> Self:

@@ -197,8 +197,12 @@ def sleeping_config(plan: Plan, profile: Profile, folder: Path, scaling: Scaling
         raise UsageError(what, "emulate it with --compute real, or use another schedule")
     largest = _largest_message_bytes(plan, profile, scaling)
     if 0 < largest < _SMALLEST_MESSAGE_BYTES:
+        unscaled = _largest_message_bytes(plan, profile, Scaling())
+        if unscaled < _SMALLEST_MESSAGE_BYTES:
+            what = f"the largest message between stages has {unscaled} bytes, and pretend links cannot delay so few"
+            raise UsageError(what, "simulate the plan instead, or profile with a larger --batch-size")
         what = f"with --scale {scaling.scale:g} the largest message between stages has {largest} bytes"
-        most = max(1, _largest_message_bytes(plan, profile, Scaling()) // _SMALLEST_MESSAGE_BYTES)
+        most = unscaled // _SMALLEST_MESSAGE_BYTES
         raise UsageError(what, f"pass --scale {most} or less, or leave out --scale and --slowdown")
     minibatches = asked.minibatches or minibatches_to_steady_state(plan, profile, scaling.slowdown)
     stages = RunDir(folder).stages

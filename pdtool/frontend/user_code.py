@@ -14,12 +14,13 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import chdir, contextmanager
+from contextlib import ExitStack, chdir, contextmanager, suppress
 from pathlib import Path
 from symtable import symtable
 from traceback import walk_tb
 from types import FrameType, ModuleType
 from typing import Any
+from warnings import catch_warnings
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -36,6 +37,16 @@ _ZOO = Path(__file__).parent.parent / "zoo"
 _BINDS_UNSEEN = re.compile(r"import\s*\*|\b(global|globals|exec|eval|setattr|vars|__dict__)\b")
 _TRAINED_WITH = ("dataset", "loss", "optimizer")
 _importing: set[Path] = set()  # model files
+# torch's settings: how to get and how to set each, and its value as torch starts.
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None], Any], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype, torch.float32),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 0),
+    (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+        "high" if os.environ.get("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE") == "1" else "highest",
+    ),
+)
 
 
 def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
@@ -139,34 +150,50 @@ def import_source(source: str, path: Path) -> ModuleType:
 @contextmanager
 def undoing_user_changes() -> Iterator[None]:
     """Undo at the end what the user's code and its import changed in this process: the current folder, signal handlers,
-    torch's default dtype, hooks of all optimizers, and imports (see undoing_imports). It begins with torch's own
-    defaults, as a worker does.
+    filters of warnings, torch's settings, hooks of all optimizers, and imports (see undoing_imports). It begins with
+    torch's own settings, as a worker does.
 
     Raises:
         ModelError: the user's code calls sys.exit().
     """
-    dtype, device = torch.get_default_dtype(), torch.get_default_device()
-    torch.set_default_dtype(torch.float32)
-    if device.type != "cpu":
-        torch.set_default_device(None)
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     hooks: list[tuple[dict[int, Any], dict[int, Any]]]
     hooks = [(each, each.copy()) for each in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
-    with chdir("."), undoing_imports(), torch.inference_mode(False), torch.enable_grad():  # or the caller's modes
+    with chdir("."), undoing_imports(), catch_warnings(), _torch_as_it_starts():
         try:
             yield
         except SystemExit as end:
             raise refused_exit(end) from end
         finally:
-            torch.set_default_dtype(dtype)
             for registered, before in hooks:
                 registered.clear()
                 registered.update(before)
-            if device.type != "cpu":
-                torch.set_default_device(device)
             for number, handler in handlers.items():
                 if handler is not None and signal.getsignal(number) is not handler:  # None: not set from Python
                     signal.signal(number, handler)
+
+
+@contextmanager
+def _torch_as_it_starts() -> Iterator[None]:
+    """Give torch the settings and modes that it starts with, in this context; but keep its number of threads."""
+    threads, device = torch.get_num_threads(), torch.get_default_device()
+    with ExitStack() as undo:
+        undo.callback(torch.set_num_threads, threads)
+        for get, change, first in _SETTINGS:
+            with suppress(RuntimeError):  # torch.backends has set TF32 in a way that these functions cannot tell
+                undo.callback(change, get())
+                change(first)
+        if device.type != "cpu":
+            torch.set_default_device(None)
+            if torch.get_default_device() == device:  # the caller is in `with torch.device("cuda")`
+                undo.enter_context(torch.device("cpu"))
+            else:
+                undo.callback(torch.set_default_device, device)
+        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            undo.enter_context(torch.autocast(kind, enabled=False))
+        undo.enter_context(torch.inference_mode(False))
+        undo.enter_context(torch.enable_grad())
+        yield
 
 
 @contextmanager

@@ -109,7 +109,9 @@ def read_options(command: str, options: type[Options], given: Mapping[str, Any])
     read = {}
     for keyword, value in given.items():
         if keyword not in names:
-            hint = suggestion(keyword, names, f"choose from {', '.join(names)}")
+            flag = f"--{keyword.replace('_', '-')}"  # --cost is the keyword cost_model
+            same = next((known for known, (_, option) in names.items() if flag in option.flags), "")
+            hint = f"did you mean {same}?" if same else suggestion(keyword, names, f"choose from {', '.join(names)}")
             raise TypeError(f"{command}() has no option {keyword!r}; {hint}")
         if value is not None:
             name, option = names[keyword]

@@ -60,7 +60,7 @@ def _one_update_late(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightPolicy:
-    """Which weight version each minibatch is computed with.
+    """Which weight version each minibatch is computed with; a copy, or one from a pickle, is the policy itself.
 
     Attributes:
         name: in plans, and for `--weights`.
@@ -100,6 +100,13 @@ class WeightPolicy:
             for forward, version in self.reads(lists, worker, replicas, update_every):
                 own.setdefault(forward, version)  # of one that is listed twice the first counts
         return versions
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _policy_named, (self.name,)
+
+
+def _policy_named(name: str) -> WeightPolicy:
+    return WEIGHT_POLICIES[name]
 
 
 def smaller(a: Number, b: Number) -> Number:

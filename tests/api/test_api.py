@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import re
 import runpy
 import subprocess
@@ -75,6 +77,8 @@ def test_from_model_to_report(folder, capsys):
     assert simulation.result.time_per_minibatch_s == pytest.approx(plan.predicted.simulated_s)
     assert [point.bandwidth_bytes_per_s for point in simulation.sweep] == [1e8, 1e9]
     assert len(simulation.comparison.plans) == 2
+    assert pickle.loads(pickle.dumps(simulation)) == copy.deepcopy(simulation) == simulation
+    assert len(repr(simulation)) < 3000
     assert all(finding.holds is not False for finding in pdtool.check(plan))
     assert isinstance(pdtool.codegen(plan), Bundle)
     assert [finding.holds for finding in pdtool.check("plans/model-2.yaml", fresh=True)] == [True] * 4
@@ -128,6 +132,10 @@ def test_errors_are_those_of_the_commands(road):
     for update, said in ({"wire_dtype": "fp7"}, "wire_dtype: "), ({"schedule": "x"}, "schedule: "):
         with pytest.raises(ArtifactError, match=rf"plans/model-2.yaml: {said}"):
             pdtool.simulate(plan.model_copy(update=update))
+    profile = Profile.load("profiles/model.json")
+    with pytest.raises(ArtifactError, match=r"^model: batch_size: it must be 1 or more \(got 0\)$"):
+        pdtool.partition(profile.model_copy(update={"batch_size": 0}), topology="2")
+    assert [*Path("profiles").iterdir()] == [Path("profiles/model.json")], "a wrong profile is not written"
     for wrong in (5, [5]):
         with pytest.raises(UsageError, match=r"against=\[?5\]? is not a list of strategies; write against=\['gpipe'\]"):
             pdtool.simulate(plan, against=wrong)
@@ -155,6 +163,7 @@ def test_a_run_raises_what_its_worker_raised(road):
     with pytest.raises(StaleError, match=r"^rank 1 .*stage_1.py: differs from what codegen writes here") as stale:
         pdtool.run("plans/model-2.yaml", steps=2)
     assert Path(stale.value.path).name == "stage_1.py"
+    assert repr(stale.value).startswith("StaleError('rank 1 "), "a log of it says where"
     pdtool.codegen("plans/model-2.yaml")
     only_in_a_worker = "import os; 'RANK' in os.environ and [][0]; return nn.functional"
     road.write("model.py", Path("model.py").read_text().replace("return nn.functional", only_in_a_worker))

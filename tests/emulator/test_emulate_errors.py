@@ -74,6 +74,15 @@ def test_minibatches_are_counted_with_the_schedule_of_the_workers_whose_tied_sta
     assert steady_minibatches(minibatches_to_steady_state(plan, net), config.shape)
 
 
+@pytest.mark.parametrize("scale", [1, 2])
+def test_messages_too_small_for_any_scale_are_told_as_that(scale, tmp_path):
+    """It was `pass --scale 1 or less`, also to one who had passed none."""
+    net = chain([0.006] * 2, parameters=8_000, crossing=512)
+    plan = refresh(plan_of(net, [["x", "a0"], ["a1"]], [[0], [1]], make_cluster((2,), (1e6,))), net)
+    with pytest.raises(UsageError, match="has 512 bytes, and pretend links cannot delay so few; simulate the plan"):
+        sleeping_config(plan, net, tmp_path, Scaling(scale=scale), EmulateOptions())
+
+
 def test_the_report_of_an_emulation_compares_with_what_is_predicted_of_it(tmp_path):
     net, plan = net_and_plan()
     sleeping, _ = write_sleeping_model(tmp_path, plan, net, Scaling(scale=4, slowdown=3), minibatches=10)

@@ -8,11 +8,15 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
+from contextlib import suppress
 
 import pytest
+import torch
 from skeletons import plan_of, skeleton
 
 from pdtool.artifacts.artifact import ModelRef
+from pdtool.errors import ModelError
 from pdtool.frontend import user_modules
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.user_code import undoing_user_changes
@@ -169,6 +173,57 @@ def test_a_stage_imports_from_a_model_file_of_any_name(tmp_path, name):
         file = ModelFile.load(ModelRef(source=write(tmp_path / f"{name}.py", DOUBLING)), trusted=True)
         profile = skeleton(file)
         assert generate(plan_of(profile, 2), profile, file, tmp_path / "b").proof == "values"
+
+
+SETTING = """
+import torch, warnings
+warnings.simplefilter("error")
+torch.set_num_threads(1)
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.set_float32_matmul_precision("medium")
+torch.set_default_dtype(torch.float64)
+"""
+
+
+def settings_of_torch():
+    return (
+        torch.get_num_threads(),
+        torch.get_deterministic_debug_mode(),
+        torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.is_autocast_enabled("cpu"),
+        [*warnings.filters],
+    )
+
+
+@pytest.mark.parametrize("change", ["", "raise ValueError"])
+def test_a_file_that_changes_torchs_settings_changes_them_for_itself_alone(tmp_path, change):
+    """The next model of a sweep was measured with TF32, and the caller's warnings were errors."""
+    source = write(tmp_path / "settings_of_its_own.py", f"{SETTING}{change}\ndef model(): pass\n")
+    before = settings_of_torch()
+    with undoing_user_changes(), suppress(ModelError):
+        ModelFile.load(ModelRef(source=source), trusted=True)
+    assert settings_of_torch() == before
+
+
+@pytest.mark.parametrize(
+    "mode", [lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.device("meta"), undoing_user_changes]
+)
+def test_settings_and_modes_of_the_caller_are_not_those_of_a_worker(mode):
+    """A profile made under torch.autocast said fp32, with the bytes and times of bf16."""
+    linear = torch.nn.Linear(4, 4)
+    with undoing_user_changes(), mode():
+        torch.use_deterministic_algorithms(True)
+        torch.set_float32_matmul_precision("medium")
+        before = settings_of_torch()
+        with undoing_user_changes():
+            inside = torch.get_deterministic_debug_mode(), torch.get_float32_matmul_precision()
+            assert inside == (0, "highest")
+            assert linear(torch.ones(2, 4)).dtype == torch.float32
+            assert torch.ones(1).device.type == "cpu"
+        assert settings_of_torch() == before
+    assert torch.ones(1).device.type == "cpu"
 
 
 SPAWNING = """

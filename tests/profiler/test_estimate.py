@@ -376,6 +376,7 @@ def test_the_command_never_mixes_measuring_and_estimating(tmp_path, monkeypatch)
         (["--device", "v100", "--threads", "2"], "--device v100 estimates, but --threads is for measuring"),
         (["--device", "v100", "--compile"], "--device v100 estimates operator by operator, but a compiled model"),
         (["--device", "gtx1"], "device 'gtx1' is not known"),
+        (["--device", "cuda:0", "--threads", "2"], "device 'cuda:0' is not known; did you mean cuda?"),
     ):
         done = run("net.py", *arguments)
         assert done.exit_code == 2

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from enum import Enum
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import pdtool
@@ -93,7 +95,16 @@ def test_what_init_says_can_be_typed(folder):
         (lambda: pdtool.simulate(PLAN, schedule="1f1"), "schedule='1f1': "),
         (lambda: pdtool.simulate(PLAN, against=["gpip"]), "did you mean gpipe?"),
         (lambda: pdtool.simulate(PLAN, bandwidths=[float("nan")]), "bandwidth nan is not a rate"),
+        (lambda: pdtool.simulate(PLAN, bandwidths="1GB/s"), "bandwidth 1GB/s is not a rate"),
+        (lambda: pdtool.simulate(PLAN, bandwidths=None), "bandwidth None is not a rate"),
+        (lambda: pdtool.simulate(PLAN, bandwidths=np.int64(-1)), "bandwidth -1 is not a rate"),
+        (lambda: pdtool.simulate(PLAN, against=None), "against=None is not a list of strategies"),
+        (lambda: pdtool.emulate(PLAN, against=None), "against=None is not a list of strategies"),
+        (lambda: pdtool.emulate(PLAN, against=["gpipe", 1]), "against=['gpipe', 1] is not a list of strategies"),
         (lambda: pdtool.run(PLAN, settings={"width": None}), "setting width=None is not a str, number or bool"),
+        (lambda: pdtool.run(PLAN, settings={"width=8": 2}), "'width=8' is not the name of a setting"),
+        (lambda: pdtool.run(PLAN, settings={3: 8}), "3 is not the name of a setting"),
+        (lambda: pdtool.run(PLAN, settings={"width": np.float64("nan")}), "width=np.float64(nan) is not a str, number"),
         (lambda: pdtool.run(PLAN, settings=["width=8"]), "is not a dict of names and values"),
         (lambda: pdtool.run(PLAN, precision=["bf16"]), "precision=['bf16']: ['bf16'] is not one of"),
         (lambda: pdtool.run(PLAN, trust="yes"), "trust='yes' is not True or False"),
@@ -121,6 +132,8 @@ def test_a_wrong_value_in_python_is_named(call, says, road):
         (lambda: pdtool.profile(5), "a path is needed, not an int"),
         (lambda: pdtool.partition(None, topology="2"), "a path is needed, not a NoneType"),
         (lambda: pdtool.partition(Plan.load(PLAN), topology="2"), "a path is needed, not a Plan"),
+        (lambda: pdtool.partition("p.json", topology="2", cost="pipedream"), "'cost'; did you mean cost_model?"),
+        (lambda: pdtool.partition("p.json", global_batch_size=64), "size'; did you mean samples_per_update?"),
         (lambda: pdtool.run(PLAN, dry_run=True), "has no option 'dry_run'"),
         (lambda: pdtool.run(PLAN, output=["runs/a"]), "a path is needed, not a list"),
         (lambda: pdtool.export(None), "a path is needed, not a NoneType"),
@@ -141,3 +154,18 @@ def test_a_setting_in_python_keeps_its_type(value):
 def test_one_rival_in_python_may_be_a_text(road):
     one, several = (pdtool.simulate(PLAN, against=against).comparison for against in ("gpipe", ["gpipe"]))
     assert one == several
+
+
+class Kind(str, Enum):  # noqa: UP042
+    """A text, as argparse and configuration libraries give them."""
+
+    TALL = "tall"
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"), [(np.float64(0.01), 0.01), (np.int64(8), 8), (np.str_("8"), "8"), (Kind.TALL, "tall")]
+)
+def test_a_setting_of_numpy_or_an_enum_is_a_plain_one(value, plain):
+    """A learning rate of np.logspace was the text "np.float64(0.01)", and np.int64(8) was no number."""
+    read = parse_settings(assignments({"name": value}))["name"]
+    assert (read, type(read)) == (plain, type(plain))

@@ -231,6 +231,20 @@ def test_a_signal_that_the_calling_program_handles_is_recorded_as_that(
     assert (state.end, state.reason) == ("stopped", "SIGTERM")
 
 
+def test_an_alarm_of_the_calling_program_is_not_said_to_be_of_the_workers_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A TimeoutError is an OSError: `the workers could not be started (too long); name another place`."""
+
+    def rung(*_: object) -> None:
+        raise TimeoutError("too long")
+
+    monkeypatch.setattr(launcher, "wait_for_workers", rung)
+    spec = harness.job(tmp_path, harness.CONV2)
+    with pytest.raises(TimeoutError, match=r"^too long$"):
+        launcher.launch(spec)
+
+
 def test_a_reaper_whose_start_is_interrupted_ends_and_leaves_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[BaseProcess] = []
 

@@ -5,7 +5,7 @@ While a simulation runs, `Recorder` keeps the events of its trace, the bytes sen
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdtool.artifacts.chrome_trace import TraceEvent
 from pdtool.planner.simulator.job import SimulationJob
@@ -35,7 +35,7 @@ class SimulationResult:
     fill_s: float
     drain_s: float
     workers: tuple[WorkerUsage, ...]
-    events: tuple[tuple[TraceEvent, ...], ...]
+    events: tuple[tuple[TraceEvent, ...], ...] = field(repr=False)  # thousands
 
     @property
     def throughput_samples_per_s(self) -> float:

@@ -13,7 +13,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,17 +147,17 @@ def _launch_workers(
     try:
         with (
             process_group.handling_signals() as hand_over,
-            _start_errors_explained(),
             following_metrics(run_dir.metrics_file, on_metrics, after=epochs_done),
-            closing(process_group.Reaper()) as reaper,
-            _meeting_folder(config) as meeting_folder,
-            WorkerProcesses("forkserver") as workers,
+            ExitStack() as started,
         ):
-            hand_over(reaper)
-            for assignment in local:
-                environment = os.environ | _variables(config, assignment.rank, local)
-                arguments = (config, environment, os.getcwd(), reaper.pid, meeting_folder)
-                workers.start(assignment.rank, worker_main, *arguments)
+            with _start_errors_explained():  # and not those of a signal handler of the caller's, later
+                hand_over(reaper := started.enter_context(closing(process_group.Reaper())))
+                meeting_folder = started.enter_context(_meeting_folder(config))
+                workers = started.enter_context(WorkerProcesses("forkserver"))
+                for assignment in local:
+                    environment = os.environ | _variables(config, assignment.rank, local)
+                    arguments = (config, environment, os.getcwd(), reaper.pid, meeting_folder)
+                    workers.start(assignment.rank, worker_main, *arguments)
             reports, exit_codes = wait_for_workers(workers, config.out)
     except process_group.StopSignal as error:
         stop_signal = error.number
