@@ -56,9 +56,11 @@ class Reaper:
                 self._process.start()
             pipe_of_reaper.close()
             self.pid: int = self._received_pid()
+            self._pipe.send("started")
         except BaseException:  # a signal; the launcher goes on, and needs the folder that the reaper would remove
-            if self._process.pid:
+            if self._process.pid:  # otherwise it ends as its pipe is closed
                 self._process.kill()
+            self._pipe.close()
             raise
 
     def _received_pid(self) -> int:
@@ -100,10 +102,13 @@ def _lead_group(launcher: Connection, temporary_folder: str) -> None:
     os.setpgrp()
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    with suppress(EOFError, OSError):  # this is the sign of the launcher's end
+    is_started = False
+    with suppress(EOFError, OSError):  # this is the sign of the launcher's end, or of a start that was interrupted
         launcher.send(os.getpid())
+        is_started = bool(launcher.recv())
         launcher.recv()
-    shutil.rmtree(temporary_folder, ignore_errors=True)
+    if is_started:
+        shutil.rmtree(temporary_folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
