@@ -18,7 +18,9 @@ _SAME = 0.02  # speeds that differ by less are called the same
 
 def plan_sentence(plan: Plan, profile: Profile) -> str:
     """Return `15-1 on 16 V100: 2.2 times as fast as data parallelism at 10 Gbit/s; stage 0 computes longest`."""
-    where = f"{plan.config} on {plan.workers} {device_name(profile)}"
+    device = device_name(profile)
+    on_cpu = f"{counted(plan.workers, 'worker')} ({device} each)"  # workers share the processor, not its threads
+    where = f"{plan.config} on {on_cpu if profile.is_measured_on_cpu else f'{plan.workers} {device}'}"
     if plan.workers == 1:
         return f"{where}: everything on one worker"
     rate = format_bits_rate(plan.cluster.levels[0].bandwidth_bytes_per_s)
