@@ -193,7 +193,7 @@ def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:
         return bundle
     if edited := _edited_files(folder):  # never overwrite a user's edits unasked
         remedy = "use --trust to train it as it is, or `pdtool codegen` to write it again"
-        raise StaleError(edited[0], "was changed since codegen wrote it", remedy)
+        raise StaleError(edited[0], "has changed since codegen wrote it", remedy)
     if is_worker(os.environ):
         raise StaleError(folder, "contains no bundle of this plan", "run `pdtool codegen` before torchrun or srun")
     note(f"{folder}/ is missing or does not belong to this plan: generating it")

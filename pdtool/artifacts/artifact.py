@@ -160,7 +160,7 @@ class Artifact(FrozenModel):
             what = f"has format {tag!r:.80}, but this pdtool reads {cls._tag(cls.VERSION)!r}"
             raise cls._rewritable(path, what, field="format")
         if cls.SEALED and content.pop("sha256", None) != _seal(content):
-            raise cls._rewritable(path, "was altered or damaged since it was written", field="sha256")
+            raise cls._rewritable(path, "was altered or damaged after it was written", field="sha256")
         content = cls.upgraded(content, version) | {"format": cls._tag(cls.VERSION)}
         artifact = cls._checked(lambda: cls.model_validate_json(json.dumps(content)), path)
         _LOG.debug("read %s, a %s that pdtool %s wrote", path, cls.KIND, artifact.tool_version)

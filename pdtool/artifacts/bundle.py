@@ -164,7 +164,7 @@ class Bundle(YamlArtifact):
         for stage in self.stages:
             path = folder / stage.file
             if not path.is_file() or not stage.is_in(path):
-                state = "was changed since codegen wrote it" if path.is_file() else "is missing"
+                state = "has changed since codegen wrote it" if path.is_file() else "is missing"
                 raise StaleError(path, state, "run `pdtool codegen` again (edited files are kept, as stage_0.py~)")
 
     def copy_files(self, folder: Path, target: Path) -> None:

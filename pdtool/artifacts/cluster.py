@@ -173,9 +173,8 @@ class ClusterFile(YamlArtifact):
         if self.measured and self.measured.workers != workers:
             raise FieldError("measured.workers", f"{self.measured.workers}, but the levels have {workers}")
         if self.measured and len(self.measured.levels) != len(self.levels):
-            raise FieldError(
-                "measured.levels", f"{len(self.measured.levels)} of them for {counted(len(self.levels), 'level')}"
-            )
+            what = f"{len(self.measured.levels)}, but the cluster has {counted(len(self.levels), 'level')}"
+            raise FieldError("measured.levels", what)
 
     def cluster(self) -> Cluster:
         """Return the cluster for planning."""

@@ -239,7 +239,9 @@ class _StrictLoader(yaml.SafeLoader):
 
     def construct_scalar(self, node: Any) -> Any:
         if node.tag != _TEXT_TAG and len(node.value) > _MAX_NUMBER_CHARACTERS:
-            raise yaml.YAMLError(f"a number of {len(node.value)} characters (line {node.start_mark.line + 1})")
+            raise yaml.YAMLError(
+                f"a number is too long (line {node.start_mark.line + 1}): {len(node.value)} characters"
+            )
         return super().construct_scalar(node)
 
 

@@ -467,7 +467,7 @@ def test_a_changed_or_missing_stage_file_is_stale(tmp_path):
     with pytest.raises(StaleError, match=r"stage_0\.py: is missing"):
         bundle.check_files(tmp_path)
     (tmp_path / "stage_0.py").write_text("changed")
-    with pytest.raises(StaleError, match=r"stage_0\.py: was changed since codegen wrote it"):
+    with pytest.raises(StaleError, match=r"stage_0\.py: has changed since codegen wrote it"):
         bundle.check_files(tmp_path)
 
 
@@ -530,7 +530,10 @@ def test_plans_that_do_not_hold_together_are_refused(changes, match):
         ("#" * 5_000_001, "it has 5000001 characters, more than 5000000"),
         ("format: pdtool/plan/1\n1: b\n...\n", "1 is a key but not text"),
         ("format: pdtool/plan/1\nname: 2020-13-01\n...\n", "is not valid YAML"),
-        ("format: pdtool/plan/1\nbatch_size: 0x" + "f" * 2000 + "\n...\n", "a number of 2002 characters"),
+        (
+            "format: pdtool/plan/1\nbatch_size: 0x" + "f" * 2000 + "\n...\n",
+            "a number is too long (line 2): 2002 characters",
+        ),
         ("format: pdtool/plan/1\nname: [\n...\n", r"is not valid YAML \((?!.*<unicode string>)"),
         ("format: pdtool/plan/1\nname: \x1b\n...\n", r"is not valid YAML \((?!.*<unicode string>)"),
         ("[" * 3000, "is not valid YAML"),
@@ -701,7 +704,7 @@ def measured(**changes):
         ),
         ({"memory_bytes": 0}, "memory_bytes"),
         ({"measured": measured(workers=3)}, r"measured\.workers: 3, but the levels have 4"),
-        ({"measured": measured(levels=[])}, r"measured\.levels: 0 of them for 2 levels"),
+        ({"measured": measured(levels=[])}, r"measured\.levels: 0, but the cluster has 2 levels"),
         ({"measured": measured(backend="pigeon")}, r"measured\.backend"),
     ],
 )

@@ -241,7 +241,7 @@ def test_edited_stage_file_is_found_out(tmp_path):
     bundle = generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
     bundle.check_files(tmp_path / "b")
     (tmp_path / "b" / "stage_1.py").write_text("import os\n")
-    with pytest.raises(StaleError, match=r"stage_1.py: was changed since codegen"):
+    with pytest.raises(StaleError, match=r"stage_1.py: has changed since codegen"):
         bundle.check_files(tmp_path / "b")
     (tmp_path / "b" / "stage_1.py").unlink()
     with pytest.raises(StaleError, match=r"stage_1.py: is missing"):

@@ -396,7 +396,7 @@ def test_a_plan_without_pipelining_stays_one():
         more.model_copy(update={"strategy": "auto"}).check()
         with pytest.raises(
             UsageError,
-            match=f"a plan of strategy {strategy} has a fixed schedule and fixed weights; for another schedule",
+            match=f"{strategy} fixes the --schedule and the --weights of its plans; for others, partition again",
         ):
             reschedule(plan, net, {"weights": "none"})
     straight = planned(net, make_cluster((4,), (FAST,)), "straight")

@@ -221,7 +221,7 @@ def test_an_edited_stage_file_is_run_with_trust_only_and_never_overwritten_unask
     stage, edited = folder / "stage_1.py", "import pathlib\npathlib.Path('executed').touch()\n"
     stage.write_text(stage.read_text() + edited)
     errors = road.pdtool("run", "--steps", "2", code=3).stderr
-    assert "stage_1.py: was changed since codegen wrote it; use --trust to train it as it is, or" in errors
+    assert "stage_1.py: has changed since codegen wrote it; use --trust to train it as it is, or" in errors
     text = stage.read_text()
     told = road.pdtool("codegen").stderr
     assert "plans/model-2/stage_1.py was edited since codegen wrote it. Your edited file is now plans/model" in told

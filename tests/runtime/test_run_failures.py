@@ -240,7 +240,7 @@ def test_a_bundle_of_another_plan_or_edited_by_hand_is_stale(tmp_path: Path) -> 
         launch(replace(spec, bundle=other.bundle, bundle_dir=other.bundle_dir))
     with (spec.bundle_dir / "stage_1.py").open("a") as file:
         file.write("# mine\n")
-    with pytest.raises(StaleError, match=r"stage_1.py: was changed since codegen wrote it"):
+    with pytest.raises(StaleError, match=r"stage_1.py: has changed since codegen wrote it"):
         launch(spec)
 
 

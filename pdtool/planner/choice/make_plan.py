@@ -372,8 +372,8 @@ def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan
         UsageError: the schedule cannot have these replicas, or a rule of the plan's strategy forbids it.
     """
     if STRATEGIES[plan.strategy].rule:
-        what = f"a plan of strategy {plan.strategy} has a fixed schedule and fixed weights"
-        raise UsageError(what, "for another schedule or weights, partition again")
+        what = f"strategy {plan.strategy} fixes the --schedule and the --weights of its plans"
+        raise UsageError(what, "for others, partition again")
     changed = plan.model_copy(update={"strategy": "auto", **changes})
     placement = Placement.of(changed, profile)
     evaluator = Evaluator.of(changed, profile)
