@@ -532,7 +532,7 @@ def test_plans_that_do_not_hold_together_are_refused(changes, match):
         ("format: pdtool/plan/1\nname: 2020-13-01\n...\n", "is not valid YAML"),
         (
             "format: pdtool/plan/1\nbatch_size: 0x" + "f" * 2000 + "\n...\n",
-            "a number is too long (line 2): 2002 characters",
+            r"a number is too long \(line 2\): 2002 characters",
         ),
         ("format: pdtool/plan/1\nname: [\n...\n", r"is not valid YAML \((?!.*<unicode string>)"),
         ("format: pdtool/plan/1\nname: \x1b\n...\n", r"is not valid YAML \((?!.*<unicode string>)"),
