@@ -41,6 +41,7 @@ from pdtool.units import bytes_option, counted, format_bytes, format_number, for
 _TIGHTENED = 6  # searches with less and less memory, for a plan that is run under another schedule
 _MAX_ACTIONS = 500_000  # times workers, of the simulations of a plan with other cuts: about a second
 _STEPS_OF_BORDER = (1, -1, 2, -2)  # operators, or groups that no border divides
+_ROUNDING = 1e-9  # of all computing time: a smaller time is a rounding error
 _MIN_GAIN = 0.0005  # of the time per minibatch: a smaller one rounds to 0.0%
 _LOG = logging.getLogger(__name__)
 
@@ -185,9 +186,12 @@ def _on_fastest_count(
             plans.append(plan_on(count))
     plan = min(plans, key=_time_s) if plans else plan_on(workers)
     while 1 < (busy := _computing_workers(plan)) < plan.workers:
-        other = plan_on(busy)
+        try:
+            other = plan_on(busy)
+        except (NoPlanError, UsageError):
+            return plan
         if _time_s(other) > _time_s(plan) * (1 + options.simplest):
-            break
+            return plan
         plan = other
     return plan
 
@@ -195,8 +199,8 @@ def _on_fastest_count(
 def _computing_workers(plan: Plan) -> int:
     """Return how many workers of a plan with one worker for each stage, or for its chunks, compute anything."""
     assert plan.predicted
-    depth = plan.pipeline_depth
-    return sum(sum(plan.predicted.compute_s[s::depth]) > 0 for s in range(depth))
+    depth, seconds = plan.pipeline_depth, plan.predicted.compute_s
+    return sum(sum(seconds[s::depth]) > _ROUNDING * sum(seconds) for s in range(depth))
 
 
 def _rescheduled_plan(profile: Profile, profile_path: str, cluster: Cluster, options: PlanOptions) -> Plan:
