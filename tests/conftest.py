@@ -71,6 +71,7 @@ LONG_FILES = [
     "test_chaos.py",
     "test_cli_road.py",
     "test_emulate.py",
+    "test_machine_rendezvous.py",
     "test_models.py",
     "test_laws_plain_loop.py",
     "test_process_state.py",
@@ -87,6 +88,8 @@ LONG_FILES = [
     "test_reproduction.py",
     "test_laws_random_numbers.py",
     "test_safe_path.py",
+    "test_zoo.py",
+    "test_run_transport.py",
 ]
 PLACES = {name: place for place, name in enumerate(LONG_FILES)}
 

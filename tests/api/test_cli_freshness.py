@@ -222,7 +222,7 @@ def test_each_kind_of_staleness_has_its_line(road):
     stage.write_text(stage.read_text() + "# edited\n")
     result = road.pdtool("check", "--fresh", code=3)
     assert marks(result) == fresh | {"stage files": "✗"}
-    assert "error: plans/model-2.yaml: stage files: plans/model-2/stage_0.py: was changed" in result.stderr
+    assert "error: plans/model-2.yaml: stage files: plans/model-2/stage_0.py: has changed" in result.stderr
     road.pdtool("codegen")
     road.write(PLAN, Path(PLAN).read_text().replace("in_flight: 2", "in_flight: 1"))
     assert marks(road.pdtool("check", "--fresh", code=3)) == fresh | {"bundle": "✗"}
