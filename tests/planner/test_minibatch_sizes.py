@@ -88,6 +88,8 @@ def test_profiles_that_cannot_be_compared_are_refused(tmp_path, monkeypatch, cap
     options["samples_per_update"] = 8
     assert pdtool.partition(paths, **options).batch_size in (4, 8)
     assert "leaving out batch sizes [16, 32], which do not divide 8 samples" in capsys.readouterr().err
+    pdtool.partition(paths, **{**options, "memory": None})
+    assert capsys.readouterr().err.count("no --memory given") == 1, "once, not for each size"
     Profile.load(paths[0]).save(tmp_path / "again.json")
     with pytest.raises(UsageError, match=r"were both made with --batch-size 4"):
         pdtool.partition([*paths, tmp_path / "again.json"], **options)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import samples
+from conftest import NET
 
 from pdtool import files
 from pdtool.artifacts.plan import Plan
@@ -108,6 +109,10 @@ def test_only_a_full_disk_wants_space_freed(folder):
     remedy = f"{place} is a file where a folder should be: move it, or name another place"
     assert result.stderr.endswith(f"could not be written (File exists); {remedy}\n")
     assert "free some space" not in result.stderr
+    folder.write("model.py", NET)
+    folder.write("profiles", "")
+    stderr = folder.pdtool("train", "model.py", "--topology", "2", code=1).stderr
+    assert "error: profiles/ could not be made (File exists); profiles is a file where a folder should be" in stderr
 
 
 @pytest.mark.parametrize("output", ["plans", "plans/", "plans/new/"])

@@ -34,7 +34,6 @@ from pdtool.runtime.status import read_status
 SCRIPT = """
 import pickle, sys
 from pathlib import Path
-from typing import Any
 from pdtool.runtime.launch.launcher import launch
 
 def tell(line):

@@ -109,8 +109,7 @@ def with_fastest_size(plans: Sequence[Plan]) -> Plan:
 def _chunked_plan(profile: Profile, profile_path: str, cluster: Cluster, options: PlanOptions) -> Plan:
     """Return a plan with several stages on each worker, in the order of the model's operators.
 
-    They begin as even pieces, on the number of workers for which these are fastest. All recompute if it does not fit
-    otherwise.
+    They begin as even pieces. All recompute if it does not fit otherwise.
     """
     workers = options.workers or cluster.workers
     if workers > cluster.workers:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,35 +75,15 @@ def open_channels(
     if by_gloo and config.transport == "shared":
         remedy = "leave out --transport: workers on one Linux machine share memory, others use the network"
         raise UsageError(f"rank {by_gloo[0].sender} and rank {by_gloo[0].receiver} cannot share memory", remedy)
-    gloo_groups = distributed.make_gloo_groups(by_gloo, config.timeout_s)
-    nccl_groups = distributed.make_nccl_groups(by_nccl, config.timeout_s, device)
-    is_pinned = device.type == "cuda"  # where messages go through memory of the host
-
-    def sender(route: Route) -> Sender:
-        layout, number = layouts[route.number], route.number
-        if number in device_memory:
-            return cuda_ipc.CudaIpcSender(route, layout, device_memory[number], meter.waiting)
-        if number in nccl_groups:
-            return distributed.DistributedSender(route, nccl_groups[number], layout.depth, device, meter.waiting)
-        waiting = nullcontext() if is_pinned else meter.waiting  # a thread's wait holds nobody up
-        if number in memory:
-            to_host: Sender = SharedMemorySender(route, layout, memory[number], waiting)
-        else:
-            to_host = distributed.DistributedSender(route, gloo_groups[number], layout.depth, _HOST, waiting)
-        return PinnedSender(route, to_host, device) if is_pinned else to_host
-
-    def receiver(route: Route) -> Receiver:
-        number = route.number
-        if number in device_memory:
-            return cuda_ipc.CudaIpcReceiver(route, layouts[number], device_memory[number])
-        if number in nccl_groups:
-            return distributed.NcclReceiver(route, nccl_groups[number], device)
-        if number in memory:
-            from_host: Receiver = SharedMemoryReceiver(route, layouts[number], memory[number])
-        else:
-            from_host = distributed.DistributedReceiver(route, gloo_groups[number], _HOST, pinned=is_pinned)
-        return PinnedReceiver(from_host, device) if is_pinned else from_host
-
+    opener = _ChannelOpener(
+        layouts,
+        device_memory,
+        memory,
+        distributed.make_gloo_groups(by_gloo, config.timeout_s),
+        distributed.make_nccl_groups(by_nccl, config.timeout_s, groups.device),
+        groups.device,
+        meter,
+    )
     received = [route.number for route in routes if route.receiver == rank and route.number in by_ipc]
     channels = Channels(device_bytes=sum(layouts[number].total_bytes for number in received))
     for route in routes:
@@ -111,9 +92,9 @@ def open_channels(
             channels.senders.append((route, local))
             channels.receivers.append((route, local))
         elif route.sender == rank:
-            channels.senders.append((route, sender(route)))
+            channels.senders.append((route, opener.sender(route)))
         elif route.receiver == rank:
-            channels.receivers.append((route, receiver(route)))
+            channels.receivers.append((route, opener.receiver(route)))
     return channels
 
 
@@ -140,3 +121,49 @@ def can_use_nccl(route: Route, plan: Plan) -> bool:
     if route.is_local or plan.chunks > 1 or (is_replicated and not plan.kind.flushes):
         return False
     return abs(route.source - route.destination) == 1
+
+
+@dataclass(frozen=True)
+class _ChannelOpener:
+    """Opens single channels.
+
+    Attributes:
+        layouts, device_memory, memory, by_gloo, by_nccl: by route number; each route has memory or a group.
+    """
+
+    layouts: Mapping[int, SlotLayout]
+    device_memory: Mapping[int, cuda_ipc.DeviceMemory]
+    memory: Mapping[int, SharedMemory]
+    by_gloo: Mapping[int, Any]
+    by_nccl: Mapping[int, Any]
+    device: torch.device
+    meter: WorkerMeter
+
+    def sender(self, route: Route) -> Sender:
+        layout, number = self.layouts[route.number], route.number
+        if number in self.device_memory:
+            return cuda_ipc.CudaIpcSender(route, layout, self.device_memory[number], self.meter.waiting)
+        if number in self.by_nccl:
+            return distributed.DistributedSender(
+                route, self.by_nccl[number], layout.depth, self.device, self.meter.waiting
+            )
+        is_pinned = self.device.type == "cuda"
+        waiting = nullcontext() if is_pinned else self.meter.waiting  # a thread's wait holds nobody up
+        if number in self.memory:
+            sender: Sender = SharedMemorySender(route, layout, self.memory[number], waiting)
+        else:
+            sender = distributed.DistributedSender(route, self.by_gloo[number], layout.depth, _HOST, waiting)
+        return PinnedSender(route, sender, self.device) if is_pinned else sender
+
+    def receiver(self, route: Route) -> Receiver:
+        number = route.number
+        if number in self.device_memory:
+            return cuda_ipc.CudaIpcReceiver(route, self.layouts[number], self.device_memory[number])
+        if number in self.by_nccl:
+            return distributed.NcclReceiver(route, self.by_nccl[number], self.device)
+        is_pinned = self.device.type == "cuda"
+        if number in self.memory:
+            receiver: Receiver = SharedMemoryReceiver(route, self.layouts[number], self.memory[number])
+        else:
+            receiver = distributed.DistributedReceiver(route, self.by_gloo[number], _HOST, pinned=is_pinned)
+        return PinnedReceiver(receiver, self.device) if is_pinned else receiver
