@@ -149,7 +149,8 @@ def test_idle_workers_are_used_where_only_the_simulation_shows_a_gain():
 
 
 def test_more_in_flight_than_the_schedule_wants_makes_a_plan_a_tenth_faster_and_fits():
-    """Else they are the schedule's own: ceil(workers from here / replicas), p - s of a straight pipeline."""
+    """Else they are the schedule's own: ceil(workers from here / replicas), p - s of a straight pipeline. In place of a
+    plan with more stages or workers, it is enough that the schedule's own would be slower by more than the margin."""
     seen = 0
     for seed in SEEDS:
         for options in (PlanOptions(), PlanOptions(straight=True), PlanOptions(simplest=0)):
@@ -163,7 +164,8 @@ def test_more_in_flight_than_the_schedule_wants_makes_a_plan_a_tenth_faster_and_
             if placement.in_flight != own.placement.in_flight:
                 seen += 1
                 own_s, time_s = simulated_s(search, own), plan.predicted.simulated_s
-                assert own_s is None or own_s > time_s * (1 + IN_FLIGHT_MARGIN), f"seed {seed}: {own_s} s, {time_s} s"
+                margin = IN_FLIGHT_MARGIN if options.straight or not options.simplest else options.simplest
+                assert own_s is None or own_s > time_s * (1 + margin), f"seed {seed}: {own_s} s, {time_s} s"
                 assert max(plan.predicted.memory_bytes) <= (search.cluster.memory_bytes or math.inf)
     assert seen > len(SEEDS) / 4
 
