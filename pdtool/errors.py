@@ -53,7 +53,7 @@ class PdtoolError(Exception):
 
 
 class UsageError(PdtoolError):
-    """An argument or option cannot be understood."""
+    """An argument or option is wrong, or does not go with another."""
 
     exit_code = 2
 

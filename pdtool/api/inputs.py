@@ -102,7 +102,7 @@ class Inputs:
             raise StaleError(self.path, changed, "profile and partition it again")
         note(
             f"{changed}. The plan stays valid if the operators are the same, which pdtool checks. "
-            "HINTS and the costs of loss and optimizer still come from the profile"
+            "It still uses HINTS and the costs of loss and optimizer from the profile"
         )
 
 
@@ -271,7 +271,9 @@ def given_or_only(kind: str, given: str | None) -> str:
     if not paths:
         raise UsageError(f"no {kind} is named and {folder}/ contains none", f"name one, or make one with `{maker}`")
     if len(paths) > 1:
-        raise UsageError(f"no {kind} is named and {folder}/ contains {len(paths)}", f"name one of {', '.join(paths)}")
+        raise UsageError(
+            f"no {kind} is named, and {folder}/ contains {len(paths)} of them", f"name one of {', '.join(paths)}"
+        )
     return paths[0]
 
 

@@ -350,7 +350,7 @@ def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) ->
             purpose = "the processes themselves and for fragmentation"
             memory_bytes = max(1, memory_bytes)  # no plan fits, and the error says what would help
         if memory_bytes <= 0:
-            what = f"{whole} of memory leaves nothing for tensors: {reserved} is set aside for {purpose}"
+            what = f"nothing of {whole} is left for tensors: {reserved} is set aside for {purpose}"
             raise UsageError(what, "pass the memory of the whole device")
         is_enough = f"of each worker's {whole}, {reserved} is set aside for {purpose}"
         note(is_enough if tensor_bytes > 0 else f"{whole} of memory is not enough for {purpose}")

@@ -280,7 +280,8 @@ def check_run(asked: RunOptions, workers: int) -> None:
     is_one_by_one = asked.nnodes > 1 or is_worker(os.environ)
     if output is None and is_one_by_one and (resume is None or not RunDir(resume).checkpoints_folder.is_dir()):
         raise UsageError(
-            "with several machines, torchrun or srun, all workers must share the folder of the run", "name it with -o"
+            "with several machines, torchrun or srun, all workers must share the folder of the run, but none is named",
+            "name it with -o",
         )
     if output:
         RunDir(Path(output)).check_no_other_run(resume)

@@ -52,7 +52,9 @@ def load_any(file: str) -> Artifact:
         if not held:
             inside = sorted(each.name for each in path.iterdir() if each.suffix in (".yaml", ".json"))
             remedy = (
-                f"name a file in it: {', '.join(inside[:_MOST_LISTED])}" if inside else "name a file, or a finished run"
+                f"name a file in it: {', '.join(inside[:_MOST_LISTED])}"
+                if inside
+                else "name a file, or the folder of a run"
             )
             raise ArtifactError(path, f"contains none of {', '.join(names)}", remedy)
         path = held[0]

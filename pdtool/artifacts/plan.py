@@ -50,6 +50,7 @@ LITTLE_ROOM = 0.75
 # Fields that do not affect predictions: names, and the predictions themselves.
 _NOT_PREDICTED_FROM = {"format", "tool_version", "sha256", "name", "model", "profile", "asked", "predicted", "why"}
 _MIN_GAP = 0.0005  # a smaller gap rounds to 0.0%
+_ROUNDING = 1e-9  # a smaller gap is a rounding error
 _EARLIER_CERTIFICATE = {"lower_bound_s": "bound_s", "gap": "gap", "proof": "proof"}  # fields of Why, once
 CostModelName = Literal["ours", "pipedream", "pipedream-free"]
 
@@ -184,13 +185,13 @@ class Certificate(FrozenModel):
         Args:
             overstates_fill: whether the formulas let every stage fill and drain as slowly as the slowest.
         """
-        excess = " (they let every stage fill and drain as slowly as the slowest)" if overstates_fill else ""
+        excess = " (the formulas let every stage fill and drain as slowly as the slowest)" if overstates_fill else ""
         bound = f"{format_seconds(self.bound_s)} per minibatch{excess}"
         claim = f"by the formulas, no plan with these options takes less than {bound}"
         if self.gap is None:
             return claim
         if self.gap < _MIN_GAP:
-            return f"optimal: {claim}"
+            return f"optimal{f' to within {_MIN_GAP:.2%}' if self.gap > _ROUNDING else ''}: {claim}"
         return f"{claim}. This plan takes {format_seconds(self.bound_s * (1 + self.gap))} ({self.gap:.1%} more)"
 
     def sentence(self) -> str:
@@ -214,7 +215,7 @@ class Certificate(FrozenModel):
     def _limits(self) -> Iterator[str]:
         """Yield the limits of the search."""
         if self.max_workers_per_copy:
-            yield f"one copy of the pipeline has at most {self.max_workers_per_copy} workers"
+            yield f"the search covered pipelines of up to {self.max_workers_per_copy} workers, and copies of them"
         if merged := self.merged_operators:
             yield (
                 f"{merged.groups} groups of operators were merged into {merged.merged_into} to search at most "

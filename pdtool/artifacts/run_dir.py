@@ -400,7 +400,9 @@ class RunDir:
             fault = "is not a folder" if folder.exists() else "is not there"
             raise UsageError(f"{folder} {fault}", f"name the folder of a run{self._runs_beside()}")
         what = f"{folder} contains no complete checkpoint"
-        raise UsageError(what, "name the folder of a run that has one: a run writes the first after its first epoch")
+        raise UsageError(
+            what, "name the folder of a run that has finished an epoch, after which it writes its first checkpoint"
+        )
 
     def check_no_other_run(self, resumed: Path | None) -> None:
         """Check that a run may write here.

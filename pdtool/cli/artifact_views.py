@@ -76,7 +76,8 @@ def cluster_view(cluster: ClusterFile) -> Lines:
             share = measured.allreduce_bytes_per_s / level.bandwidth_bytes_per_s
             row += [*map(format_rate, (measured.pair_bytes_per_s, measured.allreduce_bytes_per_s)), f"{share:.0%}"]
     yield Table(columns, rows, title=title, drop=("of the ring formula", "one pair alone"))
-    yield "bandwidth: of the link from one member of a level to the others, in each direction, shared by its workers"
+    yield "bandwidth: of the link between one server or worker and the others of its level, in each direction. All its "
+    "workers share this link"
 
 
 def plan_view(plan: Plan) -> Lines:

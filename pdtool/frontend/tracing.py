@@ -89,7 +89,7 @@ def _check_paths(model: nn.Module, opaque: Sequence[str]) -> None:
 def _check_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            what = f"parameter {name} has a gradient hook, but stages have tensors of their own and would not call it"
+            what = f"parameter {name} has a gradient hook, but stages have parameters of their own, without it"
             raise TraceError(what, "register it in optimizer(), or clip with MAX_GRAD_NORM")
     if _has_backward_hook(model):
         what = "the model has a backward hook, but no stage would call it"

@@ -174,7 +174,9 @@ class ForwardWriter:
                 return text
             if size.endswith("*batch"):
                 return f"{text} // {size.removesuffix('*batch')}"
-        what = f"stage {self.stage} needs the minibatch size, but none of its inputs has it"
+        what = (
+            f"stage {self.stage} needs the minibatch size, but none of the tensors that it receives has that dimension"
+        )
         raise TraceError(what, "plan fewer stages, or keep modules together with HINTS no_split")
 
     # Which tensors have a name of their own.

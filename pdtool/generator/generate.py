@@ -94,7 +94,7 @@ def generate(
 def _check_variables(model: nn.Module, model_file: ModelFile) -> None:
     """Check that training changes no variable that stage files have as a constant; raises VerificationError."""
     for line, function, variable in changed_in_training(model, model_file.module, _IN_TRAINING):
-        what = f"{line}: {function}() changes {variable}, which forward reads, but stages keep its value as a constant"
+        what = f"{line}: {function}() changes {variable}, which forward reads, but stages have its value as a constant"
         raise VerificationError(what, "keep it in a buffer that forward changes")
 
 
@@ -411,8 +411,8 @@ def _check_repeated_calls(model_file: ModelFile, bundle: Bundle) -> None:
         if not has_same_content(*(each[function] for each in seen)):
             raise model_file.error_in(
                 function,
-                f"{what} depends on how often {function}() is called, but in each update a worker calls it once for "
-                "each of its stages and for each parameter that several stages hold",
+                f"{what} depends on how often {function}() is called, but a worker calls it several times per update: "
+                "once for each of its stages, and once for each parameter that several stages hold",
                 "compute the value from the number of the update, as in 0.99**update, and not from its previous value",
             )
 

@@ -57,7 +57,7 @@ def check_outputs_only(model_file: ModelFile, bundle: Bundle, texts: Mapping[str
         case function, "model":
             what = (
                 f"{function}() reads a weight, buffer or attribute of the model from a variable, but in the last stage "
-                "this variable does not follow the training"
+                "this variable is not updated during training"
             )
             raise model_file.error_in(function, what, "let forward return what it needs as part of the output")
 

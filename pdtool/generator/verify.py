@@ -117,7 +117,7 @@ def _refuse_listed_parameters(model: nn.Module, bundle: Bundle) -> None:
                 if any(isinstance(leaf, nn.Parameter) and leaf.requires_grad for leaf in listed):
                     what = f"self.{attribute} of {name} holds parameters in a {type(value).__name__}"
                     raise VerificationError(
-                        f"{what}, so this opaque module would not compute with the weights of its minibatch",
+                        f"{what}, so pdtool cannot give this opaque module the weights of its minibatch",
                         "use nn.ParameterList or nn.ParameterDict, or read each parameter from its own attribute",
                     )
 
@@ -172,7 +172,7 @@ def _compare_minibatches(
             composed = _run(_STAGES, partial(compose, stages, bundle, _copy(inputs).tensors), where)
         if lost := sorted(in_model - in_stages):
             remedy = 'move this line into a module of its own, and name that module in HINTS = {"opaque": [...]}'
-            raise VerificationError(f"{lost[0]}: forward puts a hook on a tensor that is in no stage", remedy)
+            raise VerificationError(f"{lost[0]}: forward puts a hook on a tensor, but no stage would call it", remedy)
         _compare_outputs(expected, composed, where)
         if training and number != 1:  # the second has the size of the first
             gradients = _gradients(model, stages, expected, composed, where)
@@ -218,7 +218,7 @@ def _compare_in_flight(
             _run(_STAGES, partial(_backward, tensors_of(output)), where)
         _compare_gradients(_gradient_pairs(model, stages, where), where)
     except VerificationError as error:
-        what = f"{error.what}: backward of the first minibatch needs what forward of the second has changed"
+        what = f"{error.what}: the backward of one minibatch needs a value that the forward of the next one changes"
         remedy = (
             "keep what backward needs in ctx or in a local variable of forward, and compute with a copy of a buffer "
             "that forward changes, such as self.scale.clone()"

@@ -59,8 +59,8 @@ class ProfileOptions:
     precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = _computing(
         "--precision",
         Choice(("fp32", "tf32", "bf16", "fp16"), unset="the model's own"),
-        "Measure with the precision of `run`: fp32 is the model as it is, bf16 is autocast. When estimating, assume a "
-        "model cast to this type; tf32 is fp32 with TF32 matrix products.",
+        "When measuring: fp32 runs the model unchanged, bf16 under autocast, as `run` does. When estimating: assume a "
+        "model cast to this dtype. tf32 is fp32 with TF32 matrix products.",
     )
     compiled: bool = _computing(
         "--compile/--no-compile",
@@ -69,7 +69,9 @@ class ProfileOptions:
         keyword="compile",
     )
     calibrate: str | None = _model(
-        "--calibrate PROFILE", Text(), "Fit the estimate to a profile, of any model, measured on the same device."
+        "--calibrate PROFILE",
+        Text(),
+        "Correct the estimate with a measured profile from the same device, best of a similar model.",
     )
 
 
@@ -117,9 +119,9 @@ class PartitionOptions:
     )
     schedule: str | None = _plan(
         "--schedule",
-        Choice((*SCHEDULES, "auto"), unset="1f1b, or that of --strategy"),
-        f"{ORDER_OF_WORK}. auto is 1f1b. With --microbatches or --samples-per-update, it is the fastest of "
-        f"{schedule_names(lambda kind: kind.has_formulas, 'and')}.",
+        Choice((*SCHEDULES, "auto"), unset="that of --strategy; 1f1b-flush with --samples-per-update; else 1f1b"),
+        f"{ORDER_OF_WORK}. With --microbatches or --samples-per-update, auto is the fastest of "
+        f"{schedule_names(lambda kind: kind.has_formulas, 'and')}. Without them, auto is 1f1b.",
     )
     microbatches: int | None = _plan(
         "--microbatches N",
@@ -129,8 +131,7 @@ class PartitionOptions:
     samples_per_update: int | None = _plan(
         "--global-batch-size, --samples-per-update N",
         Count(unset="from --microbatches"),
-        "Samples in one update, the same for every stage: a multiple of the profiled batch size. The plan then has "
-        "schedule 1f1b-flush, unless you pass another --schedule.",
+        "Samples in one update, the same for every stage: a multiple of the profiled batch size.",
         excludes=("microbatches",),
     )
     wire_dtype: str = _plan(
@@ -143,10 +144,10 @@ class PartitionOptions:
         Count(
             1,
             MAX_MINIBATCHES,
-            unset="with a flush, the smallest number with the shortest time; without one, the schedule's own number, "
-            "or up to twice that if it makes the plan 10 % faster",
+            unset="with a flush, the smallest number that is fastest; without one, the schedule's own number, or up to "
+            "twice as many if that makes the plan 10 % faster",
         ),
-        "Minibatches in flight at each replica of the first stage. Later stages have fewer. With a flush, at most "
+        "Minibatches in flight at each replica of the first stage. Later stages keep fewer. With a flush, at most "
         "the microbatches of one update.",
     )
     chunks: int = _plan("--chunks N", Count(2, 100, default=2), f"Stages on each worker with --schedule {_CHUNKED}.")
@@ -158,8 +159,8 @@ class PartitionOptions:
     cost_model: str = _plan(
         "--cost",
         Choice(("ours", "pipedream", "pipedream-free"), default="ours"),
-        "Cost formulas: pdtool's own (ours), or those of PipeDream's optimizer (pipedream-free: without activation "
-        "traffic).",
+        "Cost formulas: pdtool's own (ours), or those of PipeDream's optimizer. With pipedream-free, sending "
+        "activations takes no time.",
     )
     simplest: float = _plan(
         "--simplest SHARE",
@@ -170,5 +171,6 @@ class PartitionOptions:
     max_cuts: int = _plan(
         "--cuts N",
         Count(100, 100_000, default=1200),
-        "Search at most N cuts of a branchy graph. A larger N misses fewer plans. The time grows with N squared.",
+        "Search at most N cuts. If the graph has more, because of its branches, operators are merged first, so a "
+        "better plan may be missed. The time grows with N squared.",
     )

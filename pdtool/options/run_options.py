@@ -59,7 +59,7 @@ class WorkerOptions:
         "--resume [RUN_DIR]",
         Text(lambda name, text: Path(text) if text else None, without=str(SAME_FOLDER)),
         "Continue from the last checkpoint of RUN_DIR, with its plan and options unless you pass others. Any plan of "
-        "the same model works. If the folder of -o has no run yet, begin one.  [without RUN_DIR: the folder of -o]",
+        "the same model works.  [without RUN_DIR: the folder of -o, where it begins a run if there is none]",
         in_file=False,
     )
     correction: str | None = _training(

@@ -81,8 +81,8 @@ class EmulateOptions:
     target: Target | None = again(  # noqa: RUF009
         RunOptions,
         "target",
-        help="Train each plan until the validation reaches 'nll<=4' or 'accuracy>=0.98', for example, with --compute "
-        "real. Exit code 6 means that the plan never reached it.",
+        help="With --compute real: train each plan until the validation reaches this, such as 'nll<=4' or "
+        "'accuracy>=0.98'. Exit code 6 means that a plan never reached it.",
     )
     seed: int = again(RunOptions, "seed")
     timeout_s: float = again(RunOptions, "timeout_s")

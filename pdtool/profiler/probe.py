@@ -63,8 +63,9 @@ class ProbeRequest:
     def __post_init__(self) -> None:
         if 1 in self.sizes:
             topology = "x".join(map(str, self.sizes))
-            what = f"topology {topology} has a level of 1 member, which has nothing to measure"
-            raise UsageError(what, "leave out levels of 1 member")
+            what = f"topology {topology} has a level with one member, which has no link to measure"
+            others = "x".join(str(size) for size in self.sizes if size > 1)
+            raise UsageError(what, f"write {others}" if others else "there is nothing to measure with one worker")
 
     @property
     def workers(self) -> int:

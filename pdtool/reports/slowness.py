@@ -119,8 +119,8 @@ def _waiting_cause(report: Report, predicted: Predicted) -> str:
         size, rate = format_bytes(over[border]), format_bits_rate(over[border] / measured_s)
         if over[border] < _SMALL_MESSAGES_BYTES:
             return (
-                f"no stage computes all the time. Even a small message takes some time, and those between "
-                f"stages {border - 1} and {border} have {size} per minibatch. Run `pdtool profile` with a larger "
+                f"no stage computes all the time. Even a small message takes some time, and stages {border - 1} and "
+                f"{border} exchange only {size} per minibatch each way. Run `pdtool profile` with a larger "
                 f"--batch-size to get fewer and larger messages"
             )
         seen = f": {size} per minibatch each way between stages {border - 1} and {border} went at {rate}"

@@ -895,7 +895,8 @@ def test_a_certificate_names_the_limits_of_its_search():
     merged = MergedOperators(groups=9, merged_into=3, max_cuts=4)
     certificate = Certificate(bound_s=1.0, workers=16, cuts=4, max_workers_per_copy=8, merged_operators=merged)
     assert certificate.sentence() == (
-        "bound: one copy of the pipeline has at most 8 workers. 9 groups of operators were merged into 3 to search at "
+        "bound: the search covered pipelines of up to 8 workers, and copies of them. "
+        "9 groups of operators were merged into 3 to search at "
         "most 4 cuts (--cuts), so a better plan may exist. The bound is the time of 16 workers without idle time"
     )
 

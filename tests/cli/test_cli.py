@@ -297,7 +297,7 @@ def test_without_a_path_the_only_candidate_is_taken_or_all_are_listed(folder, co
     assert f"error: {names[0]}: is not" in folder.pdtool(*command, code=3).stderr
     folder.write(names[1], "damaged")
     stderr = folder.pdtool(*command, code=2).stderr
-    assert f"contains 2; name one of {names[0]}, {names[1]}" in stderr
+    assert f"contains 2 of them; name one of {names[0]}, {names[1]}" in stderr
 
 
 def test_partition_writes_the_conventional_file_and_prints_nothing_on_stdout(planned):
@@ -424,7 +424,7 @@ def test_show_finds_what_a_folder_holds(folder):
         r"data-parallel 3-1|data-parallel 4 .*2.25 ×", " ".join(folder.pdtool("show", "runs/b").stdout.split())
     )
     none_of = "contains none of report.json, run.json, emulation.json, bundle.yaml, checkpoint.json; name a file"
-    assert f"{none_of}, or a finished run" in folder.pdtool("show", ".", code=3).stderr
+    assert f"{none_of}, or the folder of a run" in folder.pdtool("show", ".", code=3).stderr
     samples.plan().save("plans/a.yaml")
     samples.plan().save("plans/b.yaml")
     assert f"plans: {none_of} in it: a.yaml, b.yaml" in folder.pdtool("show", "plans", code=3).stderr

@@ -271,7 +271,7 @@ def loss(output, target):
 """
 REFUSED = [
     (SWITCHED_OFF, r"gradients are switched off in training: .*; use `with torch.no_grad\(\):` instead"),
-    (KEPT, r"model.py:\d+: the parameter a.weight moves to other memory .*; read .data again in each step"),
+    (KEPT, r"model.py:\d+: the parameter a.weight gets new memory .*; read .data again in each step"),
     (AFTER.format(name="b.weight", statement="p.data = p.data.double()"), r"b.weight became float64\[5, 5\] on cpu"),
     (AFTER.format(name="b.weight", statement="p.data = p.data[:4]"), r"b.weight became float32\[4, 5\] on cpu"),
     (

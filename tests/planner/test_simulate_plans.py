@@ -146,7 +146,7 @@ def test_any_schedule_on_a_plan_without_replicas(schedule):
 
 
 @pytest.mark.parametrize("schedule", [kind.name for kind in SCHEDULES.values() if kind.equal_replicas])
-@settings(max_examples=10)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 10**6))
 def test_more_workers_are_no_reason_for_a_slower_plan(schedule, seed):
     """Stages that need equal replicas took every worker: GNMT on 16 was 1.9 times as slow as on four of them."""
@@ -261,7 +261,7 @@ def test_what_cannot_be_interleaved_is_refused():
     plan = plan_of(net, [["x", "a0"], ["a1", "a2"]], [[0], [1]], make_cluster((2,), (1e9,)))
     with pytest.raises(
         NoPlanError,
-        match="the model can be cut into at most 4 pieces, too few for 6 chunks; pass a smaller --workers or --chunks",
+        match=r"at most 4 stages, too few for 6 \(workers times --chunks\); pass a smaller --workers or --chunks",
     ):
         under_schedule(Placement.of(plan, net), net, "interleaved", chunks=3)
     with pytest.raises(

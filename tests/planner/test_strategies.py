@@ -380,7 +380,7 @@ def test_where_a_strategy_does_not_fit_another_one_may():
 def test_asynchronous_data_parallelism_that_does_not_fit_says_what_it_needs():
     with pytest.raises(
         NoPlanError,
-        match=r"stands in for the 4 workers of asynchronous data .* needs 5 kB, but has 4 kB; pass a smaller --workers",
+        match=r"imitates the 4 workers of asynchronous data .* needs 5 kB, but has 4 kB; pass a smaller --workers",
     ):
         planned(chain([1.0], parameters=1000), make_cluster((4,), (FAST,), memory_bytes=4000), "async-data-parallel")
 

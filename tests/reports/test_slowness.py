@@ -68,7 +68,7 @@ def test_a_slow_link_is_named_as_the_cause_where_no_stage_computes_all_the_time(
     small = tuple(stage.model_copy(update={"sent_bytes": 8000}) for stage in slow.stages)
     [_, said, _] = slowness_lines(slow.model_copy(update={"stages": small}))
     assert "`pdtool probe`" not in said, "a link's bandwidth is not the cause"
-    assert "those between stages 0 and 1 have 8 kB per minibatch. Run `pdtool profile`" in said
+    assert "stages 0 and 1 exchange only 8 kB per minibatch each way. Run `pdtool profile`" in said
     tied = tuple(stage.model_copy(update={"allreduce_s": 1e-4}) for stage in slow.stages)
     tied_causes = [part.cause for part in differences(slow.model_copy(update={"stages": tied}))]
     assert "1.5 MB" not in "".join(tied_causes), "the bytes are also those of the gradients of a shared parameter"

@@ -23,7 +23,7 @@ TRIALS = {
 }
 
 
-@pytest.mark.rows_of_the_day(days=2)
+@pytest.mark.rows_of_the_day(days=4)
 @pytest.mark.parametrize("kind", TRIALS)
 def test_nothing_hangs_or_is_left_or_lost_and_the_right_cause_is_named(kind: str, bench: Bench) -> None:
     if kind == "mistakes of machines" and not can_make_namespaces():

@@ -151,7 +151,7 @@ def test_a_plan_for_gpus_leaves_room_for_what_no_tensor_gets(road):
     assert Plan.load(PLAN).cluster.memory_bytes == Profile.load("profiles/model.json").tensor_bytes(2 * 10**9, 2)
     assert "of each worker's 2 GB, 1.13 GB is set aside for CUDA's context" in result.stderr
     result = road.pdtool(*partition, "1GB", code=2)
-    assert "1 GB of memory leaves nothing for tensors: 1.07 GB is set aside for CUDA's context" in result.stderr
+    assert "nothing of 1 GB is left for tensors: 1.07 GB is set aside for CUDA's context" in result.stderr
 
 
 def test_profile_on_stdout(folder):
@@ -379,7 +379,10 @@ def test_workers_started_one_by_one_need_a_bundle_and_a_folder(road, monkeypatch
         monkeypatch.setenv(name, value)
     assert "run `pdtool codegen` before torchrun" in road.pdtool("run", "-o", "runs/x", code=3).stderr
     road.pdtool("codegen")
-    assert "all workers must share the folder of the run; name it with -o" in road.pdtool("run", code=2).stderr
+    assert (
+        "all workers must share the folder of the run, but none is named; name it with -o"
+        in road.pdtool("run", code=2).stderr
+    )
 
 
 @pytest.mark.parametrize("options", [["--timeout", "5x"], ["--target", "accuracy"], ["--nnodes", "2", "-o", "x"]])

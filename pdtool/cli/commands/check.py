@@ -27,7 +27,7 @@ _MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "")}
 
 @command(epilog="\b\nExamples:\n  pdtool check plans/mnist-2.yaml\n  pdtool check plans/mnist-2.yaml --update")
 @click.argument("plan", required=False)
-@option("--fresh", in_file=False, is_flag=True, help="Say instead which files are stale.")
+@option("--fresh", in_file=False, is_flag=True, help="Check only whether the files still belong to the current model.")
 @option(
     "--update",
     in_file=False,
@@ -38,8 +38,8 @@ _MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "")}
 def check(plan: str | None, fresh: bool, update: bool, as_json: bool) -> None:
     """Compute PLAN's figures and certificate again.
 
-    Prints one line for each claim: the stages, the schedule, the memory, each figure, and that another search finds no
-    plan faster than the lower bound. For an edited plan, it computes the figures of the edited version.
+    Prints one line for each check: the stages, the schedule, the memory, each figure, and the lower bound, for which it
+    searches again. For an edited plan, it computes the figures of the edited version.
 
     Without PLAN, it takes the only plan in plans/.
 

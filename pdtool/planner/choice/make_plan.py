@@ -436,7 +436,7 @@ def even_pieces(profile: Profile, count: int) -> Stages:
     blocks = _blocks(profile)
     if len(blocks) < count:
         raise NoPlanError(
-            f"the model can be cut into at most {len(blocks)} pieces, too few for {count} chunks",
+            f"the model can be cut into at most {len(blocks)} stages, too few for {count} (workers times --chunks)",
             "pass a smaller --workers or --chunks",
         )
     nodes = profile.by_name

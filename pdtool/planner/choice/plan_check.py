@@ -62,8 +62,10 @@ def check_plan(plan: Plan, profile: Profile) -> Iterator[Finding]:
     except ArtifactError as error:
         yield Finding("stages", False, error.fault, error.field)
         return
-    words = f"{counted(len(profile.nodes), 'operator')} in {counted(len(placement.stages), 'stage')}, each in one"
-    yield Finding("stages", True, f"{words}. No stage takes a tensor from a later one. Groups and pins hold")
+    words = (
+        f"{counted(len(profile.nodes), 'operator')} in {counted(len(placement.stages), 'stage')}, each in exactly one"
+    )
+    yield Finding("stages", True, f"{words}. No stage takes a tensor from a later one. HINTS are kept")
     schedule = _schedule(plan)
     yield schedule
     if not schedule.holds:
@@ -161,7 +163,7 @@ def _lower_bound(plan: Plan, profile: Profile, certificate: Certificate, time_s:
     fastest = _found_again(plan, profile)
     best_s = min([time_s, *(candidate.time_per_minibatch_s for candidate in fastest[:1])])
     bound_s, least_s = certificate.bound_s, certificate.bound_s * (1 - _RELATIVE_TOLERANCE)
-    words = f"the plan says that no plan takes less than {format_seconds(bound_s)}; the fastest found now "
+    words = f"the certificate says that no plan takes less than {format_seconds(bound_s)}. The fastest plan found now "
     words += f"takes {format_seconds(best_s)}"
     if fastest and best_s < time_s:
         words += f" ({fastest[0].placement.config})"

@@ -315,7 +315,9 @@ class _OwnPlanner(Planner):
         if selected.simulated_s is not None:
             time_s = steady_state_s(rival.placement, search.profile, search.cluster, selected.simulated_s)
         if time_s is not None and time_s < (selected.simulated_s or math.inf):
-            return f", but less simple, and at most {search.options.simplest:.1%} faster in the simulation (--simplest)"
+            return (
+                f", but only up to {search.options.simplest:.1%} faster in the simulation, and less simple (--simplest)"
+            )
         return super()._why_slower(search, rival, selected)
 
 
@@ -415,8 +417,8 @@ class _AsyncDataParallelPlanner(Planner):
         if not evaluator.fits(plan):
             needed = format_bytes(max(plan.cost.searched_memory_bytes))
             raise NoPlanError(
-                f"one worker stands in for the {search.workers} workers of {self.strategy.label}. It needs {needed}, "
-                f"but has {format_bytes(search.cluster.memory_bytes or 0)}",
+                f"one worker with {search.workers} minibatches in flight imitates the {search.workers} workers of "
+                f"{self.strategy.label}. It needs {needed}, but has {format_bytes(search.cluster.memory_bytes or 0)}",
                 "pass a smaller --workers, or profile with a smaller --batch-size",
             )
         return [plan]

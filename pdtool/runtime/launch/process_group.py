@@ -67,7 +67,7 @@ class Reaper:
         try:
             return int(self._pipe.recv())
         except EOFError as error:
-            what = "the reaper, which ends the workers if the launcher dies, died while it started"
+            what = "the reaper, which ends the workers if the launcher dies, could not start"
             remedy = 'start the run again; a script of your own must call pdtool.run under `if __name__ == "__main__":`'
             raise WorkerDiedError(what, remedy) from error
 

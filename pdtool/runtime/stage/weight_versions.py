@@ -176,8 +176,8 @@ class WeightVersions:
         if self.kept_memory:
             raise FieldError(
                 self.kept_memory,
-                "moves to other memory while minibatches are in flight, but your code keeps a reference to its .data "
-                "or a view of that; read .data again in each step, or plan with --schedule 1f1b-flush",
+                "gets new memory while minibatches are in flight, but your code still holds its old .data, or a view "
+                "of it; read .data again in each step, or plan with --schedule 1f1b-flush",
             )
         memory = self._take_memory()
         _copy_all(memory, [*(parameter.data for parameter in self.parameters.values()), *self._current.views])

@@ -91,7 +91,7 @@ def build_partially(
     if first.registered != second.registered:
         raise MissingValuesError("model() makes different parameters when it is called again")
     if any(tensor.is_meta for tensor in wanted(model)):
-        raise MissingValuesError("model() makes the values of a parameter in a way that pdtool cannot follow")
+        raise MissingValuesError("model() initializes a parameter in a way that pdtool cannot repeat")
     return outline, model
 
 
