@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.planner.choice.make_plan import reschedule
+from pdtool.planner.choice.without_formulas import reschedule
 from pdtool.planner.placement import Placement
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob

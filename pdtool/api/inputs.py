@@ -233,7 +233,7 @@ def checked(plan: Plan, profile: Profile) -> Plan:
     plan.check_schedule()
     if not plan.edited:
         return plan
-    from pdtool.planner.choice.make_plan import refresh
+    from pdtool.planner.choice.plan_figures import refresh
 
     note("the plan was edited by hand: checking its stages and computing its predictions again")
     return refresh(plan, profile)

@@ -18,12 +18,12 @@ def rescheduled(inputs: Inputs, asked: RunOptions) -> Plan:
     """
     plan, microbatches, weights, update_every = inputs.plan, asked.microbatches, asked.weights, asked.update_every
     if asked.wire_dtype not in (None, plan.wire_dtype):
-        from pdtool.planner.choice.make_plan import refresh
+        from pdtool.planner.choice.plan_figures import refresh
 
         plan = refresh(plan.model_copy(update={"wire_dtype": asked.wire_dtype}), inputs.profile)
     if (asked.schedule, microbatches, weights, update_every) == (None,) * 4:
         return plan
-    from pdtool.planner.choice.make_plan import reschedule
+    from pdtool.planner.choice.without_formulas import reschedule
 
     name = asked.schedule or plan.schedule
     kind = SCHEDULES[name]

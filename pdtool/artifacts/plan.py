@@ -253,7 +253,7 @@ class PlanOptions:
         workers: use at most so many, the first ones; None: all. A plan uses fewer if that is faster.
         replicas: replicas of each stage, on the first workers of the cluster; None: any number of stages and replicas.
         in_flight: minibatches in flight at each replica of the first stage; None: the schedule's number, or more.
-        chunks: stages on each worker of a chunked schedule, which is not searched (planner.choice.make_plan).
+        chunks: stages on each worker of a chunked schedule, which is not searched (planner.choice.without_formulas).
         recompute: whether stages may run their forward twice to save memory.
         cost_model: whose formulas to use; see Predicted.
         simplest: prefer fewer stages (data parallelism first) within this fraction of the best time.

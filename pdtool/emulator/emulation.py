@@ -26,7 +26,7 @@ from pdtool.emulator.workers import links_of
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.host import memory_limits
 from pdtool.options.simulate_options import MAX_FACTOR, EmulateOptions
-from pdtool.planner.choice.make_plan import refresh
+from pdtool.planner.choice.plan_figures import refresh
 from pdtool.planner.stage_costs import tied_bytes
 from pdtool.runtime.config import RunConfig
 from pdtool.schedule import PipelineShape, steady_minibatches, steady_run

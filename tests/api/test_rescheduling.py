@@ -8,7 +8,7 @@ from pdtool import Plan, Profile
 from pdtool.api.rescheduling import rescheduled
 from pdtool.errors import UsageError
 from pdtool.options.run_options import RunOptions
-from pdtool.planner.choice.make_plan import under_schedule
+from pdtool.planner.choice.without_formulas import under_schedule
 from pdtool.planner.placement import Placement
 from pdtool.schedule import SCHEDULES
 

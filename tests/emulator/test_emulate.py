@@ -31,7 +31,7 @@ from pdtool.emulator.sleeping_model import Scaling, write_sleeping_model
 from pdtool.errors import PdtoolError
 from pdtool.host import usable_cores
 from pdtool.options.simulate_options import EmulateOptions
-from pdtool.planner.choice.make_plan import refresh
+from pdtool.planner.choice.plan_figures import refresh
 from pdtool.runtime.status import process_state
 
 _CLUSTER = make_cluster((2, 2), (2e6, 2e7))

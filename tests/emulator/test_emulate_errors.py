@@ -27,7 +27,7 @@ from pdtool.emulator.pretend_cluster import PretendCluster
 from pdtool.emulator.sleeping_model import Scaling, write_sleeping_model
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.options.simulate_options import EmulateOptions
-from pdtool.planner.choice.make_plan import refresh
+from pdtool.planner.choice.plan_figures import refresh
 from pdtool.schedule.shape import steady_minibatches
 
 STREAM = """

@@ -22,8 +22,9 @@ from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.options.plan_options import PartitionOptions
 from pdtool.planner.choice.comparison import simulated
-from pdtool.planner.choice.make_plan import make_plan, refresh
+from pdtool.planner.choice.make_plan import make_plan
 from pdtool.planner.choice.plan_check import check_plan
+from pdtool.planner.choice.plan_figures import refresh
 from pdtool.planner.choice.strategies import PLANNERS
 from pdtool.schedule import SCHEDULES, STRATEGIES
 from pdtool.units import format_seconds

@@ -14,9 +14,10 @@ from pdtool.artifacts.plan import PlanOptions
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.options.plan_options import PartitionOptions
 from pdtool.planner.choice.in_flight import with_fastest_in_flight
-from pdtool.planner.choice.make_plan import even_pieces, make_plan
+from pdtool.planner.choice.make_plan import make_plan
 from pdtool.planner.choice.plan_check import check_plan
 from pdtool.planner.choice.strategies import PLANNERS
+from pdtool.planner.choice.without_formulas import even_pieces
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Evaluator
 from pdtool.planner.simulator.engine import simulate, steady_state_s

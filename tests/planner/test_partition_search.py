@@ -17,7 +17,8 @@ from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan, PlanOptions
 from pdtool.artifacts.profile import Node
 from pdtool.errors import NoPlanError, UsageError
-from pdtool.planner.choice.make_plan import make_plan, refresh
+from pdtool.planner.choice.make_plan import make_plan
+from pdtool.planner.choice.plan_figures import refresh
 from pdtool.planner.formulas import COST_MODELS
 from pdtool.planner.plan_cost import Evaluator
 from pdtool.planner.search.cuts import find_cuts

@@ -15,7 +15,9 @@ from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import PlanOptions
 from pdtool.artifacts.profile import Node, SharedParameter
 from pdtool.errors import NoPlanError, UsageError
-from pdtool.planner.choice.make_plan import even_pieces, make_plan, refresh, under_schedule
+from pdtool.planner.choice.make_plan import make_plan
+from pdtool.planner.choice.plan_figures import refresh
+from pdtool.planner.choice.without_formulas import even_pieces, under_schedule
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Evaluator, lower_bound_s
 from pdtool.planner.simulator.engine import simulate

@@ -26,9 +26,11 @@ from pdtool.errors import ArtifactError, FieldError, NoPlanError, UsageError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.options.plan_options import PartitionOptions
 from pdtool.planner.choice.comparison import rival_plans, simulated
-from pdtool.planner.choice.make_plan import make_plan, refresh, reschedule
+from pdtool.planner.choice.make_plan import make_plan
 from pdtool.planner.choice.plan_check import check_plan
+from pdtool.planner.choice.plan_figures import refresh
 from pdtool.planner.choice.strategies import PLANNERS, planner_asked_for
+from pdtool.planner.choice.without_formulas import reschedule
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Evaluator, samples_per_update
 from pdtool.runtime.loading.minibatches import sample_order

@@ -45,7 +45,7 @@ PUBLIC = {
     "frontend": "compute_mode graph_digest leaf_modules model_file model_io model_rules operators random_numbers "
     "tracing trial update_proof user_code user_modules",
     "generator": "generate",
-    "planner.choice": "comparison make_plan plan_check strategies",
+    "planner.choice": "comparison make_plan plan_check plan_figures strategies without_formulas",
     "planner.search": "cuts layouts search",
     "planner.simulator": "engine job result",
     "profiler": "estimate graph_costs measure pipedream_import probe",

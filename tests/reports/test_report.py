@@ -29,7 +29,8 @@ from pdtool.artifacts.metrics import UpdateLine, ValidationLine
 from pdtool.artifacts.plan import Certificate, Plan, PlanOptions, Why
 from pdtool.artifacts.profile import Profile
 from pdtool.planner.choice.comparison import StageShares, SweepPoint, crossings, simulated_for_report
-from pdtool.planner.choice.make_plan import make_plan, under_schedule
+from pdtool.planner.choice.make_plan import make_plan
+from pdtool.planner.choice.without_formulas import under_schedule
 from pdtool.planner.placement import Placement
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob

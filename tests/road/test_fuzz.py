@@ -31,8 +31,9 @@ from pdtool.cli.terminal import show
 from pdtool.cli.view import view
 from pdtool.errors import ArtifactError, PdtoolError
 from pdtool.planner.choice.comparison import compare
-from pdtool.planner.choice.make_plan import make_plan, refresh
+from pdtool.planner.choice.make_plan import make_plan
 from pdtool.planner.choice.plan_check import check_plan
+from pdtool.planner.choice.plan_figures import refresh
 from pdtool.planner.placement import Placement
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob

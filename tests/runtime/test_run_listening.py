@@ -19,7 +19,7 @@ from namespaces import namespaces
 
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.machines import Machines
-from pdtool.planner.choice.make_plan import refresh
+from pdtool.planner.choice.plan_figures import refresh
 from pdtool.profiler.probe import ProbeRequest, probe
 from pdtool.runtime.launch.launcher import launch
 

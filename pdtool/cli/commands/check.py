@@ -95,7 +95,7 @@ def _update(path: str, plan: Plan, profile: Profile) -> None:
     """
     from pdtool.artifacts.text_formats import FormatError, has_comments
     from pdtool.files import read_text, write_atomically
-    from pdtool.planner.choice.make_plan import refresh
+    from pdtool.planner.choice.plan_figures import refresh
 
     if path == "-":
         raise UsageError("--update writes into a file, but - is stdin", "name the plan's file")

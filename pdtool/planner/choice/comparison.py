@@ -16,8 +16,10 @@ from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.plan import Plan, PlanOptions
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
-from pdtool.planner.choice.make_plan import make_plan, refresh, under_schedule
+from pdtool.planner.choice.make_plan import make_plan
+from pdtool.planner.choice.plan_figures import refresh
 from pdtool.planner.choice.strategies import PLANNERS
+from pdtool.planner.choice.without_formulas import under_schedule
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import samples_per_update
 from pdtool.planner.simulator.engine import simulate, simulated_time_s

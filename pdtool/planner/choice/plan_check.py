@@ -16,7 +16,8 @@ from typing import Any
 from pdtool.artifacts.plan import Certificate, Plan, PlanOptions, Predicted
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ArtifactError, NoPlanError, ScheduleError, UsageError
-from pdtool.planner.choice.make_plan import gap_to_bound, refresh
+from pdtool.planner.choice.make_plan import gap_to_bound
+from pdtool.planner.choice.plan_figures import refresh
 from pdtool.planner.choice.strategies import PLANNERS
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate

@@ -12,6 +12,7 @@ pdtool.schedule.strategies defines the strategies. `make_plan` asks the planner 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -23,6 +24,7 @@ from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.options.plan_options import PartitionOptions
 from pdtool.planner.choice.border_moves import move_to_faster_cuts, move_to_module_borders
+from pdtool.planner.choice.infeasible import explain_infeasible
 from pdtool.planner.choice.selection import Selected, select
 from pdtool.planner.formulas import TOLERANCE
 from pdtool.planner.placement import Placement
@@ -48,6 +50,7 @@ _MAX_SLOWDOWN = 2.0
 _BISECTIONS = 12  # of the memory of a worker
 _MAX_WORKERS_WITH_ALL_MINIBATCHES = 8  # hybrid parallelism is searched with any number of minibatches up to here
 _OTHER_RIVALS = 2  # listed in a plan, besides the baselines
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -479,6 +482,37 @@ def _straight_pipeline(search: PlanSearch, execution: ExecutionConfig) -> Candid
     fastest = layout_search.fastest
     is_possible = depth > 1 and fastest.time_per_minibatch_s < float("inf")
     return layout_search.candidate(fastest) if is_possible else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenPlan:
+    """The plan that was chosen, and what it was chosen from.
+
+    Attributes:
+        candidates: the best plans by the formulas, the fastest first.
+        named: plans that everyone asks about.
+    """
+
+    candidates: list[Candidate]
+    named: list[Baseline]
+    selected: Selected
+
+
+def choose_plan(search: PlanSearch) -> ChosenPlan:
+    """Return the plan that the strategy of a search chooses; raises NoPlanError if no plan is possible."""
+    planner, candidates = PLANNERS[search.options.strategy], best_candidates(search)
+    named = planner.baselines(search, candidates[0])
+    return ChosenPlan(candidates=candidates, named=named, selected=planner.choose(search, candidates, named))
+
+
+def best_candidates(search: PlanSearch) -> list[Candidate]:
+    """Return the best plans by the formulas, the fastest first; raises NoPlanError if no plan is possible."""
+    if not (candidates := PLANNERS[search.options.strategy].candidates(search)):
+        raise explain_infeasible(search)
+    for candidate in candidates:
+        seconds = format_seconds(candidate.time_per_minibatch_s)
+        _LOG.debug("searched: %s takes %s by the formulas", candidate.placement.config, seconds)
+    return candidates
 
 
 def _flushes(schedule: str | None) -> bool:

@@ -14,7 +14,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import Report
-from pdtool.planner.choice.make_plan import reschedule
+from pdtool.planner.choice.without_formulas import reschedule
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.launch.launcher import launch
 
