@@ -140,7 +140,7 @@ def test_any_schedule_on_a_plan_without_replicas(schedule):
     plan = plan_of(net, stages, [[0], [1]], make_cluster((2,), (1e9,)))
     placement = Placement.of(plan, net)
     if schedule != "1f1b":
-        placement = under_schedule(placement, net, schedule, chunks=2)
+        placement = under_schedule(plan, net, schedule, chunks=2).with_usual_in_flight()
     found = simulate(SimulationJob.of(placement, net, plan.cluster))
     kind = SCHEDULES[schedule]
     idle = kind.flushes * (6 if kind.splits_backward else 18 / placement.execution.chunks)
@@ -185,7 +185,7 @@ def test_a_stage_and_a_border_have_their_figures_under_any_schedule(schedule, se
     cluster, is_replicated = make_cluster((3,), (1e3,)), not SCHEDULES[schedule].equal_replicas
     stages = [["x", *(f"a{i}" for i in range(4))], [f"a{i}" for i in range(4, 8)]]
     plan = plan_of(net, stages, [[0, 2], [1]] if is_replicated else [[0], [1]], cluster)
-    placement = under_schedule(Placement.of(plan, net), net, schedule, chunks=2)
+    placement = under_schedule(plan, net, schedule, chunks=2)
     figures = refresh(placement.to_plan(net, "p.json", cluster), net).predicted
     found = simulate(SimulationJob.of(placement, net, cluster))
     for usage in found.workers:
@@ -265,20 +265,20 @@ def test_what_cannot_be_interleaved_is_refused():
         NoPlanError,
         match=r"at most 4 stages, too few for 6 \(workers times --chunks\); pass a smaller --workers or --chunks",
     ):
-        under_schedule(Placement.of(plan, net), net, "interleaved", chunks=3)
+        under_schedule(plan, net, "interleaved", chunks=3)
     with pytest.raises(
-        UsageError, match="HINTS pins a0 to stage 3, but interleaved divides the model into 4 even parts"
+        UsageError, match="HINTS pins a2 to stage 1, but interleaved divides the model into 4 even parts"
     ):
-        under_schedule(Placement.of(plan, net), profile_of(net.nodes, pin={"a0": 3}), "interleaved", chunks=2)
+        under_schedule(plan, profile_of(net.nodes, pin={"a2": 1}), "interleaved", chunks=2)
     uneven = plan_of(net, [["x", "a0"], ["a1", "a2"]], [[0, 1], [2]], make_cluster((3,), (1e9,)))
-    interleaved = under_schedule(Placement.of(uneven, net), net, "interleaved", chunks=2)
+    interleaved = under_schedule(uneven, net, "interleaved", chunks=2)
     with pytest.raises(
         UsageError, match="interleaved needs the same number of replicas for each stage, but the plan is 2-1; use"
     ):
         SimulationJob.of(interleaved, net, uneven.cluster)
     twice = make_plan(net, "net.json", make_cluster((2,), (1e9,)), PlanOptions(schedule="interleaved", microbatches=4))
     with pytest.raises(UsageError, match="schedule 1f1b cannot have 2 stages on each worker"):
-        under_schedule(Placement.of(twice, net), net, "1f1b", chunks=2)
+        under_schedule(twice, net, "1f1b", chunks=2)
 
 
 def test_interleaved_stages_of_one_worker_share_no_parameter():

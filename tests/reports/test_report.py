@@ -134,7 +134,7 @@ def test_timelines_of_all_schedules_are_tidy_and_fit(digits, width, schedule):
     plan, profile = digits
     placement = Placement.of(plan, profile)
     if schedule != plan.schedule:
-        placement = under_schedule(placement, profile, schedule, chunks=2)
+        placement = under_schedule(plan, profile, schedule, chunks=2)
     job = SimulationJob.of(placement, profile, plan.cluster)
     result = simulate(job)
     group = simulated_group(result, job.shape, schedule, f"simulated, {schedule}")

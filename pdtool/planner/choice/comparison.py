@@ -111,11 +111,8 @@ def compare(
         placement: how the plan is simulated, possibly under another schedule.
         result: its simulation, long enough to reach the steady state.
     """
-    cluster = plan.cluster
+    cluster, executed = plan.cluster, _as_executed(plan, placement)
     compared, left_out = [_compared("this plan", placement, profile, cluster, result)], []
-    executed = plan.model_copy(
-        update={"schedule": placement.execution.schedule, "microbatches": placement.execution.microbatches}
-    )
     for name in strategies:
         planner = PLANNERS[name]
         try:
@@ -132,6 +129,11 @@ def compare(
         simulated = simulate(SimulationJob.of(rival, profile, cluster))
         compared.append(_compared(title, rival, profile, cluster, simulated))
     return Comparison(plans=tuple(compared), left_out=tuple(left_out))
+
+
+def _as_executed(plan: Plan, placement: Placement) -> Plan:
+    """Return the plan with the execution of a placement, which decides the updates of its rivals."""
+    return plan.model_copy(update=vars(placement.execution))
 
 
 def _compared(
@@ -164,11 +166,15 @@ class SweepPoint:
         return self.data_parallel_s / self.time_per_minibatch_s
 
 
-def sweep(profile: Profile, plan: Plan, bandwidths: Sequence[float]) -> list[SweepPoint]:
-    """Simulate the same stages, and data parallelism on all workers, at each bandwidth of the outermost level."""
+def sweep(profile: Profile, plan: Plan, placement: Placement, bandwidths: Sequence[float]) -> list[SweepPoint]:
+    """Simulate the stages of a plan, and data parallelism on all workers, at each bandwidth of the outermost level.
+
+    Args:
+        placement: how the plan is simulated, possibly under another schedule.
+    """
     cluster, profile = plan.cluster, profile.sent_as(plan.wire_dtype)
-    data_parallel = _rival_plan(profile, cluster, plan, "data-parallel")
-    placements = [Placement.of(each, profile) for each in (plan, data_parallel)]
+    data_parallel = _rival_plan(profile, cluster, _as_executed(plan, placement), "data-parallel")
+    placements = [placement, Placement.of(data_parallel, profile)]
     points = []
     for bandwidth in bandwidths:
         outer = replace(cluster.levels[0], bandwidth_bytes_per_s=bandwidth)
@@ -247,11 +253,11 @@ def simulated(
 
     Raises:
         UsageError: the schedule does not suit the stages, or there are too many minibatches to simulate.
+        ScheduleError: it deadlocks with the minibatches in flight that were asked for.
     """
     name, cluster, profile = schedule or plan.schedule, plan.cluster, profile.sent_as(plan.wire_dtype)
-    placement = Placement.of(plan, profile)
-    if name != plan.schedule:
-        placement = under_schedule(placement, profile, name, PlanOptions.chunks)
+    is_own = name == plan.schedule
+    placement = Placement.of(plan, profile) if is_own else under_schedule(plan, profile, name, PlanOptions.chunks)
     job = SimulationJob.of(placement, profile, cluster, minibatches)
     result = simulate(job)
     steady = simulate(SimulationJob.of(placement, profile, cluster)) if minibatches else result
@@ -260,7 +266,7 @@ def simulated(
         shape=job.shape,
         result=result,
         comparison=compare(profile, plan, against, placement, steady),
-        sweep=sweep(profile, plan, bandwidths) if bandwidths else [],
+        sweep=sweep(profile, plan, placement, bandwidths) if bandwidths else [],
     )
 
 
@@ -272,10 +278,11 @@ def simulated_for_report(plan: Plan, profile: Profile) -> SimulatedPlan:
     """
     simulation = simulated(plan, profile, against=BASELINES)
     own = plan.cluster.levels[0].bandwidth_bytes_per_s
-    if plan.cluster.workers == 1 or action_count(Placement.of(plan, profile)) > _MAX_SWEPT_ACTIONS:
+    placement = Placement.of(plan, profile)
+    if plan.cluster.workers == 1 or action_count(placement) > _MAX_SWEPT_ACTIONS:
         return simulation
     with suppress(NoPlanError, UsageError):  # data parallelism cannot be simulated
-        points = sweep(profile, plan, bandwidth_grid(own / _RANGE, own * _RANGE))
+        points = sweep(profile, plan, placement, bandwidth_grid(own / _RANGE, own * _RANGE))
         if all(point.time_per_minibatch_s and point.data_parallel_s for point in points):
             return replace(simulation, sweep=points)
     return simulation

@@ -319,9 +319,7 @@ def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan
     Raises:
         UsageError: the schedule cannot have these replicas, or a rule of the plan's strategy forbids it.
     """
-    if STRATEGIES[plan.strategy].rule:
-        what = f"strategy {plan.strategy} fixes the --schedule and the --weights of its plans"
-        raise UsageError(what, "for others, partition again")
+    _check_strategy_allows(plan)
     changed = plan.model_copy(update={"strategy": "auto", **changes})
     placement = _settled(Evaluator.of(changed, profile), Placement.of(plan, profile), changed.execution)
     stages = tuple(
@@ -331,24 +329,32 @@ def reschedule(plan: Plan, profile: Profile, changes: Mapping[str, Any]) -> Plan
     return refresh(changed.model_copy(update={"stages": stages}), profile)
 
 
-def under_schedule(placement: Placement, profile: Profile, schedule: str, chunks: int) -> Placement:
-    """Return the placement under another schedule, with that schedule's own minibatches in flight.
+def under_schedule(plan: Plan, profile: Profile, schedule: str, chunks: int) -> Placement:
+    """Return a plan's stages under another schedule: as `run --schedule` executes them, if each worker has one.
 
     Args:
         chunks: stages on each worker of a chunked schedule, for which the model is cut anew (see `even_pieces`).
 
     Raises:
-        UsageError: the schedule does not suit the placement.
+        UsageError: the schedule does not suit the stages, or a rule of the plan's strategy forbids it.
+        ScheduleError: it deadlocks with the minibatches in flight that were asked for.
     """
-    before = placement.execution
-    if before.chunks > 1:
-        what = f"schedule {schedule} cannot have {before.chunks} stages on each worker"
+    placement, own = Placement.of(plan, profile), plan.execution
+    if own.chunks > 1:
+        what = f"schedule {schedule} cannot have {own.chunks} stages on each worker"
         raise UsageError(what, "simulate a plan with one stage on each")
     if SCHEDULES[schedule].chunked:
-        execution = before.under(schedule, chunks)
         stages = even_pieces(profile, len(placement.workers) * chunks)
+        execution = own.under(schedule, chunks)
         return _in_chunks(profile, stages, placement.workers, execution, placement.recompute * chunks)
-    return replace(placement, execution=before.under(schedule)).with_usual_in_flight()
+    _check_strategy_allows(plan)
+    return _settled(Evaluator.of(plan, profile), placement, replace(own.under(schedule), copies=own.copies))
+
+
+def _check_strategy_allows(plan: Plan) -> None:
+    if STRATEGIES[plan.strategy].rule:
+        what = f"strategy {plan.strategy} fixes the --schedule and the --weights of its plans"
+        raise UsageError(what, "for others, partition again")
 
 
 def even_pieces(profile: Profile, count: int) -> Stages:
