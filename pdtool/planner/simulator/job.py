@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -81,7 +82,8 @@ class SimulationJob:
         """Return the job of a run of the placement.
 
         Args:
-            minibatches: in one epoch; None: enough to fill the pipeline, reach steady state, and drain.
+            minibatches: in one epoch; None: enough to fill the pipeline, reach steady state, and drain, and to see the
+                most that is ever in flight.
 
         Raises:
             UsageError: the schedule does not suit the placement, or there are too many minibatches to simulate.
@@ -96,7 +98,7 @@ class SimulationJob:
         loads = stage_loads(profile, placement.stages)
         return cls(
             shape=shape,
-            lists=execution.kind.build(shape, minibatches or steady_run(shape)),
+            lists=execution.kind.build(shape, minibatches or _usual_length(execution.kind, shape)),
             workers=[worker for numbers in placement.workers[:depth] for worker in numbers],
             cluster=cluster,
             stages=[
@@ -110,6 +112,15 @@ class SimulationJob:
             ],
             batch_size=profile.batch_size,
         )
+
+
+def _usual_length(kind: ScheduleKind, shape: PipelineShape) -> int:
+    """Return the minibatches of a simulation. If a short last round can have more in flight than a whole one, they end
+    with such a round."""
+    minibatches, whole_round = steady_run(shape), shape.update_every[0]
+    if not kind.fullest_round or (fullest := kind.fullest_round(shape)) == whole_round:
+        return minibatches
+    return math.ceil(minibatches / whole_round) * whole_round + fullest
 
 
 def _stage_work(profile: Profile, load: StageLoad, nodes: Collection[str], recompute: bool) -> StageWork:
