@@ -498,7 +498,7 @@ def _work(spec: RunConfig, rank: int, world: int, store: Path, prepare: Callable
             replica=assign_ranks(spec.plan)[rank].replica,
             state={name: value.detach().cpu().clone() for name, value in replica.stage.module.state_dict().items()},
             peak_versions=replica.stage.weights.peak_versions,
-            peak_stashed=replica.stage.peak_stashed,
+            peak_stashed=worker.peak_stashed,
         )
         for s, replica in worker.stages.items()
     ]

@@ -35,7 +35,7 @@ class StageReport(FrozenModel):
         send_s: seconds of handing over messages, a part of busy_s; 0 on a GPU, which computes meanwhile.
         sent_bytes: bytes sent to other workers.
         peak_versions: most live weight versions at one replica.
-        peak_stashed: most minibatches with a live autograd graph at one replica.
+        peak_stashed: most minibatches with a live autograd graph at one worker, with chunks in all its stages together.
         peak_memory_bytes: most bytes of one worker in training: its parameters and buffers, and all memory added since
             the first minibatch; tensors on a GPU, resident memory otherwise. None if unknown.
         peak_reserved_bytes: most bytes that torch's allocator held on a GPU for these tensors, with the gaps between

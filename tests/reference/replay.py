@@ -206,7 +206,8 @@ def synchronous(
 
 
 def peak_stashed(schedule: str, replicas: Sequence[int], s: int, microbatches: int, chunks: int = 1) -> int:
-    """Most minibatches in flight at a replica of stage s, with `microbatches` at each replica of it in an update.
+    """Most minibatches in flight at a replica of stage s, with `microbatches` at each replica of it in an update. With
+    chunks, those of all stages of its worker count.
 
     GPipe (NeurIPS'19, section 2.2) and breadth-first (MLSys'23): all. 1F1B: as many as it takes to keep the later
     workers busy (PipeDream, section 3.2: NOAM). ZB-H1 (ICLR'24, section 2.1): everywhere as many as 1F1B has at the
@@ -216,7 +217,7 @@ def peak_stashed(schedule: str, replicas: Sequence[int], s: int, microbatches: i
     p = len(replicas)
     match schedule:
         case "gpipe" | "looped-bfs":
-            return microbatches
+            return microbatches * chunks
         case "1f1b-flush":
             return min(math.ceil(sum(replicas[s:]) / replicas[s]), microbatches)
         case "zb-h1":
@@ -226,8 +227,8 @@ def peak_stashed(schedule: str, replicas: Sequence[int], s: int, microbatches: i
     warm_up = min(2 * (p - d - 1) + (chunks - 1) * p, len(units))
     most, live = 0, Counter(chunk[:warm_up])
     for i in units:
-        most = max(most, live[s // p])
+        most = max(most, live.total())
         live.update(chunk[warm_up + i : warm_up + i + 1])
-        most = max(most, live[s // p])
+        most = max(most, live.total())
         live[chunks - 1 - chunk[i]] -= 1
     return most

@@ -84,7 +84,6 @@ class PipelineStage:
     Attributes:
         seeds: seeds of the random numbers that forward draws.
         stashed: minibatch -> its live graph.
-        peak_stashed: most graphs that were ever alive together.
     """
 
     def __init__(
@@ -114,7 +113,6 @@ class PipelineStage:
         self.weights = WeightVersions(module, stashing=stashing, extrapolates=extrapolates)
         self._is_loss_checked = False
         self.stashed: dict[int, StashedMinibatch] = {}
-        self.peak_stashed = 0
 
     def forward(self, minibatch: int, inputs: list[Tensor], target: Any = None) -> tuple[Tensor, ...]:
         """Compute with the weight version that the minibatch reads, and keep the graph or, to recompute, the inputs.
@@ -139,7 +137,6 @@ class PipelineStage:
             self.stashed[minibatch] = StashedMinibatch(version, state.inputs, (), state)
         else:
             self.stashed[minibatch] = StashedMinibatch(version, inputs, _gradient_edges(outputs))
-        self.peak_stashed = max(self.peak_stashed, len(self.stashed))
         return outputs
 
     def evaluate(self, minibatch: int, inputs: Sequence[Tensor]) -> tuple[Any, ...]:

@@ -85,6 +85,9 @@ class Worker:
         stages: its replicas of stages, by stage number.
         progress: progress of the run that it resumes, whose checkpoint the stages have loaded.
         tied: any further name of a tied parameter or buffer -> its first name in the model.
+
+    Attributes:
+        peak_stashed: most graphs of its stages that were ever alive together.
     """
 
     def __init__(
@@ -101,10 +104,12 @@ class Worker:
         self._shape = config.shape
         self._of_last_stage = stages.get(len(self._shape.replicas) - 1)  # None: this worker does not have that stage
         self._log: MetricsLog | None = None
+        self.peak_stashed = 0
 
     def train(self, epoch: int, minibatches: Minibatches) -> None:
         """Train one epoch; the pipeline is empty before and after."""
         meter, status, stages = self._place.meter, Status.of_this_process, self.stages
+        stashes = [replica.stage.stashed for replica in stages.values()]
         actions = self._actions(len(minibatches))
         self._begin_phase(self._data.data_pass("train", epoch, minibatches), actions)
         steady = steady_minibatches(len(minibatches), self._shape)
@@ -118,6 +123,7 @@ class Worker:
                 match action.kind:
                     case ActionKind.FORWARD:
                         replica.forward(action.minibatch)  # (1) to (3)
+                        self.peak_stashed = max(self.peak_stashed, sum(map(len, stashes)))
                     case ActionKind.UPDATE:
                         self._log_loss(epoch, replica.update(epoch))  # (7), (8)
                     case kind:
@@ -293,7 +299,7 @@ class Worker:
             totals=meter.totals,
             epochs=meter.epochs,
             peak_versions=max(stage.weights.peak_versions for stage in stages),
-            peak_stashed=max(stage.peak_stashed for stage in stages),
+            peak_stashed=self.peak_stashed,
             events=meter.events,
             peak_memory_bytes=meter.memory.peak_bytes,
             peak_reserved_bytes=meter.memory.peak_reserved_bytes,
