@@ -245,8 +245,8 @@ class PlanRequest:
             enough = bytes_option(self.profile.memory_for(needed, self.cluster.levels[-1].size))
             note(
                 f"a worker of stage {' or '.join(map(str, stages))} needs over {100 * LITTLE_ROOM:.0f} % of the memory "
-                "left for tensors. So it will return freed memory to the system at once, which can double its time. If "
-                f"each worker has more memory, pass --memory {enough}"
+                "left for tensors. So it will return freed memory to the system at once, which can double its time. "
+                f"This plan would not with --memory {enough}, but another plan may be chosen then"
             )
         return plan
 

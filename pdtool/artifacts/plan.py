@@ -179,13 +179,13 @@ class Certificate(FrozenModel):
     simulated_plans: Count | None = None
     proof: Label = ""
 
-    def claim(self, *, overstates_fill: bool) -> str:
+    def claim(self, overestimate: str = "") -> str:
         """State the bound, and how far the plan is above it.
 
         Args:
-            overstates_fill: whether the formulas let every stage fill and drain as slowly as the slowest.
+            overestimate: why the formulas may overestimate the times.
         """
-        excess = " (the formulas let every stage fill and drain as slowly as the slowest)" if overstates_fill else ""
+        excess = f" (the formulas {overestimate})" if overestimate else ""
         bound = f"{format_seconds(self.bound_s)} per minibatch{excess}"
         claim = f"by the formulas, no plan with these options takes less than {bound}"
         if self.gap is None:
@@ -357,8 +357,10 @@ class Plan(YamlArtifact):
         certificate = self.why and self.why.certificate
         if not certificate:
             return []
-        overstates_fill = self.kind.flushes and STRATEGIES[self.strategy].is_pipelined
-        lines = (certificate.claim(overstates_fill=overstates_fill), certificate.sentence())
+        overestimate = "let every stage fill and drain as slowly as the slowest" if self.kind.flushes else ""
+        if not STRATEGIES[self.strategy].is_pipelined:
+            overestimate = "let no stages and messages overlap"
+        lines = (certificate.claim(overestimate), certificate.sentence())
         return [line for line in lines if line]
 
     @classmethod

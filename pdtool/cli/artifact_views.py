@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from pdtool.planner.simulator.result import SimulationResult
 
 _RIVALS = (
-    "times of rejected plans come from the formulas. GPipe and model parallelism have one stage on each worker. "
-    "`pdtool simulate` simulates the best plan of each strategy"
+    "times of rejected plans come from the formulas, unless it says simulated. GPipe and model parallelism have one "
+    "stage on each worker. `pdtool simulate` simulates the best plan of each strategy"
 )
 _MAX_DRAWN_WORKERS, _MAX_DRAWN_MINIBATCHES = 32, 1000
 _MIN_STEP_S = 1e-3  # much of a shorter step is Python's own time, which belongs to no operator
@@ -106,7 +106,7 @@ def _passed_over(plan: Plan, faster: FasterPlan | None, predicted: Predicted | N
         begins = f", cut before {', '.join(faster.begins)}" if faster.begins else ""
         yield (
             f"passed over: {faster.config}{begins}. It takes {format_seconds(faster.simulated_s)}, {less:.1%} less, "
-            f"but {drawback} (to get it, pass a smaller --simplest)"
+            f"but {drawback} (a smaller --simplest may choose it)"
         )
 
 
@@ -145,6 +145,8 @@ def _speed(plan: Plan, predicted: Predicted) -> Lines:
     is_data_parallel = is_whole_model and (not plan.has_gain or math.isclose(predicted.gain_over_data_parallel, 1))
     throughput = f" ({format_throughput(predicted.throughput_samples_per_s)})"
     gain = f", {format_ratio(predicted.gain_over_data_parallel)} times as fast as data parallelism"
+    if is_whole_model and predicted.samples_per_update != predicted.data_parallel_samples_per_update:
+        gain += f" with {predicted.data_parallel_samples_per_update} samples per update"
     own_s, one_worker_s = predicted.time_s, plan.why and plan.why.one_worker_s
     if one_worker_s and own_s:
         gain += f", {format_ratio(one_worker_s / own_s)} times as fast as one worker"
@@ -154,9 +156,12 @@ def _speed(plan: Plan, predicted: Predicted) -> Lines:
         gain = " (this is data parallelism)"
     simulated_s, both = predicted.simulated_s, predicted.data_parallel_s is not None
     by_formulas = f"{throughput if simulated_s is None else ''}{'' if both else gain}"
-    yield f"predicted: {format_seconds(predicted.bottleneck_s)} per minibatch of {plan.batch_size}{by_formulas}"
+    has_formulas = plan.execution.has_formulas
+    if has_formulas:
+        yield f"predicted: {format_seconds(predicted.bottleneck_s)} per minibatch of {plan.batch_size}{by_formulas}"
     if simulated_s is not None:
-        yield f"simulated: {format_seconds(simulated_s)} per minibatch{throughput}{gain if both else ''}"
+        size = "" if has_formulas else f" of {plan.batch_size}"
+        yield f"simulated: {format_seconds(simulated_s)} per minibatch{size}{throughput}{gain if both else ''}"
     yield from _samples_line(plan, is_data_parallel=is_data_parallel)
 
 
@@ -317,8 +322,9 @@ def simulation_view(plan: Plan, schedule: str, result: SimulationResult) -> Line
 
 
 def predicted_s(plan: Plan, schedule: str) -> float | None:
-    """Return the seconds per minibatch that the plan predicts, if it predicts them for `schedule`."""
-    return plan.predicted.bottleneck_s if plan.predicted and schedule == plan.schedule else None
+    """Return the seconds per minibatch by the formulas, if the plan has them for `schedule`."""
+    has_formulas = plan.predicted and schedule == plan.schedule and plan.execution.has_formulas
+    return plan.predicted.bottleneck_s if plan.predicted and has_formulas else None
 
 
 def comparison_view(comparison: Comparison) -> Lines:

@@ -293,7 +293,7 @@ class SubjectView:
         yield "run", self.run.phase
         if report := self.report:
             yield "per minibatch", format_seconds(report.measured.bottleneck_s)
-            yield "samples/s", format_number(report.throughput_samples_per_s)
+            yield "samples/s, with fill and drain", format_number(report.throughput_samples_per_s)
             earlier = [f"{report.resumed_after} earlier"] if report.resumed_after else []
             trained = [f"{n} × {minibatches or '?'}" for n, minibatches in report.epochs_by_length]
             yield "epochs", ", ".join(earlier + trained)

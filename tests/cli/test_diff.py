@@ -48,7 +48,7 @@ def test_two_plans_for_people(plans):
     assert found["level 0 size"] == ("2", "3")
     assert found["stage 0 in flight"] == ("2", "3")
     assert found["stage 2 workers"] == ("–", "2")
-    assert found["time by the formulas"] == ("700 ms", "600 ms", "-14.3%")
+    assert found["time, predicted"] == ("700 ms", "600 ms", "-14.3%")
     assert "stage 2 recompute" not in found, "it says nothing of a stage that only one plan has"
     assert "stage 0 replicas" not in found
     a, b = (Plan.load(f"{name}.yaml") for name in "ab")

@@ -122,7 +122,7 @@ def test_a_faster_plan_with_other_replicas_is_named():
     plan = planned(chain([1.0] * 5), make_cluster((4,), (FAST,)), (3, 1), simplest=0.0)
     assert plan.predicted.bottleneck_s == pytest.approx(4 / 3)
     rivals = {rival.plan: rival.why for rival in plan.why.rivals}
-    assert rivals["data parallelism (4)"] == "83.3 ms faster, but excluded by the options"
+    assert rivals["data parallelism (4)"] == "83.3 ms faster by the formulas, but excluded by the options"
 
 
 def test_what_the_planner_would_choose_anyway_is_the_same_plan():

@@ -31,7 +31,7 @@ _NOT_COMPARED = {"format", "tool_version", "digests", "sha256", "name", "asked",
 _WITH_OWN_NAMES = {"operators", "metrics", "settings"}  # whose entries are named by the user
 # Words for figures whose names say too little.
 _IN_WORDS = {
-    "predicted.bottleneck_s": "time by the formulas",
+    "predicted.bottleneck_s": "time, predicted",
     "predicted.simulated_s": "time, simulated",
     "predicted.data_parallel_s": "data parallelism's time",
     "predicted.throughput_samples_per_s": "samples/s, predicted",

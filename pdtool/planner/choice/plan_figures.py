@@ -59,7 +59,13 @@ def _with_simulated_figures(plan: Plan, evaluator: Evaluator, placement: Placeme
     slowest = max(range(depth), key=lambda s: sum(cost.compute_s[s::depth]))
     busiest = list(map(str, stages[slowest::depth]))  # of one worker
     most = f"stage {slowest} computes" if len(busiest) == 1 else f"stages {' and '.join(busiest)} together compute"
-    why = f"{most} most; {placement.execution.schedule} has no formula, so it is simulated"
+    execution = placement.execution
+    name = (
+        f"{execution.schedule} with --weights {execution.weights}"
+        if execution.kind.has_formulas
+        else execution.schedule
+    )
+    why = f"{most} most; {name} has no formulas, so it is simulated"
     figures = predicted_figures(plan, evaluator, cost, time_s, time_s)
     return plan.model_copy(update={"why": Why(bottleneck=why), "predicted": figures})
 

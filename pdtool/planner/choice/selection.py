@@ -115,7 +115,8 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
 def _excess_of_formulas(search: PlanSearch) -> float:
     """Return roughly by which factor the formulas may overestimate a plan's simulated time.
 
-    Stages that share a parameter update as rarely as the rarest of them; the formulas count the updates of each stage.
+    Stages that share a parameter update together, after the least common multiple of their minibatches; the formulas
+    count the updates of each stage.
     And they let tensors that skip a stage pass through it.
     """
     nodes = search.profile.nodes

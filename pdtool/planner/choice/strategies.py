@@ -289,11 +289,11 @@ class Planner:
         reason = ", but excluded by the options"
         if is_searched and self._is_asked_for(search, rival) and search.allows(rival.placement):
             reason = self._why_slower(search, rival, selected)
-        return f"{format_seconds(gain_s)} faster{reason}"
+        return f"{format_seconds(gain_s)} faster by the formulas{reason}"
 
     def _why_slower(self, search: PlanSearch, rival: Candidate, selected: Selected) -> str:
         """Why the chosen plan is slower than a rival by the formulas."""
-        return " by the formulas, but not in the simulation"
+        return ", but not in the simulation"
 
 
 class _OwnPlanner(Planner):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,6 +57,7 @@ class SimulationJob:
         workers: their numbers in the cluster.
         stages: what each costs.
         batch_size: samples in a minibatch.
+        fuller_rounds: lists of short rounds in which workers may hold more.
     """
 
     shape: PipelineShape
@@ -68,6 +68,7 @@ class SimulationJob:
     edges: Sequence[StageEdge]
     tied: Sequence[TiedGroup] = ()
     batch_size: int = 1
+    fuller_rounds: Sequence[Sequence[Actions]] = ()
 
     @cached_property
     def stage_workers(self) -> list[list[int]]:
@@ -82,8 +83,8 @@ class SimulationJob:
         """Return the job of a run of the placement.
 
         Args:
-            minibatches: in one epoch; None: enough to fill the pipeline, reach steady state, and drain, and to see the
-                most that is ever in flight.
+            minibatches: in one epoch; None: enough to fill the pipeline, reach steady state, and drain. What workers
+                hold is then the most in an epoch of any length.
 
         Raises:
             UsageError: the schedule does not suit the placement, or there are too many minibatches to simulate.
@@ -98,7 +99,7 @@ class SimulationJob:
         loads = stage_loads(profile, placement.stages)
         return cls(
             shape=shape,
-            lists=execution.kind.build(shape, minibatches or _usual_length(execution.kind, shape)),
+            lists=execution.kind.build(shape, minibatches or steady_run(shape)),
             workers=[worker for numbers in placement.workers[:depth] for worker in numbers],
             cluster=cluster,
             stages=[
@@ -111,16 +112,12 @@ class SimulationJob:
                 for stages, size in sizes.items()
             ],
             batch_size=profile.batch_size,
+            fuller_rounds=_fuller_rounds(execution.kind, shape) if minibatches is None else (),
         )
 
 
-def _usual_length(kind: ScheduleKind, shape: PipelineShape) -> int:
-    """Return the minibatches of a simulation. If a short last round can have more in flight than a whole one, they end
-    with such a round."""
-    minibatches, whole_round = steady_run(shape), shape.update_every[0]
-    if not kind.fullest_round or (fullest := kind.fullest_round(shape)) == whole_round:
-        return minibatches
-    return math.ceil(minibatches / whole_round) * whole_round + fullest
+def _fuller_rounds(kind: ScheduleKind, shape: PipelineShape) -> list[Sequence[Actions]]:
+    return [kind.build(shape, fuller) for fuller in kind.fuller_rounds(shape)] if kind.fuller_rounds else []
 
 
 def _stage_work(profile: Profile, load: StageLoad, nodes: Collection[str], recompute: bool) -> StageWork:

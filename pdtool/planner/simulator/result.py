@@ -5,12 +5,13 @@ While a simulation runs, `Recorder` keeps the events of its trace, the bytes sen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdtool.artifacts.chrome_trace import TraceEvent
 from pdtool.planner.simulator.job import SimulationJob
 from pdtool.planner.simulator.network import Flow
-from pdtool.schedule import Action, ActionKind, ForwardVersions, StashTracker
+from pdtool.schedule import Action, ActionKind, Actions, ForwardVersions, StashTracker
 
 Consumer = tuple[int, bool, int]  # stage, whether the message is a gradient, minibatch
 
@@ -100,11 +101,15 @@ class Recorder(NullRecorder):
     """The events of each worker, what each sent, and what it holds."""
 
     def __init__(self, job: SimulationJob) -> None:
-        replicas = list(job.shape.stage_replicas())
-        self.events: list[list[TraceEvent]] = [[] for _ in replicas]
-        self.sent_bytes = [0.0] * len(replicas)
-        versions = job.shape.weights.forward_versions(job.lists, job.shape.replicas, job.shape.update_every)
-        self.memory = [WorkerMemory(job, s, own) for (s, _), own in zip(replicas, versions, strict=True)]
+        self.events: list[list[TraceEvent]] = [[] for _ in job.lists]
+        self.sent_bytes = [0.0] * len(job.lists)
+        self.memory = worker_memories(job, job.lists)
+        for lists in job.fuller_rounds:
+            for memory, fuller, actions in zip(self.memory, worker_memories(job, lists), lists, strict=True):
+                for action in actions:
+                    fuller.apply(action)
+                memory.peak_bytes = max(memory.peak_bytes, fuller.peak_bytes)
+                memory.stash.peak = max(memory.stash.peak, fuller.stash.peak)
 
     def action(self, worker: int, action: Action, start_s: float, length_s: float) -> None:
         kind = action.kind.name.lower()
@@ -129,6 +134,12 @@ class Recorder(NullRecorder):
         length_s = flow.ended_s - flow.started_s
         event = TraceEvent(track, name, track, flow.started_s + latency_s, length_s, round(flow.size_bytes))
         self.events[worker].append(event)
+
+
+def worker_memories(job: SimulationJob, lists: Sequence[Actions]) -> list[WorkerMemory]:
+    """Return what each worker holds before its first action, for these lists of the job."""
+    versions = job.shape.weights.forward_versions(lists, job.shape.replicas, job.shape.update_every)
+    return [WorkerMemory(job, s, own) for (s, _), own in zip(job.shape.stage_replicas(), versions, strict=True)]
 
 
 class WorkerMemory:
