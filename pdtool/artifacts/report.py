@@ -86,6 +86,7 @@ class Report(Artifact):
             it. Older reports have none.
         resumed_after: epochs of the run that it resumes, perhaps with another minibatch size. Only later ones are
             measured. Older reports have 0.
+        weights: the weight policy; None: an older report, which lacks it.
         settings: settings for the functions of model.py.
         cores: cores of the first machine that its workers may use; None if GPUs computed.
         local_workers: workers that shared these cores.
@@ -99,6 +100,7 @@ class Report(Artifact):
     plan: Label
     config: Label
     schedule: Label
+    weights: Label | None = None
     batch_size: Count
     epochs: Number
     minibatches: Number

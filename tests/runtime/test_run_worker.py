@@ -55,6 +55,7 @@ class CountedStage:
     def __init__(self, look: Callable[[], None] = lambda: None) -> None:
         self.done: list[str] = []
         self.look, self.own, self.reads = look, range(0), iter(())
+        self.stage = SimpleNamespace(stashed={})
 
     def begin_phase(self, data: DataPass, own: range, reads: Iterator[int] | None) -> None:
         self.own, self.reads = own, reads or iter(())

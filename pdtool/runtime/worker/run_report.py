@@ -83,6 +83,7 @@ def assemble_report(
         plan=plan.name,
         config=plan.config,
         schedule=plan.schedule,
+        weights=plan.weights,
         batch_size=plan.batch_size,
         epochs=len(progress.minibatches),
         minibatches=minibatches,
