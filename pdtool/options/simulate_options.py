@@ -40,8 +40,9 @@ class SimulateOptions:
     schedule: str | None = again(
         RunOptions,
         "schedule",
-        help=f"Try another order of work. {_EVENLY} need the same number of replicas for each stage. With a "
-        f"flush, an update has as many minibatches as in the plan, or {DEFAULT_MICROBATCHES} if it sets no number.",
+        help=f"Try another order of work, as `run --schedule` would. {_EVENLY} need the same number of replicas for "
+        f"each stage. With a flush, an update has as many minibatches as in the plan, or {DEFAULT_MICROBATCHES} if it "
+        "sets no number.",
     )
     against: tuple[str, ...] = _against("data-parallel", "straight", "gpipe", "model-parallel")
 
