@@ -503,6 +503,21 @@ def test_the_rules_make_again_what_was_made_with_other_options(folder, make):
     assert len(list(Path("runs").glob("net-2.*"))) >= 1, "the runs of before"
 
 
+def test_the_rules_look_at_the_files_that_options_name(folder, make):
+    """An edited device file changed nothing, and no option was left for a cluster file."""
+    for name in ("net.py", "mine.yaml", "cluster.yaml"):
+        folder.write(name, NET)
+    target, options = "plans/net-2.yaml", ("PROFILE=--device mine.yaml", "PARTITION=--cluster cluster.yaml")
+    profiling = "pdtool profile net.py --device mine.yaml --if-stale -o profiles/net.json"
+    partitioning = f"pdtool partition profiles/net.json --cluster cluster.yaml --if-stale -o {target}"
+    assert make(target, *options) == [profiling, partitioning]
+    assert make(target, *options) == []
+    os.utime("cluster.yaml", (time.time() + 1,) * 2)
+    assert make(target, *options) == [partitioning]
+    os.utime("mine.yaml", (time.time() + 1,) * 2)
+    assert make(target, *options)[0] == profiling
+
+
 @pytest.mark.parametrize(
     ("file", "partition", "run"),
     [

@@ -24,6 +24,8 @@ PDTOOL_NEEDS ?=# targets to make before pdtool runs, such as a virtual environme
 
 # plans/NAME-TOPOLOGY.yaml: the topology follows the last dash, so NAME may contain dashes
 pdtool_topology = $(lastword $(subst -, ,$1))
+# A file of PARTITION has a topology of its own
+pdtool_cluster = $(if $(filter --cluster%,$(PARTITION)),,--topology $(call pdtool_topology,$*))
 pdtool_name = $(patsubst %-$(call pdtool_topology,$1),%,$1)
 
 # Write a command's options, and its defaults in pdtool.toml or pyproject.toml, into a file that changes only when they
@@ -51,8 +53,9 @@ plans/.%.options: .pdtool_always
 runs/.%.options: .pdtool_always
 	$(call pdtool_asked,run,$(RUN))
 
-# Keep a profile that is not stale, and everything made from it. A file beside it records that it was checked.
-profiles/.%.checked: %.py profiles/.%.options | $(PDTOOL_NEEDS)
+# Keep a profile that is not stale, and everything made from it. A file beside it records that it was checked. Files that
+# the options name, such as those of a device or a cluster, are looked at, too.
+profiles/.%.checked: %.py profiles/.%.options $$(wildcard $$(PROFILE)) | $(PDTOOL_NEEDS)
 	$(PDTOOL) profile $< $(PROFILE) --if-stale -o profiles/$*.json
 	@touch $@
 
@@ -60,12 +63,12 @@ profiles/%.json: profiles/.%.checked %.py | $(PDTOOL_NEEDS)
 	@test -f $@ || $(PDTOOL) profile $(word 2,$^) $(PROFILE) -o $@
 
 # Keep a plan that is not stale, such as one from git, whose date says nothing, or one that you edited.
-plans/.%.checked: profiles/$$(call pdtool_name,$$*).json plans/.%.options | $(PDTOOL_NEEDS)
-	$(PDTOOL) partition $< --topology $(call pdtool_topology,$*) $(PARTITION) --if-stale -o plans/$*.yaml
+plans/.%.checked: profiles/$$(call pdtool_name,$$*).json plans/.%.options $$(wildcard $$(PARTITION)) | $(PDTOOL_NEEDS)
+	$(PDTOOL) partition $< $(pdtool_cluster) $(PARTITION) --if-stale -o plans/$*.yaml
 	@touch $@
 
 plans/%.yaml: plans/.%.checked profiles/$$(call pdtool_name,$$*).json | $(PDTOOL_NEEDS)
-	@test -f $@ || $(PDTOOL) partition $(word 2,$^) --topology $(call pdtool_topology,$*) $(PARTITION) -o $@
+	@test -f $@ || $(PDTOOL) partition $(word 2,$^) $(pdtool_cluster) $(PARTITION) -o $@
 
 plans/%/bundle.yaml: plans/%.yaml | $(PDTOOL_NEEDS)
 	$(PDTOOL) codegen $<
