@@ -272,7 +272,7 @@ def given_or_only(kind: str, given: str | None) -> str:
         raise UsageError(f"no {kind} is named and {folder}/ contains none", f"name one, or make one with `{maker}`")
     if len(paths) > 1:
         raise UsageError(
-            f"no {kind} is named, and {folder}/ contains {len(paths)} of them", f"name one of {', '.join(paths)}"
+            f"no {kind} is named, and {folder}/ contains {len(paths)} {kind}s", f"name one of {', '.join(paths)}"
         )
     return paths[0]
 

@@ -245,8 +245,9 @@ class PlanRequest:
             enough = bytes_option(self.profile.memory_for(needed, self.cluster.levels[-1].size))
             note(
                 f"a worker of stage {' or '.join(map(str, stages))} needs over {100 * LITTLE_ROOM:.0f} % of the memory "
-                "left for tensors. So it will return freed memory to the system at once, which can double its time. "
-                f"This plan would not with --memory {enough}, but another plan may be chosen then"
+                "left for tensors. So it will return freed memory to the system at once, which can double its time. If "
+                f"each worker has more memory, pass --memory {enough}. This plan could then keep freed memory, but "
+                "another plan may be chosen"
             )
         return plan
 
@@ -350,7 +351,7 @@ def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) ->
             purpose = "the processes themselves and for fragmentation"
             memory_bytes = max(1, memory_bytes)  # no plan fits, and the error says what would help
         if memory_bytes <= 0:
-            what = f"nothing of {whole} is left for tensors: {reserved} is set aside for {purpose}"
+            what = f"{whole} of memory is not enough: {reserved} is set aside for {purpose}"
             raise UsageError(what, "pass the memory of the whole device")
         is_enough = f"of each worker's {whole}, {reserved} is set aside for {purpose}"
         note(is_enough if tensor_bytes > 0 else f"{whole} of memory is not enough for {purpose}")

@@ -357,9 +357,9 @@ class Plan(YamlArtifact):
         certificate = self.why and self.why.certificate
         if not certificate:
             return []
-        overestimate = "let every stage fill and drain as slowly as the slowest" if self.kind.flushes else ""
+        overestimate = "assume that every stage fills and drains as slowly as the slowest" if self.kind.flushes else ""
         if not STRATEGIES[self.strategy].is_pipelined:
-            overestimate = "let no stages and messages overlap"
+            overestimate = "assume that stages and messages never overlap"
         lines = (certificate.claim(overestimate), certificate.sentence())
         return [line for line in lines if line]
 

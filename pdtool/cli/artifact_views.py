@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from pdtool.planner.simulator.result import SimulationResult
 
 _RIVALS = (
-    "times of rejected plans come from the formulas, unless it says simulated. GPipe and model parallelism have one "
-    "stage on each worker. `pdtool simulate` simulates the best plan of each strategy"
+    "times of rejected plans come from the formulas, except those marked simulated. GPipe and model parallelism have "
+    "one stage on each worker. `pdtool simulate` simulates the best plan of each strategy"
 )
 _MAX_DRAWN_WORKERS, _MAX_DRAWN_MINIBATCHES = 32, 1000
 _MIN_STEP_S = 1e-3  # much of a shorter step is Python's own time, which belongs to no operator
@@ -76,8 +76,7 @@ def cluster_view(cluster: ClusterFile) -> Lines:
             share = measured.allreduce_bytes_per_s / level.bandwidth_bytes_per_s
             row += [*map(format_rate, (measured.pair_bytes_per_s, measured.allreduce_bytes_per_s)), f"{share:.0%}"]
     yield Table(columns, rows, title=title, drop=("of the ring formula", "one pair alone"))
-    yield "bandwidth: of the link between one server or worker and the others of its level, in each direction. All its "
-    "workers share this link"
+    yield "bandwidth: of the link between one server or worker and the others, each way. All its workers share it"
 
 
 def plan_view(plan: Plan) -> Lines:

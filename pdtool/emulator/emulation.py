@@ -87,7 +87,7 @@ def scaling_warnings(plan: Plan, profile: Profile, scaling: Scaling) -> Iterator
     """Yield why emulated times would be too long with this scaling, which the user may have chosen."""
     time_s = scaling.slowdown * _time_per_minibatch_s(plan)
     if time_s < _SHORTEST_MINIBATCH_S:
-        yield f"a minibatch takes only {format_seconds(time_s)}, to which the workers themselves add 2 to 4 ms"
+        yield f"a minibatch takes only {format_seconds(time_s)}, which the workers' own 2 to 4 ms make much longer"
     if _core_s(plan, profile) / scaling.scale / time_s > (os.cpu_count() or 1):
         yield "sending and updating keep the cores busy"
 
@@ -199,7 +199,7 @@ def sleeping_config(plan: Plan, profile: Profile, folder: Path, scaling: Scaling
     if 0 < largest < _SMALLEST_MESSAGE_BYTES:
         unscaled = _largest_message_bytes(plan, profile, Scaling())
         if unscaled < _SMALLEST_MESSAGE_BYTES:
-            what = f"messages between stages have at most {unscaled} bytes, and emulated links cannot delay so few"
+            what = f"messages between stages have at most {unscaled} bytes, too few for an emulated link to delay"
             raise UsageError(what, "simulate the plan instead, or profile with a larger --batch-size")
         what = f"with --scale {scaling.scale:g} the largest message between stages has {largest} bytes"
         most = unscaled // _SMALLEST_MESSAGE_BYTES

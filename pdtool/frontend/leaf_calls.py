@@ -117,7 +117,7 @@ def _outputs_at(small: RecordedCall, large: RecordedCall, tensors: Sequence[Tens
     outputs = []
     for one, other in zip(small.outputs, large.outputs, strict=True):
         if more_samples is None and one.shape != other.shape:
-            what = f"{small.path} returns a tensor with a batch dimension, but takes none"
+            what = f"{small.path} returns a tensor with a batch dimension, but none of its inputs has one"
             raise TraceError(what, "pass it an input with a batch dimension", module=small.path)
         sizes = [m + (n - m) * more_samples if m != n else m for m, n in zip(one.shape, other.shape, strict=True)]
         outputs.append(torch.empty(sizes, dtype=one.dtype, device="meta"))

@@ -59,8 +59,8 @@ class ProfileOptions:
     precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = _computing(
         "--precision",
         Choice(("fp32", "tf32", "bf16", "fp16"), unset="the model's own"),
-        "When measuring: fp32 runs the model unchanged, bf16 under autocast, as `run` does. When estimating: assume a "
-        "model cast to this dtype. tf32 is fp32 with TF32 matrix products.",
+        "When measuring, fp32 runs the model unchanged, and bf16 runs it under autocast, as `run` does. When "
+        "estimating, the model is assumed to be cast to this dtype; tf32 is fp32 with TF32 matrix products.",
     )
     compiled: bool = _computing(
         "--compile/--no-compile",
@@ -71,7 +71,7 @@ class ProfileOptions:
     calibrate: str | None = _model(
         "--calibrate PROFILE",
         Text(),
-        "Correct the estimate with a measured profile from the same device, best of a similar model.",
+        "Correct the estimate with a measured profile from the same device, preferably of a similar model.",
     )
 
 
@@ -144,11 +144,11 @@ class PartitionOptions:
         Count(
             1,
             MAX_MINIBATCHES,
-            unset="with a flush, the smallest number that is fastest; without one, the schedule's own number, or up to "
-            "twice as many if that makes the plan 10 % faster",
+            unset="with a flush, the smallest number that gives the shortest time; without one, the schedule's own "
+            "number, or up to twice as many if that makes the plan 10 % faster",
         ),
-        "Minibatches in flight at each replica of the first stage. Later stages keep fewer. With a flush, at most "
-        "the microbatches of one update.",
+        "Minibatches in flight at each replica of the first stage. Later stages keep at most as many. With a flush, at "
+        "most the microbatches of one update.",
     )
     chunks: int = _plan("--chunks N", Count(2, 100, default=2), f"Stages on each worker with --schedule {_CHUNKED}.")
     recompute: bool = _plan(

@@ -65,7 +65,9 @@ class ProbeRequest:
             topology = "x".join(map(str, self.sizes))
             what = f"topology {topology} has a level with one member, which has no link to measure"
             others = "x".join(str(size) for size in self.sizes if size > 1)
-            raise UsageError(what, f"write {others}" if others else "there is nothing to measure with one worker")
+            raise UsageError(
+                what, f"pass --topology {others}" if others else "pass a --topology with two or more workers"
+            )
 
     @property
     def workers(self) -> int:

@@ -78,8 +78,8 @@ def _group(picture: Picture, group: TimelineGroup, scale: AxisScale, y: float) -
     rows = _shown(group.rows)
     note = f"bubble {group.bubble:.0%}"
     if picture.width >= _NARROW:
-        part = "the rounds drawn" if group.steady_s > group.start_s else "the time"
-        note += f" of {part}; each worker computes"
+        part = "these rounds" if group.steady_s > group.start_s else "the time"
+        note += f" of {part}; right: the share in which each worker computes"
     picture.text(0, y + 18, fitted(group.title, picture.width - text_width(note) - 16), "strong")
     picture.text(picture.width, y + 18, note, "soft small", anchor="end")
     top, end_x = y + 28, scale(group.end_s - group.start_s)

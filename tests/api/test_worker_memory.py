@@ -95,7 +95,7 @@ def test_a_plan_that_leaves_its_workers_little_room_says_so(folder):
     assert (
         "needs over 75 % of the memory left for tensors. So it will return freed memory to the system at once" in stderr
     )
-    enough = re.search(r"This plan would not with --memory ([\d.]+\w*B)", stderr)[1]
+    enough = re.search(r"If each worker has more memory, pass --memory ([\d.]+\w*B)", stderr)[1]
     assert "return freed memory" not in folder.pdtool(*partition, enough).stderr
 
 

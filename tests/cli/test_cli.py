@@ -297,7 +297,7 @@ def test_without_a_path_the_only_candidate_is_taken_or_all_are_listed(folder, co
     assert f"error: {names[0]}: is not" in folder.pdtool(*command, code=3).stderr
     folder.write(names[1], "damaged")
     stderr = folder.pdtool(*command, code=2).stderr
-    assert f"contains 2 of them; name one of {names[0]}, {names[1]}" in stderr
+    assert f"contains 2 {kind}s; name one of {names[0]}, {names[1]}" in stderr
 
 
 def test_partition_writes_the_conventional_file_and_prints_nothing_on_stdout(planned):

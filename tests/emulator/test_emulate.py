@@ -131,7 +131,7 @@ def test_scalings_of_ones_own_that_are_too_small_are_told(capsys):
 
     assert warnings(heavy) == ""
     assert warnings(plan, slowdown=100.0) == ""
-    assert "to which the workers themselves add 2 to 4 ms" in warnings(plan, slowdown=1.0)
+    assert "which the workers' own 2 to 4 ms make much longer" in warnings(plan, slowdown=1.0)
     assert "sending and updating keep the cores busy" in warnings(heavy, scale=2.0, slowdown=100.0)
 
 

@@ -80,7 +80,7 @@ def test_messages_too_small_for_any_scale_are_told_as_that(scale, tmp_path):
     net = chain([0.006] * 2, parameters=8_000, crossing=512)
     plan = refresh(plan_of(net, [["x", "a0"], ["a1"]], [[0], [1]], make_cluster((2,), (1e6,))), net)
     with pytest.raises(
-        UsageError, match="have at most 512 bytes, and emulated links cannot delay so few; simulate the plan"
+        UsageError, match="have at most 512 bytes, too few for an emulated link to delay; simulate the plan"
     ):
         sleeping_config(plan, net, tmp_path, Scaling(scale=scale), EmulateOptions())
 

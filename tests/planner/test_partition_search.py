@@ -115,7 +115,7 @@ def test_the_simplest_plan_within_the_margin_is_taken(simplest, stages):
     profile = profile_of([*chain([]).nodes, *nodes])
     plan = make_plan(profile, "p", make_cluster((4,), (FAST,)), PlanOptions(simplest=simplest))
     assert len(plan.stages) == stages
-    margin = "20 ms faster by the formulas, but only up to 2.1% faster in the simulation, and less simple (--simplest)"
+    margin = "20 ms faster by the formulas, but at most 2.1% faster in the simulation, and less simple (--simplest)"
     assert (margin in {rival.why for rival in plan.why.rivals}) == (stages == 1)
 
 

@@ -165,7 +165,10 @@ def test_a_machine_that_does_not_come_is_named(rank):
     ("arguments", "match"),
     [
         (["--topology", "1"], "topology 1 has a level with one member, which has no link to measure"),
-        (["--topology", "4x1"], "topology 4x1 has a level with one member, which has no link to measure; write 4"),
+        (
+            ["--topology", "4x1"],
+            "topology 4x1 has a level with one member, which has no link to measure; pass --topology 4",
+        ),
         (["--topology", "two"], "topology 'two' is not sizes joined by x"),
         (["--topology", "2", "--timeout", "0s"], "--timeout 0s is too short for a worker to answer"),
         (

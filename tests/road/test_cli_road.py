@@ -151,7 +151,7 @@ def test_a_plan_for_gpus_leaves_room_for_what_no_tensor_gets(road):
     assert Plan.load(PLAN).cluster.memory_bytes == Profile.load("profiles/model.json").tensor_bytes(2 * 10**9, 2)
     assert "of each worker's 2 GB, 1.13 GB is set aside for CUDA's context" in result.stderr
     result = road.pdtool(*partition, "1GB", code=2)
-    assert "nothing of 1 GB is left for tensors: 1.07 GB is set aside for CUDA's context" in result.stderr
+    assert "1 GB of memory is not enough: 1.07 GB is set aside for CUDA's context" in result.stderr
 
 
 def test_profile_on_stdout(folder):

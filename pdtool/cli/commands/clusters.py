@@ -68,7 +68,7 @@ def import_(graph: str, output: str | None, batch_size: int | None, name: str | 
     text = read_text(graph, "name a graph.txt of PipeDream's profiler", may_be_pipe=True)
     path = "stdin" if graph == "-" else graph
     profile, batch_source = read_pipedream_profile(text, path, name=name or _name(graph), batch_size=batch_size)
-    lines = ["the file has no optimizer times. As what is saved for the backward, it has only the operators' outputs"]
+    lines = ["the file has no optimizer times. Of what is saved for the backward, it has only the operators' outputs"]
     if batch_source:
         lines.insert(0, f"minibatch of {profile.batch_size}, {batch_source}; name another with --batch-size")
     path = output or f"profiles/{file_name(profile.name)}.json"

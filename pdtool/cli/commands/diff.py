@@ -69,7 +69,8 @@ def diff(ctx: click.Context, first: str, second: str, exit_code: bool, as_json: 
     measurements of runs. For an edited plan, it compares the edited version. Times are per minibatch. Names, digests
     and the reasons for a plan (`why`) are left out.
 
-    Without --exit-code, the exit code is 0 even if they differ. If one of them cannot be used, it is 3.
+    If one of them cannot be used, the exit code is 3. Otherwise it is 0, even if they differ, unless you pass
+    --exit-code.
     """
     if first == second == "-":
         raise UsageError("A and B would both come from stdin", "name a file for one of them")

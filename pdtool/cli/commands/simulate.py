@@ -41,7 +41,7 @@ def simulate(
 
     If the plan flushes or was planned for --samples-per-update, the other strategies average as many samples per update
     as the plan. Hybrid parallelism does not, and data parallelism rounds the number up so that no worker is idle. For
-    any other plan, data parallelism averages one minibatch of every worker, and GPipe averages as many samples.
+    any other plan, data parallelism averages one minibatch of every worker, and GPipe averages the same number.
     """
     import json
 

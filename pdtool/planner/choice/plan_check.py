@@ -66,7 +66,7 @@ def check_plan(plan: Plan, profile: Profile) -> Iterator[Finding]:
     words = (
         f"{counted(len(profile.nodes), 'operator')} in {counted(len(placement.stages), 'stage')}, each in exactly one"
     )
-    yield Finding("stages", True, f"{words}. No stage takes a tensor from a later one. HINTS are kept")
+    yield Finding("stages", True, f"{words}. No stage takes a tensor from a later one. HINTS are followed")
     schedule = _schedule(plan)
     yield schedule
     if not schedule.holds:

@@ -318,9 +318,7 @@ class _OwnPlanner(Planner):
         if selected.simulated_s is not None:
             time_s = steady_state_s(rival.placement, search.profile, search.cluster, selected.simulated_s)
         if time_s is not None and time_s < (selected.simulated_s or math.inf):
-            return (
-                f", but only up to {search.options.simplest:.1%} faster in the simulation, and less simple (--simplest)"
-            )
+            return f", but at most {search.options.simplest:.1%} faster in the simulation, and less simple (--simplest)"
         return super()._why_slower(search, rival, selected)
 
 
