@@ -248,6 +248,15 @@ def test_a_file_name_means_one_thing():
     assert repeated.keys() == REPEATED_FILES.keys(), repeated
 
 
+def test_no_text_stands_alone():
+    """A `yield "..."` without brackets lost its second line, which is a statement of its own."""
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for child in getattr(node, "body", [])[1:] if isinstance(getattr(node, "body", None), list) else ():
+                is_text = isinstance(child, ast.Expr) and isinstance(child.value, (ast.Constant, ast.JoinedStr))
+                assert not is_text, f"{path}:{child.lineno}"
+
+
 def test_one_formatter_decides():
     marker = "# fmt: " + "skip"
     for path in [*FILES, *Path(__file__).parents[1].rglob("*.py")]:
