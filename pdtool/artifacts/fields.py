@@ -47,16 +47,16 @@ def _zero_or_from(minimum: float) -> AfterValidator:
 
 # Measured or handwritten figures. Flops have the same limits as bytes.
 Seconds = Annotated[float, Field(ge=0, le=_MAX_SECONDS, allow_inf_nan=False), _zero_or_from(_MIN_SECONDS)]
-Bytes = Annotated[int, BeforeValidator(_as_integer), Field(ge=0, le=_MAX_BYTES)]
-PositiveBytes = Annotated[int, BeforeValidator(_as_integer), Field(ge=1, le=_MAX_BYTES)]
-Count = Annotated[int, BeforeValidator(_as_integer), Field(ge=1, le=_MAX_COUNT)]
+Bytes = Annotated[int, Field(ge=0, le=_MAX_BYTES), BeforeValidator(_as_integer)]
+PositiveBytes = Annotated[int, Field(ge=1, le=_MAX_BYTES), BeforeValidator(_as_integer)]
+Count = Annotated[int, Field(ge=1, le=_MAX_COUNT), BeforeValidator(_as_integer)]
 Number = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 Rate = Annotated[float, Field(ge=1e-3, le=1e18, allow_inf_nan=False)]  # of bytes or floating-point operations a second
 StageIndex = Annotated[int, Field(ge=-MAX_WORKERS, lt=MAX_WORKERS)]  # a negative one counts from the end
 # Computed figures: seconds, rates, ratios; bytes; and counts.
 Figure = Annotated[float, Field(ge=0, le=_MAX_FIGURE, allow_inf_nan=False), _zero_or_from(_MIN_FIGURE)]
-FigureBytes = Annotated[int, BeforeValidator(_as_integer), Field(ge=0, le=10**100)]
-FigureCount = Annotated[int, BeforeValidator(_as_integer), Field(ge=1, le=10**100)]
+FigureBytes = Annotated[int, Field(ge=0, le=10**100), BeforeValidator(_as_integer)]
+FigureCount = Annotated[int, Field(ge=1, le=10**100), BeforeValidator(_as_integer)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 # Node, module and parameter names: dotted words, which cannot carry code into a generated file.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*(@[0-9]+)?$", max_length=500)]

@@ -260,7 +260,7 @@ def assemble_emulation(
 
 def _emulated(name: str, plan: Plan, report: Report, scaling: Scaling) -> EmulatedPlan:
     time_s = report.measured.bottleneck_s / scaling.slowdown
-    trained_s = report.epochs * report.minibatches * report.batch_size / (report.throughput_samples_per_s or 1.0)
+    trained_s = report.epochs * report.minibatches * max(stage.time_s for stage in report.stages)
     return EmulatedPlan(
         name=name,
         config=plan.config,
@@ -269,7 +269,7 @@ def _emulated(name: str, plan: Plan, report: Report, scaling: Scaling) -> Emulat
         minibatches=report.minibatches,
         bottleneck_s=time_s,
         is_steady=report.measured.is_steady,
-        throughput_samples_per_s=plan.batch_size / time_s if time_s else 0.0,
+        throughput_samples_per_s=report.measured.throughput_samples_per_s * scaling.slowdown,
         simulated_s=_time_per_minibatch_s(plan),
         sent_bytes=round(sum(stage.sent_bytes * stage.replicas for stage in report.stages) * scaling.scale),
         epochs=report.epochs,

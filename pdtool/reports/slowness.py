@@ -6,7 +6,7 @@ The report page lists them, and the terminal prints the largest ones.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdtool.artifacts.plan import Predicted
 from pdtool.artifacts.report import Report, StageReport
@@ -52,6 +52,7 @@ def differences(report: Report) -> list[ExtraTime]:
         ExtraTime("loading", stage.data_s, f"not predicted; {_loading_remedy(report)}"),
         ExtraTime("between actions", stage.rest_s, "Python's overhead, and times when the core ran other processes"),
     ]
+    parts = [part if part.more_s > 0 else replace(part, cause="less than predicted") for part in parts]
     notable = [part for part in parts if abs(part.more_s) >= _NOTABLE * max(predicted_s, 1e-12)]
     return sorted(notable, key=lambda part: -abs(part.more_s))
 
@@ -112,18 +113,15 @@ def _waiting_cause(report: Report, predicted: Predicted) -> str:
     seen = ""
     averages = any(stage.replicas > 1 or stage.allreduce_s for stage in report.stages)
     if measured_s and not averages:  # the bytes are those of the messages
-        over = [0]
-        for stage in report.stages[:-1]:  # it sends back as many bytes as it received, and the rest onward
-            over.append(max(0, stage.sent_bytes - over[-1]))
-        border = max(range(1, len(over)), key=over.__getitem__)
-        size, rate = format_bytes(over[border]), format_bits_rate(over[border] / measured_s)
-        if over[border] < _SMALL_MESSAGES_BYTES:
+        most = max(range(depth), key=lambda s: report.stages[s].sent_bytes)
+        sent_bytes = report.stages[most].sent_bytes
+        size, rate = format_bytes(sent_bytes), format_bits_rate(sent_bytes / measured_s)
+        if sent_bytes < _SMALL_MESSAGES_BYTES:
             return (
-                f"no stage computes all the time. Even a small message takes some time, and stages {border - 1} and "
-                f"{border} exchange only {size} per minibatch each way. Run `pdtool profile` with a larger "
-                f"--batch-size to get fewer and larger messages"
+                f"no stage computes all the time. Even a small message takes some time, and no stage sends more than "
+                f"{size} per minibatch. Run `pdtool profile` with a larger --batch-size to get fewer, larger messages"
             )
-        seen = f": {size} per minibatch each way between stages {border - 1} and {border} went at {rate}"
+        seen = f": stage {most} sent {size} per minibatch, {rate}"
     return (
         f"no stage computes all the time, so messages set the pace{seen}. Measure your links with "
         "`pdtool probe`, and plan for them with `pdtool partition --cluster cluster.yaml`"

@@ -106,6 +106,7 @@ def test_the_published_schema_accepts_what_is_written(artifact):
     keys = set(json.loads(content) if content.startswith("{") else yaml.safe_load(content))
     assert keys <= set(schema["properties"])
     assert set(schema["required"]) <= keys
+    assert not re.search(r'"(ge|le|gt|lt)":', json.dumps(schema)), "limits have the names of JSON Schema"
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------

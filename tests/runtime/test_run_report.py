@@ -52,6 +52,10 @@ def test_a_launched_run_leaves_its_record(tmp_path: Path) -> None:
     assert (report.cores, report.local_workers) == (len(usable_cores()), 3)
     assert report.metrics == lines[-1].figures
     assert [stage.replicas for stage in report.stages] == [2, 1]
+    # without a steady state, the whole epoch is measured: from the first loss to the last was several times too fast
+    assert not report.measured.is_steady
+    assert report.measured.bottleneck_s * report.throughput_samples_per_s == pytest.approx(26 / 7)
+    assert report.measured.throughput_samples_per_s == report.throughput_samples_per_s
     # stage 1 sends back 144 floats a sample; stage 0 as many forward, and an int64 label; each replica half of them
     assert report.stages[1].sent_bytes == round(26 / 7 * 144 * 4)
     gradients = 2 * (1 / 2) * (18 * 4 + 8) * 4 * 4 / 7

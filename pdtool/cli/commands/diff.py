@@ -34,14 +34,14 @@ _IN_WORDS = {
     "predicted.bottleneck_s": "time, predicted",
     "predicted.simulated_s": "time, simulated",
     "predicted.data_parallel_s": "data parallelism's time",
-    "predicted.throughput_samples_per_s": "samples/s, predicted",
+    "predicted.throughput_samples_per_s": "samples/s of the plan",
     "predicted.gain_over_data_parallel": "times as fast as data parallelism",
     "predicted.samples_per_update": "samples per update",
     "predicted.data_parallel_samples_per_update": "data parallelism's samples per update",
     "predicted.traffic_bytes": "sent per minibatch",
-    "throughput_samples_per_s": "samples/s",
+    "throughput_samples_per_s": "samples/s, with fill and drain",
     "measured.bottleneck_s": "time, measured",
-    "measured.throughput_samples_per_s": "samples/s, measured",
+    "measured.throughput_samples_per_s": "samples/s, steady state",
 }
 _WRITERS = {  # unit of a figure, by the end of its name; the first match
     "_samples_per_s": format_number,

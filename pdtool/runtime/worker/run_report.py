@@ -77,8 +77,8 @@ def assemble_report(
     plan = config.plan
     timed = workers[0].epochs
     train_s = max(worker.epochs.train_s for worker in workers)
-    time_per_minibatch_s = max(worker.epochs.time_per_minibatch_s for worker in workers)  # the last stage knows it
-    time_per_minibatch_s = time_per_minibatch_s or train_s / max(1, timed.minibatches)
+    throughput_samples_per_s = timed.samples / train_s if train_s else 0.0
+    steady_s = max(worker.epochs.time_per_minibatch_s for worker in workers)  # the last stage knows it
     return Report(
         plan=plan.name,
         config=plan.config,
@@ -89,16 +89,16 @@ def assemble_report(
         minibatches=minibatches,
         minibatches_by_epoch=tuple(progress.minibatches),
         resumed_after=resumed_after,
-        throughput_samples_per_s=timed.samples / train_s if train_s else 0.0,
+        throughput_samples_per_s=throughput_samples_per_s,
         target=str(config.target) if config.target else None,
         target_reached=config.target.is_reached(progress.metrics, progress.undefined) if config.target else None,
         settings=dict(config.model.settings),
         metrics=dict(progress.metrics),
         predicted=plan.predicted,
         measured=Measured(
-            bottleneck_s=time_per_minibatch_s,
+            bottleneck_s=steady_s or train_s / max(1, timed.minibatches),
             is_steady=bool(steady_minibatches(minibatches, config.shape)),
-            throughput_samples_per_s=plan.batch_size / time_per_minibatch_s if time_per_minibatch_s else 0.0,
+            throughput_samples_per_s=plan.batch_size / steady_s if steady_s else throughput_samples_per_s,
         ),
         stages=tuple(_stage_report([w for w in workers if w.stage == s]) for s in range(plan.pipeline_depth)),
         cores=len(frozenset().union(*(worker.cores for worker in workers[:local_workers]))) or None,

@@ -114,7 +114,7 @@ class Worker:
         self._begin_phase(self._data.data_pass("train", epoch, minibatches), actions)
         steady = steady_minibatches(len(minibatches), self._shape)
         # N intervals lie between N + 1 losses, so the time begins with the loss before the steady state
-        meter.epoch_begins(range(steady.start - 1, steady.stop) if steady else range(len(minibatches)))
+        meter.epoch_begins(range(steady.start - 1, steady.stop) if steady else range(0))
         for action, following in pairwise(chain(actions[self._position], [None])):
             assert action  # only the last `following` is None
             status.set(f"{action} of epoch {epoch}")
