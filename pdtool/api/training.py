@@ -32,6 +32,7 @@ from pdtool.host import usable_cores
 from pdtool.machines import is_first_worker, is_worker
 from pdtool.options.declaration import common_fields, declared, read_options
 from pdtool.options.run_options import RunOptions, WorkerOptions
+from pdtool.schedule import gradient_delays
 from pdtool.units import counted, format_metric
 
 if TYPE_CHECKING:
@@ -170,7 +171,18 @@ def train_plan(inputs: Inputs, plan: Plan, asked: RunOptions) -> tuple[RunConfig
     with nullcontext(Path(own)) if own else new_folder(Path("runs") / inputs.folder.name) as out:
         config = replace(_config(inputs, bundle, asked, out), plan=plan)
         config = _with_loader_workers(config, inputs.profile.loading_s, asked.loader_workers)
+        note_idle_correction(config)
         return config, _launched(config, inputs.profile, asked.log_every)
+
+
+def note_idle_correction(config: RunConfig) -> None:
+    """Note if the correction changes nothing, because no gradient comes late enough."""
+    correction, plan = config.delay_compensation, config.plan
+    if correction and not plan.kind.flushes and is_first_worker(os.environ):
+        delay = max(gradient_delays(plan.kind, config.shape))
+        if delay < correction.least_delay:
+            late = f"at most {counted(delay, 'update')} late" if delay else "not late"
+            note(f"--correction {correction} changes nothing: the gradients of this plan are {late}")
 
 
 def _bundle(inputs: Inputs, *, trust: bool) -> Bundle:

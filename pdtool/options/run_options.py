@@ -66,7 +66,8 @@ class WorkerOptions:
         "--correction NAME[=VALUE]",
         Text(lambda name, text: None if text == "none" else text, unset="none"),
         "Correct for stale gradients in schedules without a flush: lr-discount (or lr-discount=K, only in the first K "
-        "updates), weight-prediction, or nesterov (or nesterov=G, with momentum G instead of 0.9).",
+        "updates), weight-prediction, or nesterov (or nesterov=G, with momentum G instead of 0.9). lr-discount changes "
+        "only stages whose gradients are two or more updates late.",
         same=True,
     )
     device: Literal["auto", "cpu", "cuda"] = _computing(

@@ -40,6 +40,11 @@ class DelayCompensation:
     kind: str
     value: float | None = None
 
+    @property
+    def least_delay(self) -> int:
+        """The delay, in updates, from which on the method changes anything."""
+        return {"lr-discount": 2, "weight-prediction": 1}.get(self.kind, 0)
+
     @classmethod
     def parse(cls, text: str) -> DelayCompensation:
         """Read what `str` writes; raises UsageError."""

@@ -10,6 +10,7 @@ import torch
 from harness import CONV3, LSTM3, TIED3, Toy, assert_same, batches, stage_of, weights
 from reference import delay_corrections
 
+from pdtool.api.training import note_idle_correction
 from pdtool.errors import UsageError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.runtime.corrections import DelayCompensation
@@ -71,3 +72,23 @@ def test_the_delay_of_a_stage_is_that_of_its_schedule() -> None:
 def test_what_is_no_correction_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"correction .* is unknown; pass lr-discount"):
         DelayCompensation.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "text", "said"),
+    [
+        ((1, 1), "lr-discount", "changes nothing: the gradients of this plan are at most 1 update late"),
+        ((2,), "weight-prediction", "changes nothing: the gradients of this plan are not late"),
+        ((1, 1), "weight-prediction", ""),
+        ((1, 1, 1), "lr-discount=40", ""),
+        ((1,), "nesterov", ""),
+    ],
+)
+def test_a_correction_that_changes_nothing_is_noted(
+    tmp_path: Path, replicas: tuple[int, ...], text: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a flush it is refused; without one nothing was said."""
+    toy = {1: harness.CONV1, 2: harness.CONV2, 3: CONV3}[len(replicas)]
+    note_idle_correction(harness.job(tmp_path, toy, replicas, correction=text))
+    stderr = capsys.readouterr().err
+    assert said in stderr if said else not stderr
