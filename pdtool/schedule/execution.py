@@ -20,7 +20,7 @@ _MAX_MINIBATCHES_TIMES_STAGES = 250_000  # of a check; data parallelism on MAX_W
 
 
 def check_executable(kind: ScheduleKind, shape: PipelineShape) -> None:
-    """Execute the action lists for filling, steady state and draining on paper, and those of fuller short rounds.
+    """Execute the action lists for filling, steady state and draining on paper, and those of the fullest short round.
 
     Raises:
         ScheduleError: the schedule deadlocks, or breaks the bounds on minibatches in flight or weight versions; the
@@ -34,8 +34,8 @@ def check_executable(kind: ScheduleKind, shape: PipelineShape) -> None:
         raise ScheduleError(what, "use fewer minibatches in flight or per update, or fewer replicas")
     try:
         _execute(kind.build(shape, minibatches), shape)
-        for fuller in kind.fuller_rounds(shape) if kind.fuller_rounds else ():
-            _execute(kind.build(shape, fuller), shape)
+        if kind.fuller_rounds:
+            _execute(kind.build(shape, kind.fuller_rounds(shape)[0]), shape)
     except ScheduleError as error:
         replicas = shape.replicas[: shape.pipeline_depth]
         wanted = kind.usual_in_flight(replicas, shape.update_every[0], shape.chunks) * shape.chunks

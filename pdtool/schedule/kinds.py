@@ -15,6 +15,8 @@ from pdtool.schedule.action import Action, ActionKind, Actions
 from pdtool.schedule.policies import FLUSH, NONE, STASH, TWO_BW, VERTICAL_SYNC, Number, WeightPolicy, ceil_div, smaller
 from pdtool.schedule.shape import PipelineShape
 
+_TRIED_SIZES = 8  # rounds between n and 2n minibatches whose memory is looked at, for groups of at least n
+
 Round = tuple[int, Sequence[int]]  # (number, the minibatches of one worker in it)
 
 
@@ -34,7 +36,8 @@ class ScheduleKind:
         deepening: function of (s, p): stage s's share of what the first stage has in flight beyond `in_flight`, so that
             all messages get the same extra time. None: all of an update are always in flight.
         fuller_rounds: function of a shape that returns the minibatches of short rounds, as the last one of an epoch may
-            be, that may have more in flight, or need more memory, than whole rounds. None: no round does.
+            be, that may have more in flight, or need more memory, than whole rounds; first the one with the most in
+            flight. None: no round does.
         chunked: whether each worker has several stages, which are even pieces of the model.
         equal_replicas: whether all stages must have the same number of replicas: r pipelines side by side.
         splits_backward: whether the gradients of inputs and weights are computed separately.
@@ -219,10 +222,11 @@ def _interleaved_groups(least: int, microbatches: int) -> list[int]:
 
 
 def _fuller_interleaved_rounds(shape: PipelineShape) -> Sequence[int]:
-    """Return the minibatches of rounds of one to three groups. One group has the most in flight, but a worker whose
-    stages need different memory may need the most with others. Of 1,500 random shapes, no other round needed more."""
-    least, replicas = _interleaved_group(shape), shape.replicas[0]
-    return [count * replicas for count in range(least, 4 * least) if count * replicas <= shape.update_every[0]]
+    """Return the minibatches of rounds of one to three groups. The largest single group has the most in flight. A
+    worker whose stages need different memory may need the most in another round; of large ones, not each is tried."""
+    least, replicas, whole_round = _interleaved_group(shape), shape.replicas[0], shape.update_every[0]
+    sizes = [2 * least - 1, *range(least, 4 * least, max(1, least // _TRIED_SIZES))]
+    return list(dict.fromkeys(min(whole_round, size * replicas) for size in sizes))
 
 
 def _interleaved_warm_up(p: int, worker: int, group: int, chunks: int) -> int:

@@ -63,12 +63,19 @@ def test_a_simulation_of_another_schedule_has_the_updates_of_a_run(road, options
     flight, too, and so took other time and memory."""
     road.pdtool("partition", "--topology", "2", "--straight", *options, "-o", "plans/planned.yaml")
     plan, profile = Plan.load("plans/planned.yaml"), Profile.load("profiles/model.json")
-    for schedule in (kind.name for kind in SCHEDULES.values() if not kind.chunked):
+    for schedule in (kind.name for kind in SCHEDULES.values() if not kind.chunked and kind.name != plan.schedule):
         run = rescheduled(SimpleNamespace(plan=plan, profile=profile), RunOptions(schedule=schedule))
-        if schedule == plan.schedule:
-            continue
         placement = under_schedule(plan, profile, schedule, chunks=1)
         assert placement == Placement.of(run, profile)
         found = simulated(plan, profile, schedule, bandwidths=[plan.cluster.levels[0].bandwidth_bytes_per_s])
         assert found.result.time_per_minibatch_s == pytest.approx(run.predicted.simulated_s)
         assert found.sweep[0].time_per_minibatch_s == pytest.approx(run.predicted.simulated_s)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+def test_a_simulation_refuses_what_a_run_refuses(road, schedule):
+    """Model parallelism has one minibatch in flight; a simulation gave it another schedule."""
+    road.pdtool("partition", "--topology", "2", "--strategy", "model-parallel", "-o", "plans/turns.yaml")
+    error = "strategy model-parallel fixes the --schedule and the --weights of its plans; for others, partition again"
+    assert error in road.pdtool("simulate", "plans/turns.yaml", "--schedule", schedule, code=2).stderr
+    assert "assume that stages and messages never overlap" in road.pdtool("show", "plans/turns.yaml").stdout

@@ -25,6 +25,7 @@ from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.profile import Profile, SharedParameter
 from pdtool.artifacts.report import Emulation
 from pdtool.cli.run_view import emulation_view
+from pdtool.emulator import emulation
 from pdtool.emulator.emulation import choose_scaling, scaled_cluster, without_latency
 from pdtool.emulator.pretend_cluster import enter_own_network
 from pdtool.emulator.sleeping_model import Scaling, write_sleeping_model
@@ -119,6 +120,15 @@ def test_predictions_are_those_of_the_plan_as_it_stands_over_links_without_laten
     emulated = without_latency(plan.model_copy(update={"cluster": slow, "predicted": edited}), net)
     assert emulated.predicted.simulated_s == plan.predicted.simulated_s
     assert emulated.cluster == slow, "it is told that the links had none"
+
+
+def test_the_time_of_training_is_measured_whatever_the_last_minibatch_holds():
+    """A short one counted as a full one: 353 ms of training took 179."""
+    report = samples.report()
+    found = emulation._emulated("this plan", samples.plan(), report, Scaling(slowdown=2.0))
+    longest_s = max(stage.time_s for stage in report.stages)
+    assert found.training_s == pytest.approx(report.epochs * report.minibatches * longest_s / 2)
+    assert found.throughput_samples_per_s == 2 * report.measured.throughput_samples_per_s
 
 
 def test_scalings_of_ones_own_that_are_too_small_are_told(capsys):

@@ -344,6 +344,24 @@ def test_gpipe_on_all_workers_is_slower_than_data_parallelism_if_it_recomputes()
     assert not any("this is data parallelism" in str(line) for line in plan_view(plan))
 
 
+def test_data_parallelism_is_compared_with_another_only_by_its_samples():
+    """It was "0.667 times as fast as data parallelism": with 3 minibatches in an update, and as many as the workers."""
+    profile, cluster = chain([3.0], parameters=100), make_cluster((2,), (FAST,))
+    plan = planned(profile, cluster, "data-parallel", samples_per_update=3)  # of one sample each
+    [line] = [str(line) for line in plan_view(plan) if str(line).startswith("simulated")]
+    assert f"times as fast as data parallelism with {4 * profile.batch_size} samples per update" in line
+
+
+def test_no_time_is_called_predicted_where_no_formulas_predict_it():
+    profile, cluster = chain([3.0] * 4, crossing=1), make_cluster((2,), (FAST,))
+    plan = planned(profile, cluster, "auto", schedule="zb-h1", microbatches=4)
+    lines = [str(line) for line in plan_view(plan)]
+    assert not any(line.startswith("predicted") for line in lines)
+    assert any(line.startswith("simulated") and f"per minibatch of {plan.batch_size}" in line for line in lines)
+    none = refresh(planned(profile, cluster, "pipeline").model_copy(update={"weights": "none"}), profile)
+    assert "1f1b with --weights none has no formulas" in none.why.bottleneck
+
+
 def test_a_profile_that_takes_no_time_has_no_infinite_throughput():
     profile = chain([0.0] * 3)
     plan = planned(profile, make_cluster((2,), (FAST,)), "auto")

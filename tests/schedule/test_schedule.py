@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from types import SimpleNamespace
 
 import pytest
@@ -142,6 +142,24 @@ def test_a_last_round_that_has_more_in_flight_than_a_whole_one_is_checked() -> N
     check_executable(kind, replace(shape, in_flight=usual))
     with pytest.raises(ScheduleError, match="12 minibatches in flight, but the plan allows 11"):
         check_executable(kind, replace(shape, in_flight=(11, 11)))
+
+
+def test_few_short_rounds_are_looked_at_however_many_are_in_flight() -> None:
+    """Each of three thousand sizes took a minute."""
+    kind = SCHEDULES["interleaved"]
+    for in_flight in (5, 41, 2002):
+        shape = ExecutionConfig.of_schedule("interleaved", 10_000, 2).shape([1, 1], [in_flight, in_flight])
+        rounds = kind.fuller_rounds(shape)
+        assert 3 <= len(rounds) <= 50
+        assert all(size < 10_000 for size in rounds)
+        stashed = [max(map(peak, kind.build(shape, size))) for size in rounds]
+        assert stashed[0] == max(stashed)
+
+
+def peak(actions: Sequence[Action]) -> int:
+    """The most minibatches in flight at once."""
+    steps = ((action.kind is ActionKind.FORWARD) - action.kind.completes_backward for action in actions)
+    return max(accumulate(steps))
 
 
 def test_large_updates_are_checked_with_a_few_of_them() -> None:

@@ -65,7 +65,7 @@ def with_fastest_size(plans: Sequence[Plan]) -> Plan:
         rates = [f"{name} {format_number(size / time_s)}" for name, time_s in own.items() if time_s]
         rivals.append(
             Rival(
-                plan=f"{plan.config} with minibatches of {size}, simulated",
+                plan=f"{plan.config} with minibatches of {size}{', simulated' if figures.simulated_s else ''}",
                 bottleneck_s=figures.time_s,
                 samples_per_update=figures.samples_per_update,
                 why=", ".join([format_throughput(figures.throughput_samples_per_s), *rates]),

@@ -388,7 +388,7 @@ class _Selection:
 
     def simulate_plan(self, candidate: Candidate, **limits: float) -> None:
         """Simulate a plan, and keep it if it may be chosen."""
-        self.simulated_plans += not is_too_large(candidate.placement, limits.get("patience", 1.0))
+        self.simulated_plans += 1
         self._simulated_actions += action_count(candidate.placement) * candidate.placement.used_workers
         chosen, time_s = with_fewest_in_flight(self.search.evaluator, candidate, self.margin, **limits)
         self.fastest_s = min(self.fastest_s, time_s)

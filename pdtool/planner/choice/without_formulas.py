@@ -107,6 +107,7 @@ def _recomputing(evaluator: Evaluator, before: Placement, after: Placement) -> t
 
 
 def _best(evaluator: Evaluator, options: PlanOptions) -> _Simulated:
+    """Return the best plan, on any number of workers unless the options fix it."""
     kind, chosen_workers = SCHEDULES[options.schedule], options.workers
     if kind.chunked:
         return _chunked(evaluator, options) if chosen_workers else _on_fastest_count(evaluator, options, _even_chunks)
@@ -339,6 +340,7 @@ def under_schedule(plan: Plan, profile: Profile, schedule: str, chunks: int) -> 
         UsageError: the schedule does not suit the stages, or a rule of the plan's strategy forbids it.
         ScheduleError: it deadlocks with the minibatches in flight that were asked for.
     """
+    _check_strategy_allows(plan)
     placement, own = Placement.of(plan, profile), plan.execution
     if own.chunks > 1:
         what = f"schedule {schedule} cannot have {own.chunks} stages on each worker"
@@ -347,7 +349,6 @@ def under_schedule(plan: Plan, profile: Profile, schedule: str, chunks: int) -> 
         stages = even_pieces(profile, len(placement.workers) * chunks)
         execution = own.under(schedule, chunks)
         return _in_chunks(profile, stages, placement.workers, execution, placement.recompute * chunks)
-    _check_strategy_allows(plan)
     return _settled(Evaluator.of(plan, profile), placement, replace(own.under(schedule), copies=own.copies))
 
 
