@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -204,6 +205,7 @@ def _fits(dims: Iterable[int | str | None], sizes: Sequence[int]) -> bool:
     return all(size == _size(dim, batch or 0) for dim, size in pairs if isinstance(dim, int) or batch is not None)
 
 
+@lru_cache(maxsize=1024)  # a dimension of each minibatch that is loaded
 def _size(dim: int | str, batch: int) -> int:
     if isinstance(dim, int):
         return dim

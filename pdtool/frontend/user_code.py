@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -60,13 +61,20 @@ def parse_ref(text: str, settings: Iterable[str] = ()) -> ModelRef:
 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, str | int | float | bool]:
-    """Read settings such as `layers=12`, as numbers where possible; raises UsageError."""
+    """Read settings such as `layers=12`, as numbers where possible; raises UsageError.
+
+    `ids=1,2` is a text, but [1,2] and None are refused, because whoever writes them means no text.
+    """
     values: dict[str, str | int | float | bool] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not key.isidentifier():
             raise UsageError(f"setting {setting!r} is not NAME=VALUE", "write --set layers=12")
-        values[key] = _literal(value)
+        found = _literal(value)
+        if not isinstance(found, (int, float, str)):
+            what = f"setting {setting} is not a text, a number, true or false"
+            raise UsageError(what, f"for a text, write --set {shlex.quote(f'{key}={value!r}')}")
+        values[key] = found
         try:
             check_plain(values[key])
         except FieldError as fault:
@@ -74,12 +82,13 @@ def parse_settings(settings: Iterable[str]) -> dict[str, str | int | float | boo
     return values
 
 
-def _literal(text: str) -> str | int | float | bool:
+def _literal(text: str) -> object:
+    """The value that Python reads in `text`; without quotes or brackets around it, it may be a text."""
     try:
         value = ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return text
-    return value if isinstance(value, (int, float, str)) else text
+    return value if isinstance(value, (int, float, str)) or value is None or text[0] in "([{" else text
 
 
 def find_source(source: str) -> Path:

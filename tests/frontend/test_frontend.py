@@ -2,6 +2,7 @@
 
 import gc
 import re
+import shlex
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ from pdtool.frontend.graph_digest import check_profile
 from pdtool.frontend.leaf_calls import LeafCall
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.tracing import trace, trace_file
-from pdtool.frontend.user_code import find_source, parse_ref, undoing_user_changes
+from pdtool.frontend.user_code import find_source, parse_ref, parse_settings, undoing_user_changes
 from pdtool.profiler.measure import measure
 
 MODELS = Path(__file__).parents[1] / "models" / "small.py"
@@ -278,6 +279,14 @@ def test_bad_reference_is_refused(text):
 def test_bad_setting_is_refused():
     with pytest.raises(UsageError, match="not NAME=VALUE"):
         parse_ref("model.py", ["layers"])
+
+
+@pytest.mark.parametrize("value", ["None", "[1, 2]", "{'a': 1}", "(1,)"])
+def test_a_setting_that_no_file_can_hold_is_refused_and_the_hint_passes_it_as_a_text(value):
+    with pytest.raises(UsageError, match="is not a text, a number, true or false") as refused:
+        parse_settings([f"x={value}"])
+    (hint,) = shlex.split(refused.value.remedy.partition("--set ")[2])
+    assert parse_settings([hint, "ids=1,2"]) == {"x": value, "ids": "1,2"}
 
 
 SIZED = """
