@@ -103,6 +103,10 @@ def check_emulation(asked: EmulateOptions) -> None:
     if asked.compute == "sleep" and asked.target is not None:
         what = f"sleeping workers do not learn, so they cannot reach --target {asked.target}"
         raise UsageError(what, "add --compute real")
+    for name in ("model", "seed"):
+        if asked.compute == "sleep" and getattr(asked, name):
+            what = f"--{name} has no effect: sleeping workers train no model"
+            raise UsageError(what, f"add --compute real, or leave --{name} out")
     if asked.compute == "real" and any(factor not in (None, 1.0) for factor in (asked.scale, asked.slowdown)):
         what = "--compute real runs the model itself, so --scale and --slowdown do not apply"
         raise UsageError(what, "leave out --scale and --slowdown")

@@ -7,7 +7,7 @@ import click
 from pdtool.cli import click_options as options
 from pdtool.cli.command_line import command
 from pdtool.cli.terminal import note, print_json, show
-from pdtool.errors import TargetMissedError, UsageError
+from pdtool.errors import TargetMissedError
 from pdtool.options.simulate_options import EmulateOptions
 from pdtool.units import counted
 
@@ -32,11 +32,6 @@ def emulate(plan: str | None, output: str | None, asked: EmulateOptions, as_json
     from pdtool.api.inputs import given_or_only
     from pdtool.cli.run_view import emulation_view
 
-    typed = options.typed(click.get_current_context())
-    for name in ("model", "seed"):
-        if asked.compute == "sleep" and name in typed:
-            what = f"--{name} has no effect: sleeping workers train no model"
-            raise UsageError(what, f"add --compute real, or leave --{name} out")
     check_emulation(asked)
     emulation, folder = emulated(given_or_only("plan", plan), output, asked)
     if as_json:
