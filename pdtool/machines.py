@@ -14,6 +14,7 @@ from functools import partial
 
 from pdtool.errors import UsageError
 
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # of torch, for each worker
 _SLURM_PORTS = range(10_000, 30_000)  # below the ports of outgoing connections
 LOOPBACK = "127.0.0.1"
 _ENDPOINT = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.%]+)\]|(?P<host>[\w.-]+)):(?P<port>[0-9]{1,5})", re.ASCII)
@@ -99,14 +100,8 @@ def rank_variables(
         local_rank, local_workers: its number on its machine, and how many are there.
         address: (host, port) of worker 0.
     """
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(workers),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(local_workers),
-        "MASTER_ADDR": address[0],
-        "MASTER_PORT": str(address[1]),
-    }
+    numbers = dict(zip(RANK_VARIABLES, map(str, (rank, workers, local_rank, local_workers)), strict=True))
+    return numbers | {"MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
 
 
 def worker_environment(environment: Mapping[str, str], endpoint: str = "") -> dict[str, str]:

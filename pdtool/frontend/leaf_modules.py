@@ -62,7 +62,9 @@ def constructor_arguments(module: nn.Module) -> list[tuple[str, Any, bool]]:
             if required or value != default:
                 arguments.append((name, value, required))
     tensors = (*module.parameters(), *module.buffers())
-    dtypes = {t.dtype for t in tensors if t.is_floating_point() or t.is_complex()} - {torch.float32}
+    dtypes = {t.dtype for t in tensors if t.is_floating_point() or t.is_complex()}
+    if torch.get_default_dtype() == torch.float32:
+        dtypes -= {torch.float32}
     if dtypes:
         arguments.append(("dtype", min(dtypes, key=str), False))
     return arguments

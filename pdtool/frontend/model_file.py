@@ -29,7 +29,15 @@ from pdtool.artifacts.artifact import OPERATOR_GRAPH, ModelRef
 from pdtool.errors import FieldError, ModelError, StaleError, describe_error, suggestion
 from pdtool.files import file_sha256
 from pdtool.frontend.model_io import LEAVES, ModelInputs
-from pdtool.frontend.model_rules import Hints, TrainingOptions, optimizer_fault, state_fault, takes_total
+from pdtool.frontend.model_rules import (
+    DATA_FUNCTIONS,
+    OWN_ARGUMENTS,
+    Hints,
+    TrainingOptions,
+    optimizer_fault,
+    state_fault,
+    takes_total,
+)
 from pdtool.frontend.random_numbers import seed_generators
 from pdtool.frontend.user_code import (
     check_local,
@@ -50,19 +58,6 @@ from pdtool.units import counted
 
 Setting = str | int | float | bool
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
-DATA_FUNCTIONS = {"example_inputs": ("batch_size",), "dataset": ("split",)}
-# Functions that take settings, and the arguments that pdtool passes them by position.
-OWN_ARGUMENTS = {
-    **DATA_FUNCTIONS,
-    "collate": ("samples",),
-    "sampler": ("dataset", "epoch"),
-    "loss": ("output", "target"),
-    "optimizer": ("named_parameters",),
-    "scheduler": ("optimizer",),
-    "metrics": ("output", "target"),
-    "summarize_metrics": ("totals",),
-    "after_update": ("named_parameters", "update"),
-}
 _MAX_METRIC_NAME = 100
 _NO_VALIDATION = "each epoch ends with a validation: return samples for it, such as some of the training set"
 _FEWEST_SAMPLES = 3  # the model is traced with minibatches of two sizes, of which the smallest are 2 and 3
@@ -142,16 +137,21 @@ class UserFile:
         return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
     def check_signatures(self) -> None:
-        """Check that the functions of the file accept pdtool's arguments; raises ModelError."""
-        for name in filter(self.has, OWN_ARGUMENTS):
+        """Check that the functions of the file are functions, and accept pdtool's arguments; raises ModelError."""
+        for name, arguments in OWN_ARGUMENTS.items():
+            if (value := vars(self.module).get(name)) is None:
+                continue
+            call = f"{name}({', '.join(arguments)})"
+            if not callable(value):
+                what = f"{name} is a {type(value).__name__}, not a function, so it would be ignored"
+                raise self.error(what, f"write `def {call}:` (docs/model-file.md), or rename it")
             try:
-                signature = inspect.signature(self.function(name))
+                signature = inspect.signature(value)
             except (TypeError, ValueError):  # of a function in C
                 continue
             try:
-                signature.bind_partial(*OWN_ARGUMENTS[name])  # settings may give its other parameters
+                signature.bind_partial(*arguments)  # settings may give its other parameters
             except TypeError as error:
-                call = f"{name}({', '.join(OWN_ARGUMENTS[name])})"
                 what = f"{name}({', '.join(signature.parameters)}) cannot be called as {call}"
                 raise self.error_in(name, what, f"write `def {call}:` (docs/model-file.md)") from error
 

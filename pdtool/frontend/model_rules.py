@@ -1,4 +1,4 @@
-"""The rules of model.py: what `HINTS` and the constants may say, and which optimizers and losses a pipeline can use.
+"""The rules of model.py: its functions, its constants, and which optimizers and losses a pipeline can use.
 
 `HINTS` says which modules stay together, belong to a certain stage, or are opaque. The constants of training are
 `MAX_GRAD_NORM`, `SCHEDULER_STEP` and `DROP_LAST`. An optimizer, loss or state_dict that a pipeline cannot use is
@@ -22,6 +22,20 @@ from pdtool.artifacts.fields import MAX_WORKERS
 from pdtool.errors import FieldError, ModelError, TraceError, suggestion
 from pdtool.frontend.model_io import tensors_of
 from pdtool.frontend.operators import registered_state
+
+DATA_FUNCTIONS = {"example_inputs": ("batch_size",), "dataset": ("split",)}
+# Functions that take settings, and the arguments that pdtool passes them by position.
+OWN_ARGUMENTS = {
+    **DATA_FUNCTIONS,
+    "collate": ("samples",),
+    "sampler": ("dataset", "epoch"),
+    "loss": ("output", "target"),
+    "optimizer": ("named_parameters",),
+    "scheduler": ("optimizer",),
+    "metrics": ("output", "target"),
+    "summarize_metrics": ("totals",),
+    "after_update": ("named_parameters", "update"),
+}
 
 
 @dataclass(frozen=True)
@@ -209,7 +223,8 @@ def hook_on_parameter(location: str) -> TraceError:
 
 
 def takes_total(scheduler: Callable[..., Any]) -> bool:
-    """Whether scheduler() takes the total number of steps: a second argument without a default."""
+    """Whether scheduler() takes the total number of steps: a second argument without a default, or of that name."""
     parameters = inspect.signature(scheduler).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) > 1 and positional[1].default is inspect.Parameter.empty
+    second = positional[1] if len(positional) > 1 else None
+    return second is not None and (second.default is second.empty or second.name == "total_updates")

@@ -229,7 +229,7 @@ def operators_sharing_state(traced: Traced) -> tuple[tuple[str, ...], ...]:
     """Group the names of operators that must stand in one stage.
 
     They share a buffer that one of them changes, the memory of a parameter under different tensors, or an opaque
-    module.
+    module. Or they are a module's call and what its hooks compute: in a plan, the name of the call is that of both.
     """
     state = named_state(traced.model)
     memory = first_names(state)
@@ -242,8 +242,9 @@ def operators_sharing_state(traced: Traced) -> tuple[tuple[str, ...], ...]:
         if len({id(state[name]) for name in group if name in all_used}) > 1:
             changing.add(group[0])
     users: dict[str, dict[str, None]] = {}
+    called = {op.module for op in traced.operators if op.name == op.module}
     for op in traced.operators:
-        shared = [op.module] if op.opaque else []
+        shared = [op.module] if op.opaque or op.module in called else []
         for place in (*shared, *(memory[name] for name in used[op.name] if memory[name] in changing)):
             users.setdefault(place, {})[op.name] = None
     return tuple(dict.fromkeys(tuple(names) for names in users.values() if len(names) > 1))

@@ -9,6 +9,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import multiprocessing
 import os
 import re
 import shlex
@@ -137,6 +138,7 @@ def import_source(source: str, path: Path) -> ModuleType:
     sys.path.insert(0, str(Path.cwd() if is_module else path.resolve().parent))
     sys.argv = [str(path)]
     name = "" if is_module else module_name(path)
+    multiprocessing.set_start_method(None, force=True)  # a file may set it, but only where nobody has
     begin_import(path, path.resolve().parents[source.count(".") if is_module else 0], name)
     with defaults_kept(f"{path.name}: importing it", may_set_dtype=True):
         try:

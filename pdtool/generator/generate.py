@@ -31,12 +31,12 @@ from pdtool.frontend.random_numbers import random_state_kept, seed_generators
 from pdtool.frontend.tracing import trace_file
 from pdtool.frontend.trial import tried
 from pdtool.frontend.update_proof import TRIED_UPDATES, check_update
+from pdtool.frontend.variable_uses import changed_in_training, collected
 from pdtool.generator.composed import ModelFailedError, VerificationError, state_kept
 from pdtool.generator.kept_state import has_same_content
 from pdtool.generator.output_writer import output_class_names
 from pdtool.generator.outputs_only import check_outputs_only
 from pdtool.generator.stage_file import StageWriter
-from pdtool.generator.variable_uses import changed_in_training, collected
 from pdtool.generator.verify import outputs_in_both_modes, set_by_first_minibatch, verify_shapes, verify_values
 from pdtool.generator.wiring import Wiring
 
@@ -45,10 +45,13 @@ _COPIES = 6
 _IN_TRAINING = {"collate", "sampler", "loss", "scheduler", "metrics", "summarize_metrics", "after_update"}
 _COMPUTED_AFTER = {"after_update": "what loss() or metrics() computes", "scheduler": "the learning rate"}
 _AFTER_FORWARD = ("loss", "metrics", "after_update", "scheduler")
+_BY_EACH_STAGE = ("after_update", "scheduler", "optimizer")
 # What the first functions change, the second do not see: with several stages they run in different processes.
-_APART = {("collate", "sampler"): ("loss", "metrics", "after_update", "scheduler", "optimizer")}
-_APART[("loss", "metrics")] = ("collate", "sampler", "after_update", "scheduler", "optimizer")
-_READERS = {"optimizer": "the optimizer's step"}
+_APART: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("dataset",): ("loss", "metrics", "summarize_metrics", *_BY_EACH_STAGE),
+    ("collate", "sampler"): ("loss", "metrics", *_BY_EACH_STAGE),
+    ("loss", "metrics"): ("collate", "sampler", *_BY_EACH_STAGE),
+}
 _COMPARED_UPDATES = (1, 2, 3, TRIED_UPDATES)  # a value may change at first only
 _VERIFIED_SAMPLES = 2  # of most minibatches; 1 is a special case for some operators
 
@@ -74,6 +77,7 @@ def generate(
     """
     _check_target(folder)
     stages = plan.stage_nodes(profile)
+    _check_built_alone(model_file)
     progress("tracing the model")
     traced = trace_file(model_file, model_file.build(), plan.batch_size)
     check_profile(traced, profile, model_file.ref.source)
@@ -91,9 +95,21 @@ def generate(
     return bundle
 
 
+def _check_built_alone(model_file: ModelFile) -> None:
+    """Check that the model is built without what dataset() computes; raises VerificationError."""
+    function = model_file.ref.function
+    for line, variable in (
+        collected(model_file.module, "dataset", function, builds=True) if model_file.has("dataset") else ()
+    ):
+        what = f"{line}: dataset() changes {variable}, which {function}() reads, but the model is built first"
+        raise VerificationError(what, "compute it where it is read, or pass it with --set")
+
+
 def _check_variables(model: nn.Module, model_file: ModelFile) -> None:
-    """Check that training changes no variable that stage files have as a constant; raises VerificationError."""
-    for line, function, variable in changed_in_training(model, model_file.module, _IN_TRAINING):
+    """Check that no variable changes that stage files have as a constant: in training, or in dataset() if the model is
+    traced before that is called. Raises VerificationError."""
+    functions = _IN_TRAINING | {"dataset"} if model_file.has("example_inputs") else _IN_TRAINING
+    for line, function, variable in changed_in_training(model, model_file.module, functions):
         what = f"{line}: {function}() changes {variable}, which forward reads, but stages have its value as a constant"
         raise VerificationError(what, "keep it in a buffer that forward changes")
 
@@ -116,10 +132,11 @@ def _check_passed_values(model_file: ModelFile, stages: int) -> None:
     VerificationError."""
     for changing, reading in _APART.items() if stages > 1 else ():
         for function, reader in product(*(filter(model_file.has, each) for each in (changing, reading))):
+            where = "the optimizer's step" if reader == "optimizer" and function != "dataset" else f"{reader}()"
             for line, variable in collected(model_file.module, function, reader):
                 raise VerificationError(
-                    f"{line}: {function}() changes {variable}, which {_READERS.get(reader, f'{reader}()')} reads, but "
-                    "with several stages these run in different processes",
+                    f"{line}: {function}() changes {variable}, which {where} reads, but with several stages these "
+                    "run in different processes",
                     "pass the value on in the inputs, the target or the model's output, or compute it where it is read",
                 )
 
@@ -409,6 +426,7 @@ def _check_repeated_calls(model_file: ModelFile, bundle: Bundle) -> None:
             seen.append(tried(work, model.parameters()))
     for function, what in _COMPUTED_AFTER.items() if len(seen) == 2 else ():
         if not has_same_content(*(each[function] for each in seen)):
+            function = function if model_file.has(function) else "after_update"  # which may change the learning rate
             raise model_file.error_in(
                 function,
                 f"{what} depends on how often {function}() is called, but a worker calls it several times per update: "

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pdtool.frontend.user_modules import CODE, files_and_classes, variables
-from pdtool.generator.variable_uses import is_of_torch, user_classes, uses_in
+from pdtool.frontend.variable_uses import is_of_torch, user_classes, uses_in
 
 Place = tuple[str, object]  # a module's path and None; or the name of a class or file, and that class or file
 State = Mapping[tuple[Place, str], object]  # (where, attribute) -> a key that stays equal while the attribute does

@@ -31,6 +31,7 @@ from pdtool.frontend.model_rules import hook_on_parameter
 from pdtool.frontend.operators import named_state, registered_state, shared_memory
 from pdtool.frontend.random_numbers import derive_seed, random_state_kept, seed_generators, seed_torch
 from pdtool.frontend.user_code import line_of
+from pdtool.frontend.variable_uses import names_read, user_classes
 from pdtool.generator.composed import REPORT, ModelFailedError, VerificationError, compose, copy_state, load_stages
 from pdtool.generator.kept_state import (
     GENERATORS,
@@ -42,7 +43,6 @@ from pdtool.generator.kept_state import (
     kept_state,
 )
 from pdtool.generator.stage_file import FUNCTION_MARK
-from pdtool.generator.variable_uses import names_read, user_classes
 
 _STAGES = "the generated stages"
 _CHECK_STATE = (

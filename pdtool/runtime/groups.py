@@ -125,7 +125,7 @@ def broadcast(value: _T, kind: type[_T], source: int, what: str) -> _T:
 
 
 def _gather(own: Tensor, group: Any, problem: str) -> list[Tensor]:
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    gathered = [torch.empty_like(own) for _ in range(group.size())]
     with PeerErrorContext(problem):
         dist.all_gather(gathered, own, group=group)
     return gathered

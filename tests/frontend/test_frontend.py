@@ -741,6 +741,20 @@ def test_a_function_that_cannot_take_what_it_is_given_is_refused_when_the_file_i
         write(tmp_path, text)
 
 
+@pytest.mark.parametrize(("name", "value"), [("sampler", "torch.utils.data.SequentialSampler([0])"), ("metrics", "{}")])
+def test_an_object_with_the_name_of_a_function_is_refused_because_it_would_be_ignored(name, value, tmp_path):
+    with pytest.raises(
+        ModelError, match=rf"{name} is a \w+, not a function, so it would be ignored; write `def {name}\("
+    ):
+        write(tmp_path, f"import torch\ndef model(): pass\nscheduler = None\n{name} = {value}\n")
+
+
+@pytest.mark.parametrize(("second", "takes"), [("total_updates=9", True), ("total", True), ("gamma=0.9", False)])
+def test_a_schedule_gets_the_total_by_its_name_or_because_it_has_no_default(second, takes, tmp_path):
+    file = write(tmp_path, f"def model(): pass\ndef scheduler(optimizer, {second}): pass\n")
+    assert file.scheduler_takes_total is takes
+
+
 def test_what_a_function_takes_besides_may_come_from_settings_and_from_anywhere(tmp_path):
     text = "import torch\nfrom functools import partial\nloss, metrics = torch.nn.MSELoss(), partial(max, key=id)\n"
     text += "def model(): pass\ndef dataset(split, root): pass\ndef collate(*all): pass\ndef scheduler(o, n): pass\n"

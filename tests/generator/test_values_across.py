@@ -9,6 +9,7 @@ import torch
 from skeletons import plan_of, skeleton
 
 from pdtool.artifacts.artifact import ModelRef
+from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_rules import check_loss_parameters
@@ -129,8 +130,50 @@ def after_update(named, update):
     for name, parameter in named:
         parameter.add_(0.01 * LOAD["now"])
 """
+HOOKED = """
+def model(of=model):
+    net = of()
+    net[0].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.9,))
+    net[3].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2,))
+    return net
+"""
 WRITES_LOAD = 'LOAD["now"] = h.detach().mean() if self.training else 0.0; return h'
+WEIGHTED = """
+RATE = 0.1
+WEIGHTS = {}
+def weigh(targets):
+    WEIGHTS["now"] = torch.bincount(targets).float()
+def dataset(split, of=dataset):
+    global RATE
+    weigh((made := of(split)).tensors[1])
+    RATE = 1 / len(made)
+    return made
+"""
+FIRST = {
+    "before": "MEAN = 0.0",
+    "after": "def dataset(split, of=dataset):\n    global MEAN\n    MEAN = 0.5\n    return of(split)\n",
+}
+EXAMPLE = "def example_inputs(batch_size):\n    return torch.zeros(batch_size, 4)\n"
 PASSED = {
+    "dataset to loss": (
+        {
+            "after": f"{WEIGHTED}def loss(output, target):\n"
+            "    return nn.functional.cross_entropy(output, target, WEIGHTS['now'])"
+        },
+        r"dataset\(\) changes WEIGHTS, which loss\(\) reads",
+    ),
+    "dataset to optimizer": (
+        {"after": f"{WEIGHTED}def optimizer(named):\n    return torch.optim.SGD([p for _, p in named], lr=RATE)"},
+        r"dataset\(\) changes RATE, which optimizer\(\) reads",
+    ),
+    "dataset to model": (
+        {"after": f"{WEIGHTED}def model(of=model):\n    return nn.Sequential(of(), nn.Dropout(RATE))"},
+        r"dataset\(\) changes RATE, which model\(\) reads, but the model is built first",
+    ),
+    "dataset to forward": (
+        {"before": FIRST["before"], "forward": "return h - MEAN", "after": FIRST["after"] + EXAMPLE},
+        r"dataset\(\) changes MEAN, which forward reads, but stages have its value as a constant",
+    ),
     "callable object to loss": ({"after": MIXUP}, r"model\.py:\d+: collate\(\) changes LAMBDA, which loss\(\) reads"),
     "a helper of loss to the optimizer's class": (
         {"after": HELPERS},
@@ -163,14 +206,18 @@ def optimizer(named_parameters):
 """
 
 
-def generated(folder: Path, in_flight: int | None = None, **parts: str) -> None:
+def written(folder: Path, **parts: str) -> tuple[ModelFile, Profile]:
     defaults = {"before": "", "init": "", "forward": "return torch.tanh(h)", "after": ""}
     text = FILE
     for name, part in (defaults | parts).items():
         text = text.replace(f"{{{name}}}", part)
     (folder / "model.py").write_text(text)
     file = ModelFile.load(ModelRef(source=str(folder / "model.py")), trusted=True)
-    profile = skeleton(file)
+    return file, skeleton(file)
+
+
+def generated(folder: Path, in_flight: int | None = None, **parts: str) -> None:
+    file, profile = written(folder, **parts)
     plan = plan_of(profile, 2)
     if in_flight:
         stages = tuple(stage.model_copy(update={"in_flight": in_flight}) for stage in plan.stages)
@@ -207,6 +254,28 @@ def test_no_variable_carries_a_value_to_a_function_in_another_process(name, tmp_
 def test_a_cache_that_functions_in_two_processes_use_is_no_such_value(tmp_path):
     """Nor is a counter with the name of a method."""
     generated(tmp_path, after=SHARED_CACHE)
+
+
+def test_what_dataset_computes_may_be_read_by_forward_if_it_gives_the_example(tmp_path):
+    generated(tmp_path, before=FIRST["before"], forward="return h - MEAN", after=FIRST["after"])
+
+
+def test_what_the_hooks_of_a_module_compute_stays_with_its_call(tmp_path):
+    """A plan names both by the path of the module."""
+    file, profile = written(tmp_path, after=HOOKED)
+    assert any("3" in group and len(group) > 1 for group in profile.together)
+    for count in range(1, 7):
+        plan = plan_of(profile, count)
+        assert [name for stage in plan.stage_nodes(profile) for name in stage] == [*profile.graph.inputs]
+        generate(plan, profile, file, tmp_path / str(count))
+
+
+def test_a_module_of_another_dtype_than_the_default_keeps_it(tmp_path):
+    parts = {
+        "before": "torch.set_default_dtype(torch.float64)",
+        "init": "self.small = nn.Linear(8, 8).to(torch.float32)",
+    }
+    generated(tmp_path, **parts, forward="return h + self.small(x.float()).double()")
 
 
 def test_a_target_in_the_memory_of_an_input_must_not_be_written(tmp_path):

@@ -189,10 +189,26 @@ def dataset(split, of=dataset):
     assert time.monotonic() - start < 30
 
 
-def test_a_module_that_goes_to_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+ALONE = """
+import multiprocessing
+import torch.distributed as dist
+multiprocessing.set_start_method("spawn")
+os.chdir("/")
+def loss(output, target, of=loss):
+    assert not dist.is_initialized()
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & os.environ.keys()
+    try:
+        torch.utils.data.DistributedSampler([0])
+    except ValueError:
+        return of(output, target)
+"""
+
+
+def test_a_module_is_alone_in_its_process_as_in_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may change the folder, and sees none of the other workers, whose part of the data is not to be divided."""
     (tmp_path / "job").mkdir()
     monkeypatch.chdir(tmp_path)
-    config = harness.job(Path("job"), with_code(CONV2, "os.chdir('/')"))
+    config = harness.job(Path("job"), with_code(CONV2, ALONE))
     assert not config.out.is_absolute()
     launch(config)
     assert (tmp_path / "job" / "run" / "report.json").is_file()

@@ -51,19 +51,29 @@ AUGMENTED = replace(
         "        return self.x[i] * scale + torch.randn(2, 6, 6), self.y[i]",
     ),
 )
+CURRICULUM = """
+HARDNESS = 0.0
+def after_update(named_parameters, update):
+    global HARDNESS
+    HARDNESS = 1 - 0.9**update
+"""
 
 
 @pytest.mark.parametrize(
-    ("replicas", "counts", "settings"), [((1, 1), (1, 3), {}), ((2, 1), (2,), SYNC)], ids=["straight", "sync-2-1"]
+    ("more", "replicas", "counts", "settings"),
+    [("", (1, 1), (1, 3), {}), ("", (2, 1), (2,), SYNC), (CURRICULUM, (1, 1), (1,), {})],
+    ids=["straight", "sync-2-1", "samples that depend on the update"],
 )
 def test_the_number_of_loader_workers_changes_no_bit(
-    tmp_path: Path, replicas: tuple[int, ...], counts: tuple[int, ...], settings: dict[str, str]
+    tmp_path: Path, more: str, replicas: tuple[int, ...], counts: tuple[int, ...], settings: dict[str, str]
 ) -> None:
     """Weights, buffers and every line of metrics.jsonl, over two epochs with their validations."""
+    model = AUGMENTED.model.replace("self.x[i] * scale", "self.x[i] * (scale + HARDNESS)") if more else AUGMENTED.model
 
     def trained(workers: int) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+        toy = replace(AUGMENTED, model=model + more)
         spec = harness.job(
-            tmp_path / str(workers), AUGMENTED, replicas, epochs=2, loader_workers=workers, batch_size=4, **settings
+            tmp_path / str(workers), toy, replicas, epochs=2, loader_workers=workers, batch_size=4, **settings
         )
         return weights(harness.run(spec)), harness.logged(spec.out)
 

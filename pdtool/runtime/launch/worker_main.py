@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -16,7 +17,7 @@ from pdtool import host
 from pdtool.artifacts.report import Report
 from pdtool.errors import UsageError
 from pdtool.frontend.compute_mode import compiler_error, is_compiler_error
-from pdtool.machines import use_loopback
+from pdtool.machines import RANK_VARIABLES, use_loopback
 from pdtool.rendezvous import loopback_hint
 from pdtool.runtime import worker_end
 from pdtool.runtime.config import RunConfig
@@ -100,7 +101,8 @@ def run_worker(config: RunConfig, meeting_folder: str = "") -> Report:
             raise UsageError(f"{world_size} processes were started, but the plan needs {len(assignments)}", remedy)
         if local_workers < world_size:
             check_shared(config.out, dist.group.WORLD, config.timeout_s)
-        report = start_worker(config, rank, device, local_workers).run()
+        with _one_process_for_user_code():
+            report = start_worker(config, rank, device, local_workers).run()
     except SystemExit as error:
         raise worker_end.exit_error(error) from error
     except Exception as error:
@@ -111,6 +113,32 @@ def run_worker(config: RunConfig, meeting_folder: str = "") -> Report:
         raise
     dist.destroy_process_group()
     return report
+
+
+@contextmanager
+def _one_process_for_user_code() -> Iterator[None]:
+    """Hide in this context that there are several processes: a plain loop has one.
+
+    Code of the user, or of a library such as torchmetrics, that asks for them would divide the data among workers that
+    are stages, or average their figures. Python looks up functions of torch.distributed in the package, torch itself in
+    the modules inside.
+    """
+    shown = dist.is_initialized, dist.get_world_size
+    hidden = {name: os.environ.pop(name) for name in RANK_VARIABLES if name in os.environ}
+    dist.is_initialized, dist.get_world_size = _is_not_initialized, _get_no_world_size
+    try:
+        yield
+    finally:
+        dist.is_initialized, dist.get_world_size = shown
+        os.environ.update(hidden)
+
+
+def _is_not_initialized() -> bool:
+    return False
+
+
+def _get_no_world_size(group: object = None) -> int:
+    raise ValueError("Default process group has not been initialized, please make sure to call init_process_group.")
 
 
 def choose_threads(environment: Mapping[str, str], profiled: int | None, cores: int, local_workers: int) -> int:

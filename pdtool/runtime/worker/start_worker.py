@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from pdtool.frontend.graph_digest import check_bundle
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import dtype_of
 from pdtool.frontend.random_numbers import OperatorSeeds
+from pdtool.frontend.variable_uses import collected
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.groups import all_gather, broadcast, check_agreement, make_process_groups, user_code_settings
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
@@ -166,6 +168,11 @@ def open_data(config: RunConfig, place: Place, file: ModelFile) -> tuple[Trainin
     source, workers = None, 0
     if loaders:
         workers, warning = usable_workers(config.loader_workers, loaders.values())
+        if workers and (changed := _changed_by_updates(file)):
+            workers, warning = (
+                0,
+                f"{changed}, and loader workers would not see this. So the worker itself loads the data",
+            )
         if warning and place.is_replica_0:
             sys.stderr.write(f"warning: {warning}\n")
         source = MinibatchSource(
@@ -188,6 +195,16 @@ def open_data(config: RunConfig, place: Place, file: ModelFile) -> tuple[Trainin
 
     sampler = sampled if file.has("sampler") else None
     return TrainingData(config, file, splits, sampler, loads=bool(loaders), loader_workers=workers), source
+
+
+def _changed_by_updates(file: ModelFile) -> str:
+    """Say where updates change a variable that the data depend on; "" if they do not."""
+    for function, reader in product(("after_update", "scheduler"), ("collate", "dataset")):
+        for line, variable in (
+            collected(file.module, function, reader) if file.has(function) and file.has(reader) else ()
+        ):
+            return f"{line}: {function}() changes {variable}, which {reader}() or what it returns reads"
+    return ""
 
 
 @dataclass

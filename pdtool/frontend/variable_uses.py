@@ -20,7 +20,8 @@ _READING = (*_GLOBALS, "LOAD_ATTR", "LOAD_METHOD")
 _ADDING = {"append", "appendleft", "extend", "add", "update", "clear"}  # methods of containers
 _CHANGING = _ADDING | {"insert", "remove", "discard", "pop", "popleft", "popitem", "setdefault", "sort", "reverse"}
 _CONTAINERS = (list, dict, set, deque)
-_NOT_FORWARD = {"__init__", "__repr__", "extra_repr", "reset_parameters"}
+_BUILDING = {"__init__", "reset_parameters"}  # methods of a model that build it
+_NOT_FORWARD = {"__repr__", "extra_repr", *_BUILDING}
 
 
 @dataclass(frozen=True)
@@ -142,16 +143,20 @@ def changed_in_training(
                 yield f"{file_name}:{node.lineno}", function.name, ast.unparse(changed)
 
 
-def collected(file: ModuleType, function: str, reader: str) -> Iterator[tuple[str, str]]:
+def collected(file: ModuleType, function: str, reader: str, *, builds: bool = False) -> Iterator[tuple[str, str]]:
     """Yield (line, variable) for each variable of the user's file that a function changes and another one reads.
 
     Either may do so in functions and classes of the file that it uses. Those that both use do not count: they may keep
-    a cache. `optimizer` is called before training, so as a reader it stands for the classes that it uses.
+    a cache. `optimizer` is called before training, so as a reader of what training changes it stands for the classes
+    that it uses.
+
+    Args:
+        builds: whether `reader` builds the model, so that of its classes only the methods that do so count.
     """
-    changing, reading = (_used_by(getattr(file, name), file) for name in (function, reader))
-    if reader == "optimizer":
+    changing, reading = _used_by(getattr(file, function), file), _used_by(getattr(file, reader), file, builds=builds)
+    if reader == "optimizer" and function != "dataset":
         reading = {each for each in reading if isinstance(each, type)}
-    read = {name for each in reading - changing for name in names_read(each, _GLOBALS)}
+    read = {name for each in reading - changing for name in names_read(each, _GLOBALS, builds=builds)}
     changers = {each.__name__ for each in changing - reading}
     tree, _, file_name = _tree(file)
     kinds = ast.FunctionDef | ast.ClassDef
@@ -162,11 +167,11 @@ def collected(file: ModuleType, function: str, reader: str) -> Iterator[tuple[st
                     yield f"{file_name}:{part.lineno}", part.id
 
 
-def _used_by(source: Any, file: ModuleType) -> set[type | FunctionType]:
+def _used_by(source: Any, file: ModuleType, *, builds: bool = False) -> set[type | FunctionType]:
     """Return a function, or the class of a callable object, with the functions and classes of its file that it uses."""
     used = [source if isinstance(source, FunctionType) else type(source)]
     for each in used:  # which grows
-        named = (getattr(file, name, None) for name in names_read(each, _GLOBALS))
+        named = (getattr(file, name, None) for name in names_read(each, _GLOBALS, builds=builds))
         used += {n for n in named if isinstance(n, (type, FunctionType)) and n.__module__ == file.__name__} - {*used}
     return {*used}
 
@@ -180,10 +185,18 @@ def _is_global(name: str, function: ast.FunctionDef | ast.ClassDef, file: Module
     return name not in assigned | {node.arg for node in nodes if isinstance(node, ast.arg)} and hasattr(file, name)
 
 
-def names_read(source: type | Callable[..., Any], operations: Collection[str] = _READING) -> Iterator[str]:
-    """Yield the variables of files, and the attributes, that a function or a class's methods read by `operations`."""
-    methods = vars(source).items() if isinstance(source, type) else [("", source)]
-    codes = [f.__code__ for name, f in methods if isinstance(f, FunctionType) and name not in _NOT_FORWARD]
+def names_read(
+    source: type | Callable[..., Any], operations: Collection[str] = _READING, *, builds: bool = False
+) -> Iterator[str]:
+    """Yield the variables of files, and the attributes, that a function or a class's methods read by `operations`.
+
+    Args:
+        builds: whether those methods of a class count that build an object, instead of all others.
+    """
+    methods = [source]
+    if isinstance(source, type):
+        methods = [f for name, f in vars(source).items() if (name in _BUILDING if builds else name not in _NOT_FORWARD)]
+    codes = [method.__code__ for method in methods if isinstance(method, FunctionType)]
     for code in codes:  # which grows
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         yield from (each.argval for each in dis.get_instructions(code) if each.opname in operations)
