@@ -130,7 +130,8 @@ def emulated(plan: Plan | Path | str, output: str | None, asked: EmulateOptions)
     others = _others(chosen, rival_plans(profile, cluster, chosen, asked.against))
     plans = {name: without_latency(other, profile) for name, other in {"this plan": chosen, **others}.items()}
     for each in plans.values():
-        check_minibatches(each, profile, asked.minibatches)
+        if doubt := check_minibatches(each, profile, asked.minibatches):
+            note(f"warning: {doubt}")
     scalings = _scalings(plans, profile, asked)
     _warn_of_busy_cores()
     _warn_of_another_device(profile, asked.compute)

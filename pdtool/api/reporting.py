@@ -153,9 +153,9 @@ def _read_folder(folder: RunDir) -> Subject:
         raise UsageError(what, "name a plan, or the folder of a run or an emulation")
     run = folder.read()
     if not folder.plan_file.is_file():
-        return Subject(name, run=run, missing="the plan of this run was not found, so there is no prediction here")
+        return Subject(name, run=run, missing="the plan of this run was not found, so it cannot be simulated here")
     try:
         plan, profile = planned(str(folder.plan_file))
     except PdtoolError as error:
-        return Subject(name, run=run, missing=f"there is no prediction here: {error}")
+        return Subject(name, run=run, missing=f"the plan cannot be simulated here: {error}")
     return Subject(name, plan=plan, profile=profile, run=run)

@@ -64,7 +64,7 @@ class Devices(YamlArtifact):
     """A table of devices by the name that `--device` takes; a user's own file holds one."""
 
     KIND: ClassVar[str] = "device"
-    MAKER: ClassVar[str] = "pdtool schema device"
+    MAKER: ClassVar[str] = "pdtool devices v100 --json"
     SEALED: ClassVar[bool] = False
 
     devices: Annotated[

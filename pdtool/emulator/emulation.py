@@ -134,12 +134,23 @@ def _rounded_up(factor: float) -> float:
     return max(1.0, round(math.ceil(factor / digit) * digit, 6))
 
 
-def check_minibatches(plan: Plan, profile: Profile, minibatches: int | None) -> None:
-    """Check that some of the minibatches asked for are in steady state; raises UsageError."""
+def check_minibatches(plan: Plan, profile: Profile, minibatches: int | None) -> str:
+    """Check that some of the minibatches asked for are in steady state; raises UsageError.
+
+    Returns:
+        Why their time may still be too short; "" if there are enough.
+    """
     shape = _shape(plan, profile)
-    if minibatches and not steady_minibatches(minibatches, shape):
+    steady, enough = len(steady_minibatches(minibatches or 0, shape)), steady_run(shape)
+    if not minibatches or minibatches >= enough:
+        return ""
+    if not steady:
         what = f"--minibatches {minibatches} is too few for the steady state of {plan.config}"
-        raise UsageError(what, f"pass {steady_run(shape, 1)} or more, or leave it out")
+        raise UsageError(what, f"pass {enough} or more, or leave it out")
+    return (
+        f"with --minibatches {minibatches}, only {steady} of {plan.config} are timed, which may be too fast because "
+        f"their messages do not wait for each other yet; {enough} are enough"
+    )
 
 
 def scaled_cluster(cluster: Cluster, scaling: Scaling) -> Cluster:
@@ -260,6 +271,7 @@ def assemble_emulation(
 
 def _emulated(name: str, plan: Plan, report: Report, scaling: Scaling) -> EmulatedPlan:
     time_s = report.measured.bottleneck_s / scaling.slowdown
+    samples = plan.batch_size / report.batch_size  # a sleeping model's minibatch is one sample
     trained_s = report.epochs * report.minibatches * max(stage.time_s for stage in report.stages)
     return EmulatedPlan(
         name=name,
@@ -269,7 +281,7 @@ def _emulated(name: str, plan: Plan, report: Report, scaling: Scaling) -> Emulat
         minibatches=report.minibatches,
         bottleneck_s=time_s,
         is_steady=report.measured.is_steady,
-        throughput_samples_per_s=report.measured.throughput_samples_per_s * scaling.slowdown,
+        throughput_samples_per_s=report.measured.throughput_samples_per_s * samples * scaling.slowdown,
         simulated_s=_time_per_minibatch_s(plan),
         sent_bytes=round(sum(stage.sent_bytes * stage.replicas for stage in report.stages) * scaling.scale),
         epochs=report.epochs,

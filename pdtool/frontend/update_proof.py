@@ -124,7 +124,8 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
                 found |= update.of(part)
             except ModelError as error:
                 what = f"it works with all parameters, but fails with only {', '.join(list(part)[:3])} ({error})"
-                raise _refusal(file, update, what) from error
+                empty = "if it fails because a parameter group is empty there, skip it with `if group['params']:`; "
+                raise _refusal(file, update, what, empty) from error
         different = [name for name in found if not is_same(found[name], expected[name])]
         if different:
             others = f" and {len(different) - 3} others" * (len(different) > 3)
@@ -158,7 +159,7 @@ def _check_skipped_updates(
             raise _refusal(file, update, f"{what} if each stage has an optimizer of its own")
 
 
-def _refusal(file: ModelFile, update: _Update, what: str) -> ModelError:
+def _refusal(file: ModelFile, update: _Update, what: str, first_remedy: str = "") -> ModelError:
     function = update.cause.removesuffix("()") if file.has(update.cause.removesuffix("()")) else "optimizer"
     remedy = (
         "if the update needs all parameters in one place, train without stages, as with `pdtool partition --strategy "
@@ -169,7 +170,8 @@ def _refusal(file: ModelFile, update: _Update, what: str) -> ModelError:
             "if it clips gradients, set MAX_GRAD_NORM instead (a flushing schedule then clips by the norm of all "
             f"gradients); {remedy}"
         )
-    return file.error_in(function, f"{update.cause} depends on parameters of several stages: {what}", remedy)
+    what = f"{update.cause} depends on parameters of several stages: {what}"
+    return file.error_in(function, what, first_remedy + remedy)
 
 
 class _Update:

@@ -167,6 +167,37 @@ def collected(file: ModuleType, function: str, reader: str, *, builds: bool = Fa
                     yield f"{file_name}:{part.lineno}", part.id
 
 
+def kept_between_calls(file: ModuleType, function: str) -> Iterator[tuple[str, str]]:
+    """Yield (line, variable) for each variable of the user's file that a function both changes and reads, or functions
+    and classes of the file that it uses: what one call leaves there, the next one may read. An assignment that does not
+    read the variable keeps nothing."""
+    names = {each.__name__ for each in _used_by(getattr(file, function), file)}
+    tree, _, file_name = _tree(file)
+    defined = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name in names]
+    nodes = [(node, each) for each in defined for node in ast.walk(each)]
+    changed = {id(part): (part, each) for node, each in nodes for part in _changed_by(node)}
+    read = {node.id for node, _ in nodes if isinstance(node, ast.Name) and id(node) not in changed}
+    read |= {part.id for node, _ in nodes if isinstance(node, ast.AugAssign) for part in _names_in(node.target)}
+    anew = {
+        id(t) for node, _ in nodes if isinstance(node, ast.Assign) for t in node.targets if not _is_in(node.value, t)
+    }
+    for part, each in changed.values():
+        if not isinstance(part, ast.Name) or id(part) in anew:
+            continue
+        if part.id in read and _is_global(part.id, each, file):
+            yield f"{file_name}:{part.lineno}", part.id
+
+
+def _is_in(value: ast.AST, target: ast.AST) -> bool:
+    """Whether an expression reads the variable that is assigned."""
+    return any(isinstance(n, ast.Name) and isinstance(target, ast.Name) and n.id == target.id for n in ast.walk(value))
+
+
+def _names_in(target: ast.AST) -> Iterator[ast.Name]:
+    """Yield the variable a of `a.b[c]`."""
+    yield from (part for part in _parts_of(target) if isinstance(part, ast.Name))
+
+
 def _used_by(source: Any, file: ModuleType, *, builds: bool = False) -> set[type | FunctionType]:
     """Return a function, or the class of a callable object, with the functions and classes of its file that it uses."""
     used = [source if isinstance(source, FunctionType) else type(source)]

@@ -145,7 +145,8 @@ def measured_group(workers: Sequence[WorkerTrace], schedule: str, length_s: floa
         return None
     start_s = max(firsts)
     steady_s = start_s if SCHEDULES[schedule].flushes else filled_s(workers, start_s)
-    return TimelineGroup(title, workers, start_s, start_s + length_s, min(steady_s, start_s + length_s))
+    end_s = start_s + length_s  # where a minibatch takes much longer than predicted, the pipeline may still be filling
+    return TimelineGroup(title, workers, start_s, end_s, steady_s if steady_s < end_s else start_s)
 
 
 def filled_s(rows: Sequence[WorkerTrace], start_s: float = 0.0) -> float:

@@ -177,6 +177,7 @@ def test_usage_errors_exit_with_2(folder, arguments):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["run", "--config", "a.toml"], "; it goes before the command, as in `pdtool --config FILE run`"),
         (["run", "--epoch", "3"], "error: no such option '--epoch'; did you mean --epochs? See `pdtool run --help`"),
         (["runn"], "error: no such command 'runn'; did you mean run? See `pdtool --help`"),
         (["run", "--schedule", "1f1b-flsh"], "'zb-h1'; did you mean 1f1b-flush? See `pdtool run --help`"),

@@ -100,6 +100,11 @@ def test_a_time_that_differs_much_is_not_hidden_by_bytes_that_differ_little(fold
     with_nodes(net, nodes).save("second.json")
     found = rows(folder.pdtool("diff", "first.json", "second.json").stdout)
     assert next(label for label in found if label.startswith("operators")) == f"operators {nodes[7].name} forward"
+    nodes[3] = nodes[3].model_copy(update={"exact_bytes": 500})  # a file leaves it out where it is 0
+    with_nodes(net, nodes).save("second.json")
+    assert (
+        rows(folder.pdtool("diff", "first.json", "second.json").stdout)[f"operators {nodes[3].name} exact"][0] == "0 B"
+    )
 
 
 def test_profiles_runs_and_what_cannot_be_compared(plans):

@@ -129,6 +129,9 @@ def test_the_time_of_training_is_measured_whatever_the_last_minibatch_holds():
     longest_s = max(stage.time_s for stage in report.stages)
     assert found.training_s == pytest.approx(report.epochs * report.minibatches * longest_s / 2)
     assert found.throughput_samples_per_s == 2 * report.measured.throughput_samples_per_s
+    asleep = report.model_copy(update={"batch_size": 1})  # a sample of a sleeping model stands for a minibatch
+    more = emulation._emulated("this plan", samples.plan(), asleep, Scaling(slowdown=2.0)).throughput_samples_per_s
+    assert more == samples.plan().batch_size * found.throughput_samples_per_s
 
 
 def test_scalings_of_ones_own_that_are_too_small_are_told(capsys):

@@ -68,8 +68,10 @@ def test_minibatches_are_counted_with_the_schedule_of_the_workers_whose_tied_sta
     net = tied_net()
     workers = [[0, 1, 2], [3, 4, 5, 6]]
     plan = refresh(plan_of(net, [["x", "a0"], ["a1"]], workers, make_cluster((7,), (1e6,))), net)
-    with pytest.raises(UsageError, match="--minibatches 30 is too few for the steady state of 3-4; pass 36 or more"):
+    with pytest.raises(UsageError, match="--minibatches 30 is too few for the steady state of 3-4; pass 60 or more"):
         check_minibatches(plan, net, 30)
+    assert "only 12 of 3-4 are timed, which may be too fast" in check_minibatches(plan, net, 36)
+    assert not check_minibatches(plan, net, 60)
     config = sleeping_config(plan, net, tmp_path, Scaling(), EmulateOptions())
     assert config.shape.update_every == (12, 12)
     assert steady_minibatches(minibatches_to_steady_state(plan, net), config.shape)

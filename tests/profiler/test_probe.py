@@ -169,6 +169,10 @@ def test_a_machine_that_does_not_come_is_named(rank):
             ["--topology", "4x1"],
             "topology 4x1 has a level with one member, which has no link to measure; pass --topology 4",
         ),
+        (
+            ["--topology", "2", "-o", "model.py"],
+            "model.py is not a cluster and would be overwritten; name another file",
+        ),
         (["--topology", "two"], "topology 'two' is not sizes joined by x"),
         (["--topology", "2", "--timeout", "0s"], "--timeout 0s is too short for a worker to answer"),
         (
@@ -185,6 +189,7 @@ def test_a_machine_that_does_not_come_is_named(rank):
     ],
 )
 def test_impossible_options_exit_with_2_and_say_what_to_write(folder, arguments, match):
+    Path("model.py").write_text("x = 1\n")
     stderr = folder.pdtool("probe", *arguments, code=2).stderr
     assert match in stderr
     assert ";" in stderr, "no remedy"

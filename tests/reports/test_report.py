@@ -35,7 +35,7 @@ from pdtool.planner.placement import Placement
 from pdtool.planner.simulator.engine import simulate
 from pdtool.planner.simulator.job import SimulationJob
 from pdtool.reports.chart import Curve, curve_chart, gain_chart
-from pdtool.reports.figures import memory_bars, metric_curves, simulated_group
+from pdtool.reports.figures import measured_group, memory_bars, metric_curves, simulated_group
 from pdtool.reports.graph_drawing import MAX_BLOCKS, graph_drawing, module_blocks
 from pdtool.reports.page import FIGURES, PageFigure, pictures
 from pdtool.reports.picture import FONT_SIZE, AxisScale, Picture, text_width, time_labels
@@ -166,6 +166,16 @@ def test_idle_time_is_counted_once_the_pipeline_is_full():
     group = TimelineGroup("", rows, 0.0, 9.0, 1.0)
     assert [group.busy(row) for row in rows] == [pytest.approx(1.0), pytest.approx(0.5)]
     assert group.bubble == pytest.approx(0.25)
+
+
+def test_a_measured_timeline_that_ends_while_the_pipeline_fills_counts_from_its_beginning():
+    """It said `bubble 100%` over rows full of work, where minibatches took much longer than predicted."""
+    rows = [
+        WorkerTrace(w, w, [TraceEvent("compute", f"{w}{kind[0].upper()}0", kind, start_s, 5.0)])
+        for w, kind, start_s in ((0, "forward", 0.0), (1, "forward", 5.0), (1, "backward", 10.0))
+    ]
+    group = measured_group(rows, "1f1b", 4.0, "measured")
+    assert [group.busy(row) for row in rows[:2]] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("width", [540, *WIDTHS])
@@ -360,10 +370,10 @@ def test_a_run_that_goes_on_is_loaded_again(ran):
 def test_a_run_without_its_plan_shows_what_was_measured(ran):
     Path("profiles/model.json").unlink()
     ran.pdtool("report", "runs/net")
-    assert "there is no prediction here: " in " ".join(read().texts)
+    assert "the plan cannot be simulated here: " in " ".join(read().texts)
     Path("runs/net/plan.yaml").unlink()
     ran.pdtool("report", "runs/net")
-    assert "the plan of this run was not found, so there is no prediction here" in " ".join(read().texts)
+    assert "the plan of this run was not found, so it cannot be simulated here" in " ".join(read().texts)
 
 
 def test_two_runs_stand_beside_each_other_and_their_plan_once(ran):

@@ -1,6 +1,7 @@
 """What a worker says of the user's data and optimizer."""
 
 import random
+import re
 import sys
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from pdtool.runtime.loading.minibatches import DatasetSplit, TrainingData
 from pdtool.runtime.stage.component import pack, unpack
 from pdtool.runtime.stage.optimizer import NamedOptimizer, RunLength
 from pdtool.runtime.stage.pipeline_stage import PipelineStage
+from pdtool.runtime.worker import start_worker
 
 TEXT = """
 import numpy, torch
@@ -43,6 +45,34 @@ def load(tmp_path, item="pass", pick="True", more=""):
 def test_a_sample_that_cannot_be_read_names_its_line(tmp_path):
     with pytest.raises(ModelError, match=r"^user.py:7: dataset\('train'\), sample 0, raised FileNotFoundError"):
         MinibatchLoader(load(tmp_path, "open('nowhere')"), "train", INPUTS).load([0], 1)
+
+
+KEPT = """
+AVERAGE, DECAY, CALLS, LOG, OF_A_CALL = {}, 1.0, 0, [], {}
+def after_update(named_parameters, update):
+    global DECAY
+    DECAY = 0.99**update
+    LOG.append(update)
+    OF_A_CALL = {}
+    for name, p in named_parameters:
+        OF_A_CALL[name] = p
+        AVERAGE[name] = DECAY * AVERAGE.get(name, p) + (1 - DECAY) * OF_A_CALL[name]
+def count():
+    global CALLS
+    CALLS += 1
+def loss(output, target):
+    count()
+    return output.sum()
+"""
+
+
+def test_a_resumed_run_tells_of_variables_that_no_checkpoint_contains(tmp_path, capsys):
+    """Not of those that are computed anew in each call, or never read."""
+    start_worker._warn_of_variables(load(tmp_path, more=KEPT))
+    kept = r"warning: no checkpoint contains CALLS \(user.py:\d+\) and AVERAGE \(user.py:\d+\), which your functions"
+    assert re.match(kept, capsys.readouterr().err)
+    start_worker._warn_of_variables(load(tmp_path))
+    assert not capsys.readouterr().err
 
 
 def test_a_length_that_cannot_be_told_names_its_line(tmp_path):

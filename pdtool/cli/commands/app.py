@@ -162,9 +162,11 @@ def _usage_error(error: click.UsageError) -> str:
     if message.startswith("No such "):  # click's own suggestion follows, for commands only since 8.4
         message = f"No such {'option' if isinstance(error, click.NoSuchOption) else 'command'} {typed!r}"
     text = message[:1].lower() + message[1:]
+    command = error.ctx.command_path if error.ctx else "pdtool"
+    if typed == "--config":
+        return f"{text}; it goes before the command, as in `{command.replace(' ', ' --config FILE ', 1)}`"
     if near := suggestion(typed, known):
         text += f"; {near}"
-    command = error.ctx.command_path if error.ctx else "pdtool"
     return f"{text}{' See' if text.endswith('?') else '; see'} `{command} --help`"
 
 

@@ -110,9 +110,11 @@ def probe(
     pair of workers alone, the latency of a small message, and an all-reduce.
     """
     from pdtool.artifacts.artifact import title
-    from pdtool.artifacts.cluster import parse_topology
+    from pdtool.artifacts.cluster import ClusterFile, parse_topology
     from pdtool.cli.artifact_views import cluster_view
 
+    if output and output != "-" and asked.node_rank == 0:
+        ClusterFile.check_target(Path(output))  # now, not after measuring
     sizes = parse_topology(topology)  # before torch is imported
     from pdtool.profiler.probe import ProbeRequest, probe
 

@@ -41,7 +41,7 @@ _IN_WORDS = {
     "predicted.traffic_bytes": "sent per minibatch",
     "throughput_samples_per_s": "samples/s, with fill and drain",
     "measured.bottleneck_s": "time, measured",
-    "measured.throughput_samples_per_s": "samples/s, steady state",
+    "measured.throughput_samples_per_s": "samples/s, measured",
 }
 _WRITERS = {  # unit of a figure, by the end of its name; the first match
     "_samples_per_s": format_number,
@@ -294,13 +294,14 @@ def _stage_of(plan: Plan, profile: Profile | None) -> dict[str, int]:
 def _content(artifact: Artifact) -> dict[str, Any]:
     """The fields of an artifact, also one that its file leaves out; the operators of a profile by name."""
     from pdtool.artifacts.plan import Plan
-    from pdtool.artifacts.profile import Profile
+    from pdtool.artifacts.profile import Node, Profile
 
     content = artifact.model_dump(mode="json")
     if isinstance(artifact, Plan):
         content["wire_dtype"] = artifact.wire_dtype
     if isinstance(artifact, Profile):
-        content["operators"] = {node.pop("name"): node for node in content["nodes"]}
+        zeros = {name: 0 for name, field in Node.model_fields.items() if field.default == 0}
+        content["operators"] = {node.pop("name"): zeros | node for node in content["nodes"]}
     return content
 
 

@@ -23,7 +23,7 @@ from pdtool.frontend.graph_digest import check_bundle
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import dtype_of
 from pdtool.frontend.random_numbers import OperatorSeeds
-from pdtool.frontend.variable_uses import collected
+from pdtool.frontend.variable_uses import collected, kept_between_calls
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.groups import all_gather, broadcast, check_agreement, make_process_groups, user_code_settings
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
@@ -371,6 +371,20 @@ def resume(
             replica.optimizer.updates = sum(math.ceil(minibatches / every) for minibatches in manifest.minibatches)
     if place.assignment.rank == 0:
         warn_of_length(config, data, manifest)
+        _warn_of_variables(data.file)
+
+
+def _warn_of_variables(file: ModelFile) -> None:
+    """Warn of variables that the user's functions keep from one update to the next, because no checkpoint has them."""
+    kept: dict[str, str] = {}
+    for function in filter(file.has, ("loss", "after_update", "scheduler")):
+        for line, variable in kept_between_calls(file.module, function):
+            kept.setdefault(variable, f"{variable} ({line})")
+    if kept:
+        sys.stderr.write(
+            f"warning: no checkpoint contains {' and '.join(kept.values())}, which your functions change and read. The "
+            "resumed run begins with what the file sets\n"
+        )
 
 
 def warn_of_length(config: RunConfig, data: TrainingData, manifest: CheckpointManifest) -> None:
