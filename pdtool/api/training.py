@@ -165,7 +165,10 @@ def train_plan(inputs: Inputs, plan: Plan, asked: RunOptions) -> tuple[RunConfig
     Args:
         plan: the plan of `inputs`, with the requested schedule.
     """
+    from pdtool.frontend.compute_mode import check_device
+
     check_run(asked, plan.cluster.workers)
+    check_device(asked.device)
     bundle, resumed = _bundle(inputs, trust=asked.trust), asked.resumed
     own = asked.output or (resumed if resumed and RunDir(resumed).checkpoints_folder.is_dir() else None)
     with nullcontext(Path(own)) if own else new_folder(Path("runs") / inputs.folder.name) as out:

@@ -54,6 +54,12 @@ def default_device() -> Literal["cpu", "cuda"]:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def check_device(device: str) -> None:
+    """Check that this machine has a device to train on; raises UsageError."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device cuda: torch finds no CUDA device here", "leave out --device to train on the CPU")
+
+
 def compiled(module: Callable[..., Any]) -> Callable[..., Any]:
     """Put a module through torch.compile. Its cache holds code that will run, so the folder must be private to the
     user.

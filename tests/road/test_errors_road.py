@@ -126,10 +126,12 @@ def test_a_model_that_is_not_there(folder):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_a_device_that_is_not_here_is_refused(folder):
-    folder.write("model.py", NET)
-    said = folder.pdtool("profile", "model.py", "--device", "cuda", code=2).stderr
+def test_a_device_that_is_not_here_is_refused(road):
+    said = road.pdtool("profile", "model.py", "--device", "cuda", code=2).stderr
     assert "--device cuda: torch finds no CUDA device here; measure with --device cpu, or estimate" in said
+    said = road.pdtool("run", "--device", "cuda", code=2).stderr
+    assert "device cuda: torch finds no CUDA device here; leave out --device" in said
+    assert not Path("runs").exists()
 
 
 def test_a_full_disk_keeps_the_old_profile(road, monkeypatch):

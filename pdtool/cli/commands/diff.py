@@ -206,6 +206,8 @@ class FieldDifference:
     def label(self) -> str:
         """The field in words: `stage 0 in flight`, `stage 0 memory`."""
         part = self._part
+        if self.name.endswith("_by_epoch") and isinstance(self.path[-1], int):
+            return f"{self.name.removesuffix('_by_epoch')} of epoch {self.path[-1] + 1}"
         return _IN_WORDS.get(self.field) or _without_unit(f"{part} {self.name}" if part else self.field)
 
     @property

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pdtool import host
 from pdtool.artifacts.report import Report
 from pdtool.errors import UsageError
-from pdtool.frontend.compute_mode import compiler_error, is_compiler_error
+from pdtool.frontend.compute_mode import check_device, compiler_error, is_compiler_error
 from pdtool.machines import RANK_VARIABLES, use_loopback
 from pdtool.rendezvous import loopback_hint
 from pdtool.runtime import worker_end
@@ -163,8 +163,7 @@ def _device(config: RunConfig, local_rank: int) -> torch.device:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: streams of routes share no queue
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UsageError("device cuda: torch finds no CUDA device here", "leave out --device to train on the CPU")
+    check_device(config.device)
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
