@@ -80,7 +80,7 @@ class Case:
 
     def evaluator(self, cost_model: CostModelName = "ours") -> Evaluator:
         """The formulas."""
-        return Evaluator(self.profile, self.cluster, cost_model)
+        return Evaluator(self.profile, self.cluster, PlanOptions(cost_model=cost_model))
 
     def simulated_s(self, placement: Placement) -> float:
         """Seconds per minibatch in the simulation."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdtool.artifacts.cluster import Cluster
-from pdtool.artifacts.plan import CostModelName, Plan, PlanOptions
+from pdtool.artifacts.plan import Plan, PlanOptions
 from pdtool.artifacts.profile import Profile
 from pdtool.planner.formulas import COST_MODELS, CostModel, bucket_count, fractions_by_class, members_of
 from pdtool.planner.placement import Placement
@@ -101,38 +101,33 @@ class Evaluator:
     enough. Under these assumptions a search can be complete. The simulator does without them.
 
     Args:
-        cost_model: whose formulas to use: ours, or PipeDream's.
-        may_recompute: whether stages that lack memory may run their forward twice.
-        first_in_flight: minibatches in flight at each replica of the first stage; None: what the schedule wants.
+        options: those of the plans; it reads whose formulas to use, `recompute` and `in_flight`.
     """
 
     profile: Profile
     cluster: Cluster
-    cost_model: CostModelName = "ours"
-    may_recompute: bool = True
-    first_in_flight: int | None = None
+    options: PlanOptions = field(default_factory=PlanOptions)
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile) -> Evaluator:
         """Return the evaluator for a plan's figures: its formulas, its wire format, and whether stages may
         recompute."""
         cost_model = plan.predicted.cost if plan.predicted else "ours"
-        asked = plan.asked or PlanOptions()
-        sent = profile.sent_as(plan.wire_dtype)
-        return cls(sent, plan.cluster, cost_model, asked.recompute, asked.in_flight)
+        options = replace(plan.asked or PlanOptions(), cost_model=cost_model)
+        return cls(profile.sent_as(plan.wire_dtype), plan.cluster, options)
 
     def model(
         self, cluster: Cluster, execution: ExecutionConfig, pipeline_members: Sequence[int], copy_members: Sequence[int]
     ) -> CostModel:
         """Return the formulas for a pipeline whose copies each lie on `cluster`, see CostModel."""
-        return COST_MODELS[self.cost_model](
+        return COST_MODELS[self.options.cost_model](
             cluster=cluster,
             execution=execution,
             pipeline_members=tuple(pipeline_members),
             copy_members=tuple(copy_members),
             optimizer_state_ratio=self.profile.optimizer_state_bytes,
-            may_recompute=self.may_recompute,
-            first_in_flight=self.first_in_flight,
+            may_recompute=self.options.recompute,
+            first_in_flight=self.options.in_flight,
         )
 
     def model_of(self, workers: Sequence[Sequence[int]], execution: ExecutionConfig) -> CostModel:
@@ -161,8 +156,8 @@ class Evaluator:
         placed_stages = tuple(map(tuple, stages))
         model, loads = self.model_of(workers, execution), stage_loads(self.profile, placed_stages)
         replicas = [len(numbers) // execution.copies for numbers in workers]
-        if in_flight is None and self.first_in_flight and execution.has_choice_in_flight:
-            in_flight = execution.in_flight_from([*map(len, workers)], self.first_in_flight)
+        if in_flight is None and self.options.in_flight and execution.has_choice_in_flight:
+            in_flight = execution.in_flight_from([*map(len, workers)], self.options.in_flight)
         elif in_flight is None:
             workers_from_here = np.cumsum(replicas[::-1])[::-1].tolist()
             in_flight = [int(model.in_flight(r, n)) for r, n in zip(replicas, workers_from_here, strict=True)]

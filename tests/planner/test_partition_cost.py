@@ -7,6 +7,7 @@ from graphs import chain, profile_of, random_profile
 from reference.brute_force import divisions
 
 from pdtool.artifacts.cluster import make_cluster
+from pdtool.artifacts.plan import PlanOptions
 from pdtool.artifacts.profile import Node, SharedParameter
 from pdtool.planner.plan_cost import Evaluator
 from pdtool.planner.search.layouts import layouts
@@ -184,7 +185,7 @@ def test_a_stage_that_lacks_memory_recomputes():
 
     def plan(memory, may_recompute=True):
         cluster = make_cluster((3,), (10.0,), memory_bytes=memory)
-        evaluator = Evaluator(profile, cluster, may_recompute=may_recompute)
+        evaluator = Evaluator(profile, cluster, PlanOptions(recompute=may_recompute))
         return evaluator.place(stages, workers, ONE_F_ONE_B)
 
     assert plan(300).placement.recompute == (False, False, False)

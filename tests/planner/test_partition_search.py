@@ -42,7 +42,7 @@ def test_search_equals_brute_force(block):
         schedule = rng.choice(["1f1b", "1f1b", "1f1b-flush", "gpipe"])
         execution = ExecutionConfig.of_schedule(schedule, 1 if schedule == "1f1b" else rng.choice([1, 2, 3, 8]))
         cost_model = rng.choice(["ours", "ours", *COST_MODELS]) if schedule == "1f1b" else "ours"
-        evaluator = Evaluator(profile, cluster, cost_model, may_recompute=rng.random() < 0.6)
+        evaluator = Evaluator(profile, cluster, PlanOptions(cost_model=cost_model, recompute=rng.random() < 0.6))
         straight = rng.random() < 0.2
         if schedule == "1f1b" and cost_model == "ours":
             execution = execution.averaging(rng.choice([None, 2, 5]))
@@ -54,7 +54,7 @@ def test_search_equals_brute_force(block):
             straight=straight,
             simplest=0,
             cost_model=cost_model,
-            recompute=evaluator.may_recompute,
+            recompute=evaluator.options.recompute,
         )
         outcomes.add(optimum is None)
         if optimum is None:
@@ -350,7 +350,7 @@ def test_the_search_knows_what_each_border_of_a_plan_costs(cost_model):
         make_cluster((2, 2, 3), (10, 30, 100)),
         [["x", "a0"], ["a1"]],
     )
-    evaluator, execution = Evaluator(profile, cluster, cost_model), ExecutionConfig()
+    evaluator, execution = Evaluator(profile, cluster, PlanOptions(cost_model=cost_model)), ExecutionConfig()
     model = evaluator.model(cluster, execution, (2, 4, 12), (1, 1, 1))
     program = DynamicProgram(find_cuts(profile, 100), model, cluster.workers)
     load = stage_loads(profile, tuple(map(tuple, stages)))[1]

@@ -52,7 +52,8 @@ def test_it_is_the_fastest_over_all_cuts():
         schedule = rng.choice(["1f1b", "1f1b", "1f1b-flush", "gpipe"])
         execution = ExecutionConfig.of_schedule(schedule, 1 if schedule == "1f1b" else rng.choice([1, 3, 8]))
         cost_model = rng.choice([*COST_MODELS]) if schedule == "1f1b" and rng.random() < 0.3 else "ours"
-        evaluator, layout = Evaluator(profile, cluster, cost_model), Layout.whole(cluster, sum(replicas))
+        evaluator = Evaluator(profile, cluster, PlanOptions(cost_model=cost_model))
+        layout = Layout.whole(cluster, sum(replicas))
         every = (stages for stages, other in divisions(profile, sum(replicas)) if tuple(other) == replicas)
         plans = (placed(evaluator, layout, stages, replicas, execution) for stages in every)
         optimum_s = min((plan.time_per_minibatch_s for plan in plans if evaluator.fits(plan)), default=None)

@@ -43,7 +43,7 @@ def every_plan(
         depth: then, so many stages; None: as many as there are workers.
     """
     cluster, profile = evaluator.cluster, evaluator.profile
-    all_workers = evaluator.cost_model != "ours"
+    all_workers = evaluator.options.cost_model != "ours"
     found = layouts(cluster, cluster.workers, all_workers=all_workers)
     for layout in [Layout.whole(cluster, depth or cluster.workers)] if straight else found:
         for spare in range(layout.spare + 1):

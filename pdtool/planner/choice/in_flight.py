@@ -49,7 +49,7 @@ def with_fewest_in_flight(
         patience: factor on the usual time limit of each simulation.
     """
     placement = candidate.placement
-    if evaluator.first_in_flight or not placement.execution.has_choice_in_flight:
+    if evaluator.options.in_flight or not placement.execution.has_choice_in_flight:
         return candidate, _simulated_s(evaluator, candidate.placement, limit_s, patience)
     if placement.execution.kind.flushes:
         deepened, time_s = with_fastest_in_flight(evaluator, placement, enough_s, limit_s, patience)
@@ -72,8 +72,8 @@ def with_wanted_in_flight(evaluator: Evaluator, placement: Placement) -> Placeme
     execution, replicas = placement.execution, placement.replicas[: placement.pipeline_depth]
     if not execution.has_choice_in_flight:
         return placement
-    if evaluator.first_in_flight:
-        return placement.with_in_flight(execution.in_flight_from(replicas, evaluator.first_in_flight))
+    if evaluator.options.in_flight:
+        return placement.with_in_flight(execution.in_flight_from(replicas, evaluator.options.in_flight))
     return with_fastest_in_flight(evaluator, placement)[0] if execution.kind.flushes else placement
 
 

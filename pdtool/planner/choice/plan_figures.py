@@ -24,7 +24,7 @@ def refresh(plan: Plan, profile: Profile) -> Plan:
     evaluator, placement = Evaluator.of(plan, profile), Placement.of(plan, profile)
     if not placement.execution.has_formulas:
         return _with_simulated_figures(plan, evaluator, placement)
-    is_ours = evaluator.cost_model == "ours"
+    is_ours = evaluator.options.cost_model == "ours"
     simulated_s = steady_state_s(placement, evaluator.profile, evaluator.cluster) if is_ours else None
     cost = evaluator.cost(placement)
     figures = predicted_figures(plan, evaluator, cost, cost.time_per_minibatch_s, simulated_s)
@@ -104,6 +104,6 @@ def predicted_figures(
         transfer_s=cost.transfer_s,
         memory_bytes=cost.memory_bytes,
         traffic_bytes=cost.traffic_bytes,
-        cost=evaluator.cost_model,
+        cost=evaluator.options.cost_model,
         plan_sha256=plan.plan_sha256,
     )

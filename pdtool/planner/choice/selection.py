@@ -347,7 +347,7 @@ class _Selection:
         execution = placement.execution
         is_fixed = not execution.has_choice_in_flight or execution.kind.flushes or execution.copies > 1
         few, many = placement.in_flight[0] - 1, most // placement.replicas_per_copy[0]  # the schedule's own may do
-        if is_fixed or evaluator.first_in_flight:
+        if is_fixed or evaluator.options.in_flight:
             return None
         tried = many
         while few < tried:

@@ -47,7 +47,7 @@ def plan_without_formulas(profile: Profile, profile_path: str, cluster: Cluster,
     Raises:
         UsageError, NoPlanError: see make_plan.
     """
-    evaluator = Evaluator(profile, cluster, options.cost_model, options.recompute, options.in_flight)
+    evaluator = Evaluator(profile, cluster, options)
     placement = _best(evaluator, options).placement
     plan = placement.to_plan(profile, profile_path, cluster)
     return refresh(plan.model_copy(update={"asked": options}), profile)

@@ -74,9 +74,7 @@ class PlanSearch:
     @cached_property
     def evaluator(self) -> Evaluator:
         """The cost of any plan under these options."""
-        return Evaluator(
-            self.profile, self.cluster, self.options.cost_model, self.options.recompute, self.options.in_flight
-        )
+        return Evaluator(self.profile, self.cluster, self.options)
 
     @property
     def workers(self) -> int:
