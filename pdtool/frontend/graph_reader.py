@@ -19,7 +19,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from pdtool.errors import PartialWriteError, TraceError
-from pdtool.frontend.leaf_calls import LeafCall
+from pdtool.frontend.leaf_calls import OWN_MODULE, LeafCall
 from pdtool.frontend.operator_builder import (
     NodeValues,
     OperatorBuilder,
@@ -132,8 +132,7 @@ class GraphReader:
         user = next(iter(node.users), node)
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             what = "this line uses a transform of torch.func, which torch.export cannot trace"
-            remedy = "move it into a module of its own: pdtool then keeps that module in one piece"
-            raise TraceError(what, remedy, location=location(user), module=module_path(user))
+            raise TraceError(what, OWN_MODULE, location=location(user), module=module_path(user))
         trained = next((n for n, p in self._builder.parameters.items() if have_one_storage(p, tensor)), None)
         if name in tensor_attributes(self._model) and (trained or tensor.numel() > _MAX_LITERAL_ELEMENTS):
             self._builder.buffers[name] = tensor
@@ -165,8 +164,7 @@ class GraphReader:
             self._region(node, str(target))
         elif not isinstance(target, torch._ops.OpOverload):
             what = f"this line calls {getattr(target, '__name__', target)}, which a stage file cannot contain"
-            remedy = "move the call into a module of its own: pdtool then keeps that module in one piece"
-            raise TraceError(what, remedy, location=location(node))
+            raise TraceError(what, OWN_MODULE, location=location(node))
         elif (name := target._schema.name.split("::")[-1]).startswith(("_assert", "sym_constrain")):
             return
         elif target is torch.ops.aten.contiguous.default and len(node.args) == 1 and not node.kwargs:
@@ -246,8 +244,7 @@ class GraphReader:
             arguments.pop("self", None)
         if target in _WITHOUT_COMPLEX_GRADIENT and node.meta["val"].is_complex():
             what = "this line writes into part of a complex tensor in place, which has no gradient"
-            remedy = "move it into a module of its own: pdtool then keeps that module in one piece"
-            raise TraceError(what, remedy, location=location(node))
+            raise TraceError(what, OWN_MODULE, location=location(node))
         written = _written(target)
         overwritten = arguments[written[0]] if written else None
         if isinstance(overwritten, State) and target._schema.name == "aten::copy_" and arguments["src"] is overwritten:

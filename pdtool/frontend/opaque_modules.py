@@ -19,7 +19,7 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.utils.checkpoint import CheckpointFunction
 
 from pdtool.errors import TraceError
-from pdtool.frontend.leaf_calls import LeafCall
+from pdtool.frontend.leaf_calls import OWN_MODULE, LeafCall
 from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.model_rules import hook_on_parameter
 from pdtool.frontend.user_code import line_of
@@ -27,7 +27,6 @@ from pdtool.frontend.user_code import line_of
 _DRAWING = "random randint randrange uniform choice choices sample shuffle gauss getrandbits"
 _DRAWING_NUMPY = "rand randn random randint uniform normal choice permutation shuffle binomial"
 _SEEDING = "manual_seed seed set_rng_state fork_rng"  # of torch.random
-_OWN_MODULE = "move the call into a module of its own: pdtool then keeps that module in one piece"
 
 
 def failing_module(error: BaseException, model: nn.Module) -> str | None:
@@ -138,7 +137,7 @@ def untraceable_refused() -> Iterator[None]:
         state, seed = random.getstate(), torch.default_generator.initial_seed()
         yield
         if torch.default_generator.initial_seed() != seed:  # by a name that was imported before
-            raise TraceError("forward seeds torch's generator, which tracing cannot see", _OWN_MODULE)
+            raise TraceError("forward seeds torch's generator, which tracing cannot see", OWN_MODULE)
         if random.getstate() != state:
             what = "forward uses Python's random numbers, which tracing would turn into constants"
             remedy = "draw into a tensor with torch's generator, or move the call into a module of its own"
@@ -157,7 +156,7 @@ def _refusing(name: str, unless_by_torch: Callable[..., Any] | None = None) -> C
             return unless_by_torch(*args, **kwargs)
         if isinstance(next(iter(args), None), nn.Parameter):
             raise hook_on_parameter(line_of(sys._getframe(1)))
-        raise TraceError(f"forward calls {name}, which tracing cannot see", _OWN_MODULE)
+        raise TraceError(f"forward calls {name}, which tracing cannot see", OWN_MODULE)
 
     return refused
 

@@ -23,7 +23,7 @@ from pdtool.errors import ModelError, PartialWriteError, TraceError, describe_er
 from pdtool.frontend.by_mode import merge_modes
 from pdtool.frontend.exporting import exported, forget_last_export
 from pdtool.frontend.graph_reader import GraphReader
-from pdtool.frontend.leaf_calls import RECORDED_SIZES, calls, record_calls, single_operators, unchanged
+from pdtool.frontend.leaf_calls import OWN_MODULE, RECORDED_SIZES, calls, record_calls, single_operators, unchanged
 from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
@@ -263,19 +263,18 @@ def _explained(
     reason = lines[0].partition(" (unhinted")[0]
     writers = modules_using_data(model) if "constant's list" in reason else []
     module = next(iter(writers), None) or failing_module(error, model)
-    module_of_its_own = "into a module of its own: pdtool then keeps that module in one piece"
-    remedy = f"move that code {module_of_its_own}"
     if writers:
         what = f"{path.name}: forward of {writers[0] or 'the model'} uses .data, which torch.export cannot trace"
-        return TraceError(what, f"use .detach() to read a tensor without its gradient; or {remedy}", module=module)
+        return TraceError(what, f"use .detach() to read a tensor without its gradient; or {OWN_MODULE}", module=module)
     if "constant's list" in reason:
         what = f"{path.name}: forward takes a tensor from an object or cache where an earlier call has put it"
-        return TraceError(what, f"make that tensor in __init__ and register it as a buffer; or {remedy}", module=module)
+        remedy = f"make that tensor in __init__ and register it as a buffer; or {OWN_MODULE}"
+        return TraceError(what, remedy, module=module)
     if "meta converter nyi" in reason or re.search(r"aten\._?(to_)?sparse", reason):
         what = f"{user_line(error, path)}forward uses a sparse tensor, which torch.export cannot trace"
         return TraceError(what, _NOT_SPARSE, module=module)
     what = f"{user_line(error, path)}torch.export cannot trace this line: {name}: {reason}"
-    remedy = f"move this line {module_of_its_own}"
+    remedy = OWN_MODULE
     if "SymIntArrayRef" in reason:  # of torch.randn(x.shape, generator=...), for one
         global_ones = "the global generators of torch, numpy or random, which pdtool seeds for each minibatch"
         remedy = f"if it draws from a generator of its own, draw from {global_ones}; otherwise {remedy}"
