@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.optim import Optimizer, SparseAdam
 
 from pdtool.artifacts.fields import MAX_WORKERS
@@ -201,18 +202,20 @@ def graph_leaves(tensor: Tensor) -> list[Tensor]:
     """Return the leaves of a tensor's autograd graph: parameters and inputs that get a gradient from it."""
     if tensor.grad_fn is None:
         return [tensor] if tensor.requires_grad else []
-    return [node.variable for node in graph_nodes(tensor) if hasattr(node, "variable")]
+    return [node.variable for node in autograd_graph([tensor.grad_fn]) if hasattr(node, "variable")]
 
 
-def graph_nodes(tensor: Tensor) -> Collection[Any]:
-    """Return the nodes of a tensor's autograd graph, each once."""
-    nodes: dict[Any, None] = {tensor.grad_fn: None} if tensor.grad_fn else {}
-    todo = list(nodes)
+def autograd_graph(outputs: Iterable[Node]) -> dict[Node, list[Node]]:
+    """Return `outputs` and every node below them -> the nodes right below it. As long as this holds them, equal nodes
+    are identical."""
+    graph: dict[Node, list[Node]] = {}
+    todo = list(outputs)
     while todo:
-        below = [node for node, _ in todo.pop().next_functions if node is not None and node not in nodes]
-        nodes.update(dict.fromkeys(below))
-        todo += below
-    return nodes
+        node = todo.pop()
+        if node not in graph:
+            graph[node] = [child for child, _ in node.next_functions if child is not None]
+            todo += graph[node]
+    return graph
 
 
 def hook_on_parameter(location: str) -> TraceError:

@@ -18,7 +18,7 @@ from pdtool.artifacts.profile import Node, Profile, SharedParameter
 from pdtool.errors import PdtoolError, describe_error
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import tensors_in, tensors_of
-from pdtool.frontend.model_rules import check_loss_parameters, graph_leaves, graph_nodes, unknown_module_remedy
+from pdtool.frontend.model_rules import autograd_graph, check_loss_parameters, graph_leaves, unknown_module_remedy
 from pdtool.frontend.operators import Traced, Value, storage_address, unique_name
 from pdtool.profiler.execute import ProfiledModel
 from pdtool.profiler.kernels import FLOP_FORMULAS
@@ -115,7 +115,7 @@ def count_stash_and_flops(model: ProfiledModel) -> tuple[dict[str, int], dict[st
 
 def _saved_tensors(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the tensors that the autograd graph of some outputs has saved, also those of earlier operators."""
-    for node in {node for output in outputs for node in graph_nodes(output)}:
+    for node in autograd_graph(output.grad_fn for output in outputs if output.grad_fn):
         for name in dir(node):
             if name.startswith("_saved_") or name == "saved_tensors":
                 with suppress(RuntimeError):  # they are freed

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from pdtool.frontend.model_rules import autograd_graph
+
 EdgeGradients = list[tuple[GradientEdge, Tensor]]  # gradients, and where they enter the graph
 NodeSet = dict[Node, None]  # ordered
 OperandGradients = Callable[[Tensor], Sequence[Tensor | None]]
@@ -193,7 +195,7 @@ class DeferredProduct:
 
 def divide_backward(outputs: Sequence[Node], inputs: Iterable[Node]) -> BackwardGraph:
     """Divide the graph from the nodes of the outputs to those of the inputs."""
-    below = _nodes_below(outputs)
+    below = autograd_graph(outputs)
     path = _path(below, inputs)
     deferred: dict[Node, DeferredProduct] = {}
     immediate: NodeSet = {}
@@ -220,18 +222,6 @@ def _add_sharing(immediate: NodeSet, groups: Sequence[NodeSet]) -> None:
         for leaves in groups:
             if not immediate.keys().isdisjoint(leaves):
                 immediate.update(leaves)
-
-
-def _nodes_below(outputs: Iterable[Node]) -> dict[Node, list[Node]]:
-    """Every node below `outputs` -> the nodes right below it. As long as this holds them, equal nodes are identical."""
-    graph: dict[Node, list[Node]] = {}
-    todo = list(outputs)
-    while todo:
-        node = todo.pop()
-        if node not in graph:
-            graph[node] = [child for child, _ in node.next_functions if child is not None]
-            todo += graph[node]
-    return graph
 
 
 def _path(below: Mapping[Node, Sequence[Node]], inputs: Iterable[Node]) -> NodeSet:
