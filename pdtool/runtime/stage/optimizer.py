@@ -302,25 +302,29 @@ class NamedOptimizer:
 
 def _settings_of(optimizer: Optimizer) -> str:
     """The settings of an optimizer, as `Adam(lr=0.1, ...)`; a digest stands for what is too long."""
-    groups = [
-        ", ".join(
-            f"{key}={value!r}" for key, value in sorted(group.items()) if key not in NAMES_OF_GROUP and _is_plain(value)
-        )
-        for group in optimizer.param_groups
-    ]
-    return _shortened(f"{type(optimizer).__name__}({'; '.join(dict.fromkeys(groups))})")
+    groups = dict.fromkeys(map(_plain_values, optimizer.param_groups))
+    return _shortened(f"{type(optimizer).__name__}({'; '.join(groups)})")
 
 
 def _schedule_settings(scheduler: object) -> str:
-    """The same of a learning-rate schedule and of those that it is made of. What a function computes is not known; a
-    schedule of the user's own may keep what differs between workers, such as a time."""
+    """The settings of a learning-rate schedule, as `SequentialLR(...) of LinearLR(...) of StepLR(...)`.
+
+    What a function computes is not known. A schedule of the user's own gives only its name, because it may keep what
+    differs between workers, such as a time.
+    """
     is_of_torch = type(scheduler).__module__ == "torch.optim.lr_scheduler"
     attributes: dict[str, Any] = vars(scheduler) if is_of_torch else {}
-    values = ", ".join(
-        f"{key}={value!r}" for key, value in sorted(attributes.items()) if _is_plain(value) and key[0] != "_"
-    )
-    parts = [f"{type(scheduler).__name__}({values})", *map(_schedule_settings, attributes.get("_schedulers", ()))]
+    parts = [
+        f"{type(scheduler).__name__}({_plain_values(attributes)})",
+        *map(_schedule_settings, attributes.get("_schedulers", ())),
+    ]
     return _shortened(" of ".join(parts))
+
+
+def _plain_values(settings: Mapping[str, Any]) -> str:
+    """`key=value, ...` of what is plain and public in a parameter group, or in a schedule's attributes."""
+    public = sorted(key for key in settings if key not in NAMES_OF_GROUP and key[0] != "_")
+    return ", ".join(f"{key}={settings[key]!r}" for key in public if _is_plain(settings[key]))
 
 
 def _shortened(text: str) -> str:
