@@ -63,11 +63,7 @@ class ModelRef(FrozenModel):
         return {name: (type(value), value) for name, value in self.settings.items()}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ModelRef) and self._identity == other._identity
-
-    @property
-    def _identity(self) -> tuple[Any, ...]:
-        return self.source, self.function, self.typed_settings
+        return isinstance(other, ModelRef) and super().__eq__(other) and self.typed_settings == other.typed_settings
 
     def __str__(self) -> str:
         settings = "".join(f" --set {key}={value}" for key, value in self.settings.items())

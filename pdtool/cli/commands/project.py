@@ -22,7 +22,7 @@ _FILES = {  # path in the user's folder -> its initial text
     ".gitignore": "gitignore.in",
     ".github/workflows/pdtool.yml": "workflow.yml",
 }
-RULES = Path(__file__).parent.parent / "starter" / "pdtool.mk"
+RULES = STARTER / "pdtool.mk"
 KINDS = ("profile", "device", "cluster", "plan", "bundle", "report", "run", "emulation", "checkpoint")
 
 
