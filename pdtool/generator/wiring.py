@@ -14,6 +14,7 @@ from pdtool.artifacts.bundle import TensorSpec, TiedParameter
 from pdtool.errors import ArtifactError, TraceError
 from pdtool.frontend.operators import OWN_NODES, Operator, Size, State, Traced, Value, unique_name, values_in
 
+_Shape = tuple[int | str | None, ...]  # as in bundle.yaml; None: a dimension that is not linear in the minibatch size
 _RESERVED = {"self", "torch", "nn", "F", "batch", "device", "target", "loss", "seed_operator", *keyword.kwlist}
 _AFFINE = re.compile(r"([0-9]+\*)?batch([+-][0-9]+)?")
 
@@ -175,9 +176,9 @@ class Wiring:
             if stages or self.stage_of[value.operator] < 0
         ]
 
-    def opaque_outputs(self) -> dict[str, tuple[tuple[tuple[int | str | None, ...], ...], ...]]:
-        """Return the shapes of the tensors that opaque modules return, for bundle.yaml."""
-        shapes: dict[str, tuple[tuple[tuple[int | str | None, ...], ...], ...]] = {}
+    def opaque_outputs(self) -> dict[str, tuple[tuple[_Shape, ...], ...]]:
+        """Return, for each call of an opaque module, the shapes of the tensors that it returns."""
+        shapes: dict[str, tuple[tuple[_Shape, ...], ...]] = {}
         for call in (part for op in self.traced.operators for part in op.parts if part.opaque):
             of_call = tuple(tuple(map(_known_dim, value.shape)) for value in call.outputs)
             shapes[call.module] = (*shapes.get(call.module, ()), of_call)

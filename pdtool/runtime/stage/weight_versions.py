@@ -199,15 +199,7 @@ class WeightVersions:
             FieldError: a parameter was changed in a way that training cannot follow; its text ends with the remedy.
         """
         newest = self._newest
-        for p, leaf in zip(self.parameters.values(), newest.leaves, strict=True):
-            if (
-                not p.is_set_to(leaf)
-                or p.requires_grad != leaf.requires_grad
-                or p._backward_hooks is not leaf._backward_hooks
-                or p._post_accumulate_grad_hooks
-            ):
-                break
-        else:
+        if not any(map(_is_changed, self.parameters.values(), newest.leaves)):
             return False
         for name, p, leaf in zip(self.parameters, self.parameters.values(), newest.leaves, strict=True):
             _check_change(name, p, leaf)
@@ -274,7 +266,8 @@ class WeightVersions:
     def _release(self, version: WeightVersion) -> None:
         """End a minibatch's use of `version`; memory of a version without users is kept for the next one."""
         version.users -= 1
-        if self._alive.get(version.number) is version is not self._current and not self._is_needed(version):
+        is_older = self._alive.get(version.number) is version and version is not self._current
+        if is_older and not self._is_needed(version):
             del self._alive[version.number]
             self._spare_memory.append([*(leaf.detach() for leaf in version.leaves), *version.views])
 
@@ -313,6 +306,16 @@ class WeightVersions:
     def _make_current(self, number: int, memory: Sequence[Tensor]) -> None:
         self._current = self._alive[number] = self._new_version(memory, number)
         self.bind(self._current)
+
+
+def _is_changed(parameter: nn.Parameter, leaf: Tensor) -> bool:
+    """Whether user code gave a parameter other memory than its leaf's, froze or unfroze it, or changed its hooks."""
+    return (
+        not parameter.is_set_to(leaf)
+        or parameter.requires_grad != leaf.requires_grad
+        or parameter._backward_hooks is not leaf._backward_hooks
+        or bool(parameter._post_accumulate_grad_hooks)
+    )
 
 
 def _check_change(name: str, parameter: nn.Parameter, leaf: Tensor) -> None:
