@@ -55,8 +55,8 @@ Rate = Annotated[float, Field(ge=1e-3, le=1e18, allow_inf_nan=False)]  # of byte
 StageIndex = Annotated[int, Field(ge=-MAX_WORKERS, lt=MAX_WORKERS)]  # a negative one counts from the end
 # Computed figures: seconds, rates, ratios; bytes; and counts.
 Figure = Annotated[float, Field(ge=0, le=_MAX_FIGURE, allow_inf_nan=False), _zero_or_from(_MIN_FIGURE)]
-FigureBytes = Annotated[int, Field(ge=0, le=10**100), BeforeValidator(_as_integer)]
-FigureCount = Annotated[int, Field(ge=1, le=10**100), BeforeValidator(_as_integer)]
+FigureBytes = Annotated[int, Field(ge=0, le=10**30), BeforeValidator(_as_integer)]
+FigureCount = Annotated[int, Field(ge=1, le=10**30), BeforeValidator(_as_integer)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 # Node, module and parameter names: dotted words, which cannot carry code into a generated file.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*(@[0-9]+)?$", max_length=500)]

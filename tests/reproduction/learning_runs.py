@@ -31,7 +31,7 @@ def _compared(results: Results, name: str, method_name: str) -> dict[str, Any]:
     results.pdtool("run", plan, "--model", str(task.source), *epochs, *method.options, "-o", str(folder))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     losses = [line["loss"] for line in lines if line["split"] == "train"]
-    curve = [line[task.metric] for line in lines if line["split"] == "valid"]
+    curve = [(line | line["metrics"])[task.metric] for line in lines if line["split"] == "valid"]
     pairs = list(zip(losses, _update_losses(replayed.losses, method.microbatches), strict=True))
     differences = [abs(ran - expected) / abs(expected) for ran, expected in pairs]
     return {
