@@ -65,7 +65,7 @@ def set_mode(optimizer: Optimizer, *, training: bool) -> None:
 
 def user_code_in_step(file: ModelFile, optimizer: Optimizer) -> list[str]:
     """Name the code outside torch that takes part in a step of optimizer()'s result."""
-    # One that wraps another may not have called Optimizer.__init__, and so have none.
+    # An optimizer that wraps another one, and never called Optimizer.__init__, has no such attributes.
     hooks = [vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
     hooks += [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     is_of_torch = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)

@@ -245,7 +245,8 @@ class _LevelProber:
             self._finish(dist.all_reduce(out, group=group, async_op=True))
 
     def _latency_s(self, other: int | None) -> float:
-        """Seconds of a small message one way: half the median of many round trips; None only waits."""
+        """Seconds of a small message one way: half the median of many round trips. A worker without an `other`
+        starts together with the rest, and measures nothing."""
         self._start_together()
         times = [0.0]
         if other is not None:

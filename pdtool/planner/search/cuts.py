@@ -275,8 +275,8 @@ class _BlockGraph:
         return [sum(column) for column in zip(*sizes, strict=True)] or [0, 0, 0]
 
     def coarser(self, max_cuts: int) -> _BlockGraph:
-        """Merge up to a twelfth of the blocks (a third if there are far too many), each with a neighbour; at least two
-        blocks become one.
+        """Merge up to a twelfth of the blocks (a third if there are far too many) with a neighbour each; at least one
+        block.
 
         Only blocks in parallel branches multiply the cuts, so those go first, the cheapest before all.
         """
