@@ -13,6 +13,7 @@ from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_rules import check_loss_parameters
+from pdtool.frontend.user_code import undoing_user_changes
 from pdtool.generator.composed import VerificationError
 from pdtool.generator.generate import generate
 
@@ -275,7 +276,8 @@ def test_a_module_of_another_dtype_than_the_default_keeps_it(tmp_path):
         "before": "torch.set_default_dtype(torch.float64)",
         "init": "self.small = nn.Linear(8, 8).to(torch.float32)",
     }
-    generated(tmp_path, **parts, forward="return h + self.small(x.float()).double()")
+    with undoing_user_changes():
+        generated(tmp_path, **parts, forward="return h + self.small(x.float()).double()")
 
 
 def test_a_target_in_the_memory_of_an_input_must_not_be_written(tmp_path):

@@ -220,7 +220,7 @@ SLEEP_IN_LOSS = """
 calls = []
 def loss(output, target, of=loss):
     calls.append(1)
-    if len(calls) == 3 and os.environ["RANK"] == "3":
+    if len(calls) == 3 and torch.distributed.get_rank() == 3:
         STATEMENT
     return of(output, target)
 """

@@ -88,7 +88,7 @@ def _meet(folder: Path, rank: int, stranger: Callable[[Path], None]) -> None:
         if stranger is broadcasts_a_pickle:
             broadcast({}, dict[str, int], 1, "the order of the samples")
         else:
-            all_gather({"a": 1}, dict[str, int], None, "the settings of the run")
+            all_gather({"a": 1}, dict[str, int], dist.group.WORLD, "the settings of the run")
     except PeerError as error:
         (folder / "error").write_text(f"{error.peer}: {error}")
 
