@@ -203,7 +203,8 @@ def _assigned_buffers(model: nn.Module) -> Iterator[None]:
     before: dict[tuple[nn.Module, str], Tensor] = {}
 
     def begin(module: nn.Module, arguments: Any) -> None:
-        before.update({(m, name): b for m in module.modules() for name, b in m._buffers.items() if b is not None})
+        inner = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]  # which runs outside Python
+        before.update({(m, name): b for m in inner for name, b in m._buffers.items() if b is not None})
 
     def end(module: nn.Module, arguments: Any, output: Any) -> None:
         for (owner, name), buffer in before.items():

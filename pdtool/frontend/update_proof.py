@@ -63,6 +63,14 @@ def set_mode(optimizer: Optimizer, *, training: bool) -> None:
         method()
 
 
+def own_zero_grad(optimizer: Optimizer) -> bool:
+    """Call zero_grad() if it is not torch's, whose work is done by dropping the gradients; return whether it is not."""
+    is_own = not getattr(optimizer.zero_grad, "__module__", "").startswith("torch.")
+    if is_own:
+        optimizer.zero_grad()
+    return is_own
+
+
 def user_code_in_step(file: ModelFile, optimizer: Optimizer) -> list[str]:
     """Name the code outside torch that takes part in a step of optimizer()'s result."""
     # An optimizer that wraps another one, and never called Optimizer.__init__, has no such attributes.
@@ -238,6 +246,9 @@ class _Update:
                 if scheduler:
                     with suppress(Exception):  # of a schedule that is shorter
                         scheduler.step(*([1.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
+                if own_zero_grad(optimizer) and any(p.grad is not None and p.grad.any() for p in own.values()):
+                    what = f"zero_grad() of {type(optimizer).__name__} leaves gradients, but pdtool then drops them"
+                    raise self._file.error_in("optimizer", what, "keep what the next step needs in self.state")
         except ModelError:  # of after_update()
             raise
         except Exception as error:

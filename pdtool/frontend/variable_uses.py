@@ -188,6 +188,11 @@ def kept_between_calls(file: ModuleType, function: str) -> Iterator[tuple[str, s
             yield f"{file_name}:{part.lineno}", part.id
 
 
+def names_used(file: ModuleType, function: str) -> set[str]:
+    """Return the variables and attributes that a function of the user's file reads, or what it uses of the file."""
+    return {name for each in _used_by(getattr(file, function), file) for name in names_read(each)}
+
+
 def _is_in(value: ast.AST, target: ast.AST) -> bool:
     """Whether an expression reads the variable that is assigned."""
     return any(isinstance(n, ast.Name) and isinstance(target, ast.Name) and n.id == target.id for n in ast.walk(value))

@@ -43,7 +43,10 @@ from pdtool.generator.wiring import Wiring
 # Copies of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
 _COPIES = 6
 _IN_TRAINING = {"collate", "sampler", "loss", "scheduler", "metrics", "summarize_metrics", "after_update"}
-_COMPUTED_AFTER = {"after_update": "what loss() or metrics() computes", "scheduler": "the learning rate"}
+_COMPUTED_AFTER = {
+    "after_update": "what loss() or metrics() computes",
+    "scheduler": "a value of a parameter group, such as the learning rate,",
+}
 _AFTER_FORWARD = ("loss", "metrics", "after_update", "scheduler")
 _BY_EACH_STAGE = ("after_update", "scheduler", "optimizer")
 # What the first functions change, the second do not see: with several stages they run in different processes.
@@ -52,6 +55,7 @@ _APART: dict[tuple[str, ...], tuple[str, ...]] = {
     ("collate", "sampler"): ("loss", "metrics", *_BY_EACH_STAGE),
     ("loss", "metrics"): ("collate", "sampler", *_BY_EACH_STAGE),
 }
+_VALUES = (bool, int, float, str, tuple, torch.Tensor)  # of a parameter group
 _COMPARED_UPDATES = (1, 2, 3, TRIED_UPDATES)  # a value may change at first only
 _VERIFIED_SAMPLES = 2  # of most minibatches; 1 is a special case for some operators
 
@@ -438,13 +442,16 @@ def _check_repeated_calls(model_file: ModelFile, bundle: Bundle) -> None:
 def _seen_after_updates(
     model_file: ModelFile, model: nn.Module, output: Any, target: Any, calls: int
 ) -> dict[str, Any]:
-    """Return loss and metrics of an output, and the learning rates, after updates with so many calls in each."""
+    """Return loss and metrics of an output, and the values of parameter groups, after updates with so many calls in
+    each."""
     parameters = _copied_parameters(model)
     optimizers = [model_file.optimizer(parameters) for _ in range(calls)]
+    names = [name for name, value in vars(model_file.module).items() if value is optimizers[-1]]
     schedulers = [model_file.scheduler(optimizer, TRIED_UPDATES) for optimizer in optimizers]
-    figures, rates = [], []
+    figures, values = [], []
     for update in range(1, TRIED_UPDATES + 1):
         for i, scheduler in enumerate(schedulers):
+            vars(model_file.module).update(dict.fromkeys(names, optimizers[i]))  # as a worker does
             model_file.after_update(parameters[i::calls], update)
             if scheduler and not isinstance(scheduler, ReduceLROnPlateau):
                 with suppress(Exception), warnings.catch_warnings():  # of a schedule that is shorter
@@ -453,8 +460,8 @@ def _seen_after_updates(
         if update in _COMPARED_UPDATES:
             seed_generators(0)
             figures.append((model_file.loss(output, target).detach(), model_file.metrics(output, target)))
-            rates.append([group.get("lr") for group in optimizers[0].param_groups])
-    return {"after_update": figures, "scheduler": rates}
+            values.append([{k: v for k, v in g.items() if isinstance(v, _VALUES)} for g in optimizers[0].param_groups])
+    return {"after_update": figures, "scheduler": values}
 
 
 def fits_in_memory(model: nn.Module) -> bool:

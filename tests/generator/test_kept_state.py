@@ -500,7 +500,7 @@ COUNTED_BY_CALLS = {
     "rate": (
         "def rate(step):\n    global STEPS\n    STEPS += 1\n    return min(1, STEPS / 8)\n"
         "def scheduler(optimizer): return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)",
-        "the learning rate",
+        "a value of a parameter group, such as the learning rate,",
     ),
 }
 

@@ -316,14 +316,15 @@ class CompiledPart(nn.Module):
 
 
 class Scripted(nn.Module):
-    """A function under torch.jit.script, as activations of old are written."""
+    """A function and a module under torch.jit.script, as activations of old are written."""
 
     def __init__(self):
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(8, 12), nn.Linear(12, 3)
+        self.inner = torch.jit.script(nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12)))
 
     def forward(self, x):
-        return self.fc2(mish(self.fc1(x)))
+        return self.fc2(self.inner(mish(self.fc1(x))))
 
 
 @torch.jit.script

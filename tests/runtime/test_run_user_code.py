@@ -564,6 +564,88 @@ def test_updates_draw_the_same_numbers_at_all_replicas_and_in_a_resumed_run(tmp_
     assert not torch.equal(changes[0], first["body.weight"] - 1), "so has each update"
 
 
+_OWN_ZERO_GRAD = """
+class Shrinking(torch.optim.SGD):
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]: p.mul_(0.9)
+def optimizer(named): return Shrinking([p for _, p in named], lr=0.1)
+"""
+_ADDED_GROUP = """
+def optimizer(named):
+    global OPT, BODY
+    BODY = [p for n, p in named if "head" not in n]
+    OPT = torch.optim.SGD([p for n, p in named if "head" in n], lr=0.1)
+    return OPT
+def after_update(named, update):
+    if update == 2: OPT.add_param_group({"params": BODY, "lr": 0.01})
+"""
+_VALUES_BY_HAND = """
+def optimizer(named):
+    global OPT
+    OPT = torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.5)
+    return OPT
+def after_update(named, update):
+    for group in OPT.param_groups: group["momentum"] += 0.1
+"""
+_RANDOM_RATES = """
+import random
+def scheduler(o): return torch.optim.lr_scheduler.LambdaLR(o, lambda step: random.random() + torch.rand(1).item())
+"""
+
+
+@pytest.mark.parametrize("more", [_OWN_ZERO_GRAD, _ADDED_GROUP, _VALUES_BY_HAND, _RANDOM_RATES])
+def test_optimizers_of_several_stages_in_one_worker_do_what_one_optimizer_does(tmp_path, more):
+    """Stages take turns, so that a variable of the file never names the optimizer that was made last by chance."""
+    file, whole, model = load(tmp_path, more=more), parameters(), parameters()
+    gradients = {name: torch.randn(2) for name in whole}
+
+    def trained(optimizers, parameters):
+        for _ in range(5):
+            for optimizer in optimizers:
+                for name, p in optimizer.parameters.items():
+                    p.grad = gradients[name].clone()
+                optimizer.step()
+        return {name: p.detach() for name, p in parameters.items()}
+
+    stages = [optimizer_of(file, names, model) for names in (("body.weight", "body.bias"), ("head.weight",), ())]
+    found = trained(stages, model)
+    expected = trained([NamedOptimizer(file, whole, whole)], whole)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert not any(torch.equal(p, torch.ones(2)) for p in found.values())
+
+
+def test_a_resumed_run_has_what_updates_set_in_variables_groups_and_attributes(tmp_path):
+    more = """
+TAU = 1.0
+class Clock(torch.optim.SGD):
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.clock = {"ticks": 0, "times": [0.5]}
+    def step(self, closure=None):
+        self.clock["ticks"] += 1
+def optimizer(named): return Clock([p for _, p in named])
+def after_update(named, update):
+    global TAU
+    TAU = 0.9**update
+"""
+    file, model = load(tmp_path, more=more + _RANDOM_RATES), parameters()
+    first = NamedOptimizer(file, model, model, seed=3)
+    for _ in range(4):
+        first.step()
+    saved = {name: {} for name in model}
+    for name, entry, tensor in first.state_dict():
+        saved[name][entry] = tensor
+    file.module.TAU = 1.0
+    resumed = NamedOptimizer(file, model, model, seed=3)
+    resumed.load_state_dict(saved)
+    assert file.module.TAU == 0.9**4
+    assert resumed.optimizer.clock == {"ticks": 4, "times": [0.5]}
+    assert resumed.learning_rate == first.learning_rate != NamedOptimizer(file, model, model, seed=4).learning_rate
+
+
 def test_a_schedule_that_fails_names_its_line(tmp_path):
     more = "def scheduler(o): return torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 - step))\n"
     with pytest.raises(ModelError, match=r"^user.py:10: the learning-rate schedule LambdaLR raised ZeroDivisionError"):

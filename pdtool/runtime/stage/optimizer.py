@@ -11,7 +11,7 @@ import copy
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -30,11 +30,13 @@ from pdtool.frontend.random_numbers import derive_seed, seed_generators
 from pdtool.frontend.update_proof import (
     NAMES_OF_GROUP,
     keep_parameters,
+    own_zero_grad,
     schedules_by_user_code,
     set_mode,
     user_code_in_step,
     wrapped_optimizers,
 )
+from pdtool.frontend.variable_uses import kept_between_calls, names_used
 from pdtool.runtime.corrections import CompensatedSteps, DelayCompensation
 from pdtool.runtime.stage.component import CannotPackError, pack, unpack
 
@@ -83,15 +85,21 @@ class NamedOptimizer:
         self._seed = derive_seed(seed, "update", *parameters)
         self.updates, self._has_warned = 0, False
         self._resumed_after: int | None = None
-        self.optimizer = _user_optimizer(file, model_parameters, self.parameters)
+        self._has_after_update = file.has("after_update")
+        made = (
+            _user_optimizer(file, model_parameters, self.parameters) if parameters or self._has_after_update else None
+        )
+        self._named = {name: made for name, value in vars(file.module).items() if made and value is made}
+        self.optimizer = (
+            made if made and (_may_add_groups(file) or any(g["params"] for g in made.param_groups)) else None
+        )
         self.settings = _settings_of(self.optimizer) if self.optimizer else ""
         self._wrapped = wrapped_optimizers(self.optimizer) if self.optimizer else {}
         stepped = list(self.parameters.values()) if self.optimizer else []
         self.steps = CompensatedSteps(compensation, stepped, delay)
         self._is_step_by_user_code = self.optimizer is not None and bool(user_code_in_step(file, self.optimizer))
-        self._has_after_update = file.has("after_update")
         self._may_draw = self._is_step_by_user_code or self._has_after_update
-        self.schedule = LearningRateSchedule(file, self.optimizer, length or RunLength())
+        self.schedule = LearningRateSchedule(file, self.optimizer, length or RunLength(), seed)
         self.is_by_user_code = self._may_draw or self.schedule.is_by_user_code
         self._first_trained = {name: p.requires_grad for name, p in self._saved.items()}
         self._groups = len(self._param_groups)
@@ -133,11 +141,21 @@ class NamedOptimizer:
                 raise self._file.error_at(error, f"step {self.updates} of {name}") from error
         self.updates += 1
         if self._has_after_update:
-            self._file.after_update(list(self.parameters.items()), self.updates)
+            self._call_after_update()
         self.schedule.update_done()
         self._keep_own_parameters()
+        if self.optimizer:
+            try:
+                own_zero_grad(self.optimizer)
+            except Exception as error:
+                raise self._file.error_at(error, f"{type(self.optimizer).__name__}.zero_grad()") from error
         for parameter in self.parameters.values():  # also for those that the user's optimizer does not take
             parameter.grad = None
+
+    def _call_after_update(self) -> None:
+        """Call it with the file's variables for the optimizer naming this one: a worker may have made several."""
+        vars(self._file.module).update(self._named)
+        self._file.after_update(list(self.parameters.items()), self.updates)
 
     def _keep_own_parameters(self) -> None:
         """Leave out the parameters of a newly added group that are not stepped here."""
@@ -244,6 +262,7 @@ class NamedOptimizer:
         """
         records = {self._saved[name]: unpack(entries) for name, entries in state.items()}
         self.updates = self._resumed_after = next((record["updates"] for record in records.values()), 0)
+        self._set_variables_again()
         self.schedule.catch_up(self.updates)
         self._keep_own_parameters()
         for parameter, record in records.items():
@@ -266,6 +285,16 @@ class NamedOptimizer:
         for group, _ in self._groups_and_first():
             members = {id(p) for p in group["params"]}
             group |= next((record.get("group", {}) for p, record in records.items() if id(p) in members), {})
+
+    def _set_variables_again(self) -> None:
+        """Let after_update() set the variables that it computes from the number of the last update.
+
+        The state of parameters is loaded afterwards. A function that keeps values from call to call would begin with
+        the weights of a new run, so it is not called: the run warns of that.
+        """
+        if self.updates and self._has_after_update and not any(kept_between_calls(self._file.module, "after_update")):
+            with suppress(Exception):  # of a function that needs the optimizer's state
+                self._call_after_update()
 
     def _load_whole_optimizer(self, saved: Mapping[str, Any]) -> None:
         if not self.optimizer or not saved:
@@ -356,9 +385,14 @@ def without_changes(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """The numbers and texts, and lists and tuples of them, in an optimizer's own attributes."""
+    """The numbers and texts, and lists, tuples and dicts of them, in an optimizer's own attributes."""
     is_of_torch = type(optimizer).__module__.startswith("torch.")
-    return {k: v for k, v in vars(optimizer).items() if _is_plain(v) and not (is_of_torch and k.startswith("_"))}
+    own = {k: v for k, v in vars(optimizer).items() if k not in _SAVED and not (is_of_torch and k.startswith("_"))}
+    return {k: v for k, v in own.items() if all(map(_is_plain, v.values() if _is_dict_by_text(v) else [v]))}
+
+
+def _is_dict_by_text(value: Any) -> bool:
+    return type(value) is dict and all(type(key) is str for key in value)
 
 
 def _is_same(value: Any, other: Any) -> bool:
@@ -372,14 +406,12 @@ def _is_same(value: Any, other: Any) -> bool:
 
 def _user_optimizer(
     file: ModelFile, model_parameters: Mapping[str, nn.Parameter], kept: Mapping[str, nn.Parameter]
-) -> Optimizer | None:
-    """The user's optimizer for only the kept parameters; None if it trains none of them.
+) -> Optimizer:
+    """The user's optimizer for only the kept parameters; its groups may be empty.
 
     Raises:
         ModelError: it cannot be used, or reads values of parameters.
     """
-    if not kept:
-        return None
     with _MissingReads() as missing:  # type: ignore[no-untyped-call]
         try:
             optimizer = file.optimizer(list(model_parameters.items()))
@@ -390,7 +422,13 @@ def _user_optimizer(
         what = "optimizer() reads the values of parameters, but a worker has only those of its own stages"
         raise file.error(what, "use only names, shapes and types of parameters")
     keep_parameters(optimizer, {id(p) for p in kept.values()})
-    return optimizer if any(group["params"] for group in optimizer.param_groups) else None
+    return optimizer
+
+
+def _may_add_groups(file: ModelFile) -> bool:
+    """Whether the user's functions may add a parameter group during training, also to an optimizer that has none."""
+    functions = filter(file.has, ("optimizer", "scheduler", "after_update"))
+    return any("add_param_group" in names_used(file.module, function) for function in functions)
 
 
 class _MissingReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -431,8 +469,9 @@ class LearningRateSchedule:
         settings: its class and its numbers as scheduler() makes it, for comparison.
     """
 
-    def __init__(self, file: ModelFile, optimizer: Optimizer | None, length: RunLength) -> None:
+    def __init__(self, file: ModelFile, optimizer: Optimizer | None, length: RunLength, seed: int = 0) -> None:
         self._file, self._length = file, length
+        self._seed, self._taken = seed, 0  # steps taken
         self._watched = optimizer.param_groups if optimizer and user_code_in_step(file, optimizer) else []
         self._set_by_it: set[str] = set()  # keys of parameter groups that its steps have set
         self._set_by_others: set[str] = set()  # keys set between its steps
@@ -440,6 +479,8 @@ class LearningRateSchedule:
         self._add_changed(self._set_by_others)
         is_by_epoch = file.training.scheduler_step == "epoch"
         self._steps = length.epochs if is_by_epoch else length.updates
+        if file.has("scheduler"):
+            self._seed_step()
         self._scheduler = file.scheduler(optimizer, self._steps) if optimizer else None
         self._add_changed(self._set_by_it)
         self.is_by_user_code = schedules_by_user_code(self._scheduler)
@@ -499,11 +540,18 @@ class LearningRateSchedule:
         """Keys of parameter groups that only the schedule sets; recorded if the optimizer's steps may set some too."""
         return self._set_by_it - self._set_by_others
 
+    def _seed_step(self) -> None:
+        """Let the user's code draw the same numbers in all stages and replicas, and in a resumed run."""
+        seed_generators(derive_seed(self._seed, "scheduler", self._taken))
+
     def _step(self, *metrics: Any) -> None:
         if not self._scheduler:
             return
         name = type(self._scheduler).__name__
         self._add_changed(self._set_by_others)
+        self._taken += 1
+        if self.is_by_user_code:
+            self._seed_step()
         try:
             self._scheduler.step(*metrics)
             self._add_changed(self._set_by_it)
