@@ -101,10 +101,10 @@ def generate(
 
 def _check_built_alone(model_file: ModelFile) -> None:
     """Check that the model is built without what dataset() computes; raises VerificationError."""
+    if not model_file.has("dataset"):
+        return
     function = model_file.ref.function
-    for line, variable in (
-        collected(model_file.module, "dataset", function, builds=True) if model_file.has("dataset") else ()
-    ):
+    for line, variable in collected(model_file.module, "dataset", function, builds=True):
         what = f"{line}: dataset() changes {variable}, which {function}() reads, but the model is built first"
         raise VerificationError(what, "compute it where it is read, or pass it with --set")
 

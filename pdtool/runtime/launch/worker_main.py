@@ -120,21 +120,17 @@ def _one_process_for_user_code() -> Iterator[None]:
     """Hide in this context that there are several processes: a plain loop has one.
 
     Code of the user, or of a library such as torchmetrics, that asks for them would divide the data among workers that
-    are stages, or average their figures. Python looks up functions of torch.distributed in the package, torch itself in
-    the modules inside.
+    are stages, or average their figures. It calls the functions of the package torch.distributed, which are replaced
+    here. Torch's own code calls those of the modules inside.
     """
     shown = dist.is_initialized, dist.get_world_size
     hidden = {name: os.environ.pop(name) for name in RANK_VARIABLES if name in os.environ}
-    dist.is_initialized, dist.get_world_size = _is_not_initialized, _get_no_world_size
+    dist.is_initialized, dist.get_world_size = lambda: False, _get_no_world_size
     try:
         yield
     finally:
         dist.is_initialized, dist.get_world_size = shown
         os.environ.update(hidden)
-
-
-def _is_not_initialized() -> bool:
-    return False
 
 
 def _get_no_world_size(group: object = None) -> int:

@@ -86,13 +86,12 @@ class NamedOptimizer:
         self.updates, self._has_warned = 0, False
         self._resumed_after: int | None = None
         self._has_after_update = file.has("after_update")
-        made = (
-            _user_optimizer(file, model_parameters, self.parameters) if parameters or self._has_after_update else None
-        )
+        made = None
+        if parameters or self._has_after_update:
+            made = _user_optimizer(file, model_parameters, self.parameters)
         self._named = {name: made for name, value in vars(file.module).items() if made and value is made}
-        self.optimizer = (
-            made if made and (_may_add_groups(file) or any(g["params"] for g in made.param_groups)) else None
-        )
+        trains = made and (any(group["params"] for group in made.param_groups) or _may_add_groups(file))
+        self.optimizer = made if trains else None
         self.settings = _settings_of(self.optimizer) if self.optimizer else ""
         self._wrapped = wrapped_optimizers(self.optimizer) if self.optimizer else {}
         stepped = list(self.parameters.values()) if self.optimizer else []

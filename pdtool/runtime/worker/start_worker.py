@@ -199,10 +199,9 @@ def open_data(config: RunConfig, place: Place, file: ModelFile) -> tuple[Trainin
 
 def _changed_by_updates(file: ModelFile) -> str:
     """Say where updates change a variable that the data depend on; "" if they do not."""
-    for function, reader in product(("after_update", "scheduler"), ("collate", "dataset")):
-        for line, variable in (
-            collected(file.module, function, reader) if file.has(function) and file.has(reader) else ()
-        ):
+    changing, reading = (filter(file.has, names) for names in (("after_update", "scheduler"), ("collate", "dataset")))
+    for function, reader in product(changing, reading):
+        for line, variable in collected(file.module, function, reader):
             return f"{line}: {function}() changes {variable}, which {reader}() or what it returns reads"
     return ""
 
