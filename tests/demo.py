@@ -83,7 +83,7 @@ def main() -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     for step in STEPS:
         show(step, run(step))
-    tell(f"\n(the demo took {time.monotonic() - begin_s:.0f} s; what is left out of its output, -v shows)")
+    tell(f"\n(the demo took {time.monotonic() - begin_s:.0f} s; all of its output: .venv/bin/python tests/demo.py -v)")
     tell("for a model of your own: .venv/bin/pdtool init myproject")
 
 

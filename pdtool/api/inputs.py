@@ -102,7 +102,7 @@ class Inputs:
             raise StaleError(self.path, changed, "profile and partition it again")
         note(
             f"{changed}. The plan stays valid if the operators are the same, which pdtool checks. "
-            "It still uses HINTS and the costs of loss and optimizer from the profile"
+            "It keeps the HINTS and the costs of loss and optimizer that were profiled"
         )
 
 
