@@ -302,6 +302,22 @@ def test_an_update_that_gradients_of_another_stage_may_skip_is_refused(tmp_path)
         generated(tmp_path, after=SKIPPING)
 
 
+@pytest.mark.parametrize(
+    ("zero_grad", "message"),
+    [
+        ("for p in self.param_groups[0]['params']: p.grad.mul_(0.5)", "leaves gradients, but pdtool then drops them"),
+        ("[][0]", r"model\.py:\d+: .* raised IndexError"),
+    ],
+)
+def test_a_zero_grad_that_training_cannot_follow_is_refused(zero_grad, message, tmp_path):
+    after = (
+        f"class Own(torch.optim.SGD):\n    def zero_grad(self, set_to_none=True):\n        {zero_grad}\n"
+        "def optimizer(named_parameters):\n    return Own([p for _, p in named_parameters], lr=0.1)\n"
+    )
+    with pytest.raises(ModelError, match=message):
+        generated(tmp_path, after=after)
+
+
 def test_an_opaque_module_that_reads_parameters_from_a_list_is_refused(tmp_path):
     init = "self.weights = [self.linear.weight]; self.register_full_backward_hook(lambda *_: None)"
     with pytest.raises(VerificationError, match=r"self\.weights of 2 holds parameters in a list"):
