@@ -48,9 +48,10 @@ def test_a_sample_that_cannot_be_read_names_its_line(tmp_path):
 
 
 KEPT = """
-AVERAGE, DECAY, CALLS, LOG, OF_A_CALL = {}, 1.0, 0, [], {}
+AVERAGE, DECAY, CALLS, LOG, OF_A_CALL, TAU = {}, 1.0, 0, [], {}, 1.0
 def after_update(named_parameters, update):
-    global DECAY
+    global DECAY, TAU
+    TAU = 0.9**update
     DECAY = 0.99**update
     LOG.append(update)
     OF_A_CALL = {}
@@ -62,15 +63,15 @@ def count():
     CALLS += 1
 def loss(output, target):
     count()
-    return output.sum()
+    return TAU * output.sum()
 """
 
 
 def test_a_resumed_run_tells_of_variables_that_no_checkpoint_contains(tmp_path, capsys):
     """Not of those that are computed anew in each call, or never read."""
     start_worker._warn_of_variables(load(tmp_path, more=KEPT))
-    kept = r"warning: no checkpoint contains CALLS \(user.py:\d+\) and AVERAGE \(user.py:\d+\), which your functions"
-    assert re.match(kept, capsys.readouterr().err)
+    kept = " and ".join(rf"{name} \(user.py:\d+\)" for name in ("TAU", "CALLS", "AVERAGE"))
+    assert re.match(f"warning: no checkpoint contains {kept}, which your functions", capsys.readouterr().err)
     start_worker._warn_of_variables(load(tmp_path))
     assert not capsys.readouterr().err
 
@@ -617,9 +618,8 @@ def test_optimizers_of_several_stages_in_one_worker_do_what_one_optimizer_does(t
     assert not any(torch.equal(p, torch.ones(2)) for p in found.values())
 
 
-def test_a_resumed_run_has_what_updates_set_in_variables_groups_and_attributes(tmp_path):
+def test_a_resumed_run_has_the_attributes_and_random_rates_of_the_first(tmp_path):
     more = """
-TAU = 1.0
 class Clock(torch.optim.SGD):
     def __init__(self, params):
         super().__init__(params, lr=0.1)
@@ -627,9 +627,6 @@ class Clock(torch.optim.SGD):
     def step(self, closure=None):
         self.clock["ticks"] += 1
 def optimizer(named): return Clock([p for _, p in named])
-def after_update(named, update):
-    global TAU
-    TAU = 0.9**update
 """
     file, model = load(tmp_path, more=more + _RANDOM_RATES), parameters()
     first = NamedOptimizer(file, model, model, seed=3)
@@ -638,10 +635,8 @@ def after_update(named, update):
     saved = {name: {} for name in model}
     for name, entry, tensor in first.state_dict():
         saved[name][entry] = tensor
-    file.module.TAU = 1.0
     resumed = NamedOptimizer(file, model, model, seed=3)
     resumed.load_state_dict(saved)
-    assert file.module.TAU == 0.9**4
     assert resumed.optimizer.clock == {"ticks": 4, "times": [0.5]}
     assert resumed.learning_rate == first.learning_rate != NamedOptimizer(file, model, model, seed=4).learning_rate
 

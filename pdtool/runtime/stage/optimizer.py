@@ -11,7 +11,7 @@ import copy
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -36,7 +36,7 @@ from pdtool.frontend.update_proof import (
     user_code_in_step,
     wrapped_optimizers,
 )
-from pdtool.frontend.variable_uses import kept_between_calls, names_used
+from pdtool.frontend.variable_uses import names_used
 from pdtool.runtime.corrections import CompensatedSteps, DelayCompensation
 from pdtool.runtime.stage.component import CannotPackError, pack, unpack
 
@@ -140,7 +140,8 @@ class NamedOptimizer:
                 raise self._file.error_at(error, f"step {self.updates} of {name}") from error
         self.updates += 1
         if self._has_after_update:
-            self._call_after_update()
+            vars(self._file.module).update(self._named)  # this worker may have made several optimizers
+            self._file.after_update(list(self.parameters.items()), self.updates)
         self.schedule.update_done()
         self._keep_own_parameters()
         if self.optimizer:
@@ -150,11 +151,6 @@ class NamedOptimizer:
                 raise self._file.error_at(error, f"{type(self.optimizer).__name__}.zero_grad()") from error
         for parameter in self.parameters.values():  # also for those that the user's optimizer does not take
             parameter.grad = None
-
-    def _call_after_update(self) -> None:
-        """Call it with the file's variables for the optimizer naming this one: a worker may have made several."""
-        vars(self._file.module).update(self._named)
-        self._file.after_update(list(self.parameters.items()), self.updates)
 
     def _keep_own_parameters(self) -> None:
         """Leave out the parameters of a newly added group that are not stepped here."""
@@ -261,7 +257,6 @@ class NamedOptimizer:
         """
         records = {self._saved[name]: unpack(entries) for name, entries in state.items()}
         self.updates = self._resumed_after = next((record["updates"] for record in records.values()), 0)
-        self._set_variables_again()
         self.schedule.catch_up(self.updates)
         self._keep_own_parameters()
         for parameter, record in records.items():
@@ -284,16 +279,6 @@ class NamedOptimizer:
         for group, _ in self._groups_and_first():
             members = {id(p) for p in group["params"]}
             group |= next((record.get("group", {}) for p, record in records.items() if id(p) in members), {})
-
-    def _set_variables_again(self) -> None:
-        """Let after_update() set the variables that it computes from the number of the last update.
-
-        The state of parameters is loaded afterwards. A function that keeps values from call to call would begin with
-        the weights of a new run, so it is not called: the run warns of that.
-        """
-        if self.updates and self._has_after_update and not any(kept_between_calls(self._file.module, "after_update")):
-            with suppress(Exception):  # of a function that needs the optimizer's state
-                self._call_after_update()
 
     def _load_whole_optimizer(self, saved: Mapping[str, Any]) -> None:
         if not self.optimizer or not saved:

@@ -376,6 +376,9 @@ def resume(
 def _warn_of_variables(file: ModelFile) -> None:
     """Warn of variables that the user's functions keep from one update to the next, because no checkpoint has them."""
     kept: dict[str, str] = {}
+    for reader in filter(file.has, ("loss", "collate", "dataset", "scheduler") if file.has("after_update") else ()):
+        for line, variable in collected(file.module, "after_update", reader):
+            kept.setdefault(variable, f"{variable} ({line})")
     for function in filter(file.has, ("loss", "after_update", "scheduler")):
         for line, variable in kept_between_calls(file.module, function):
             kept.setdefault(variable, f"{variable} ({line})")
