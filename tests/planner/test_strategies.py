@@ -106,6 +106,27 @@ def test_what_was_not_asked_for_is_no_reason_to_be_simple():
             assert rivals["data parallelism (4)"].endswith("but excluded by the options")
 
 
+@pytest.mark.parametrize("strategy", ["pipeline", "straight"])
+def test_a_rival_that_only_the_options_exclude_is_faster_in_the_simulation_too(strategy):
+    excluded, slower = 0, 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        profile, cluster = random_profile(rng, rng.randint(3, 6)), random_cluster(rng)
+        with suppress(NoPlanError, UsageError):
+            plan = planned(profile, cluster, strategy)
+            whys = {rival.plan.split(" (")[0]: rival.why for rival in plan.why.rivals}
+            why = whys.get("data parallelism", "")
+            data_parallel_s = planned(profile, cluster, "data-parallel").predicted.simulated_s
+            if "excluded" in why:
+                assert data_parallel_s < plan.predicted.simulated_s, f"seed {seed}"
+                excluded += 1
+            elif "not in the simulation" in why:
+                assert data_parallel_s >= plan.predicted.simulated_s, f"seed {seed}"
+                slower += 1
+    assert excluded
+    assert slower or strategy == "straight"
+
+
 # --- the best of its kind ---------------------------------------------------------------------------------------------
 
 

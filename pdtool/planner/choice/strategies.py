@@ -49,6 +49,7 @@ Baseline = tuple[str, Candidate]  # with its label
 _MAX_SLOWDOWN = 2.0
 _BISECTIONS = 12  # of the memory of a worker
 _MAX_WORKERS_WITH_ALL_MINIBATCHES = 8  # hybrid parallelism is searched with any number of minibatches up to here
+_NOT_IN_SIMULATION = ", but not in the simulation"
 _OTHER_RIVALS = 2  # listed in a plan, besides the baselines
 _LOG = logging.getLogger(__name__)
 
@@ -289,11 +290,21 @@ class Planner:
         reason = ", but excluded by the options"
         if is_searched and self._is_asked_for(search, rival) and search.allows(rival.placement):
             reason = self._why_slower(search, rival, selected)
+        elif not self._is_faster_in_simulation(search, rival, selected):
+            reason = _NOT_IN_SIMULATION
         return f"{format_seconds(gain_s)} faster by the formulas{reason}"
+
+    @staticmethod
+    def _is_faster_in_simulation(search: PlanSearch, rival: Candidate, selected: Selected) -> bool:
+        """Whether a rival that is faster by the formulas is also faster in the simulation. Without one, assume it is."""
+        if selected.simulated_s is None:
+            return True
+        time_s = steady_state_s(rival.placement, search.profile, search.cluster, selected.simulated_s)
+        return time_s is None or time_s < selected.simulated_s
 
     def _why_slower(self, search: PlanSearch, rival: Candidate, selected: Selected) -> str:
         """Why the chosen plan is slower than a rival by the formulas."""
-        return ", but not in the simulation"
+        return _NOT_IN_SIMULATION
 
 
 class _OwnPlanner(Planner):
