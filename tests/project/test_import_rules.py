@@ -52,7 +52,7 @@ PUBLIC = {
     "reports": "chart figures graph_drawing page sentences slowness timeline_drawing",
     "runtime.launch": "diagnosis launcher worker_main",
     "runtime.messages": "open_channels pinned routes stage_io",
-    "runtime.stage": "averaging component losses optimizer pipeline_stage stage_replica tied_parameters",
+    "runtime.stage": "averaging component kept_values losses optimizer pipeline_stage stage_replica tied_parameters",
     "runtime.worker": "checkpoint start_worker",
     "options": "declaration plan_options run_options simulate_options values",
     "schedule": "",  # what others use of it, the package itself names

@@ -66,8 +66,41 @@ MERGING = replace(
     model=_MLP2.model + "def metrics(output, target): return {'mean': (output.sum(), output.numel())}\n",
 )
 
+# whose loss, updates and schedule keep values outside the model and the optimizer
+_KEEPS = """
+AVERAGE, TAU, CALLS, OF_LOSS = {}, 1.0, 0, {"mean": torch.zeros(()), "seen": []}
 
-@pytest.mark.parametrize("toy", [DROPOUT, BARE2, MERGING], ids=["dropout", "bare", "merging"])
+def after_update(named_parameters, update):
+    global TAU
+    TAU = 0.9**update
+    with torch.no_grad():
+        for name, p in named_parameters:
+            AVERAGE[name] = 0.5 * AVERAGE.get(name, p) + 0.5 * p
+            p.lerp_(AVERAGE[name], 0.1)
+
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(()))
+        self.count, self.inner = 0, nn.BatchNorm1d(1, affine=False)
+    def forward(self, output, target):
+        global CALLS
+        CALLS += 1
+        value = torch.tanh(output).square().mean()
+        OF_LOSS["mean"] = 0.9 * OF_LOSS["mean"] + 0.1 * value.detach()
+        OF_LOSS["seen"].append(float(value))
+        self.count += 1
+        self.center.mul_(0.9).add_(0.1 * value.detach())
+        self.inner(output.detach().reshape(-1, 1))
+        kept = TAU + 0.1 * CALLS + OF_LOSS["mean"] + self.center + self.inner.running_var.sum() + 0.1 * self.count
+        return value * (1 + torch.sin(kept + sum(OF_LOSS["seen"][-2:])))
+
+loss = Loss()
+"""
+KEEPING = replace(CONV2, model=CONV2.model + _KEEPS)
+
+
+@pytest.mark.parametrize("toy", [DROPOUT, BARE2, MERGING, KEEPING], ids=["dropout", "bare", "merging", "keeping"])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, toy: harness.Toy) -> None:
     """Bit for bit, with dropout, momentum and a learning-rate schedule; metrics.jsonl included, although the
     interrupted run had begun the epoch that is done again."""
@@ -100,6 +133,18 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path, toy: harness.Toy) -> N
         file.build(first.seed), batches(replace(first, epochs=2)), file.loss, file.optimizer, 3
     )
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("plans", [(CONV2, CONV1), (CONV1, CONV3)], ids=["joined", "divided"])
+def test_what_user_code_keeps_goes_on_under_another_plan(tmp_path: Path, plans: tuple[harness.Toy, ...]) -> None:
+    plans = tuple(replace(toy, model=toy.model + _KEEPS) for toy in plans)
+    first, second, whole = (
+        harness.job(tmp_path / name, toy, epochs=epochs, schedule="1f1b-flush", microbatches=3)
+        for name, toy, epochs in zip("abc", (*plans, plans[0]), (1, 2, 2), strict=True)
+    )
+    harness.run(first)
+    found = weights(harness.run(replace(second, resume=first.out, out=first.out)))
+    assert_same(found, weights(harness.run(whole)))
 
 
 def test_an_optimizer_of_another_class_begins_with_an_empty_state(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """What a worker says of the user's data and optimizer."""
 
 import random
-import re
 import sys
 from types import SimpleNamespace
 
@@ -18,10 +17,10 @@ from pdtool.frontend.model_io import Structure
 from pdtool.runtime.groups import user_code_settings
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatches import DatasetSplit, TrainingData
+from pdtool.runtime.stage import kept_values
 from pdtool.runtime.stage.component import pack, unpack
 from pdtool.runtime.stage.optimizer import NamedOptimizer, RunLength
 from pdtool.runtime.stage.pipeline_stage import PipelineStage
-from pdtool.runtime.worker import start_worker
 
 TEXT = """
 import numpy, torch
@@ -67,13 +66,44 @@ def loss(output, target):
 """
 
 
-def test_a_resumed_run_tells_of_variables_that_no_checkpoint_contains(tmp_path, capsys):
-    """Not of those that are computed anew in each call, or never read."""
-    start_worker._warn_of_variables(load(tmp_path, more=KEPT))
-    kept = " and ".join(rf"{name} \(user.py:\d+\)" for name in ("TAU", "CALLS", "AVERAGE"))
-    assert re.match(f"warning: no checkpoint contains {kept}, which your functions", capsys.readouterr().err)
-    start_worker._warn_of_variables(load(tmp_path))
-    assert not capsys.readouterr().err
+def test_variables_are_kept_that_a_later_call_reads(tmp_path):
+    """Not those that are computed anew in each call, or never read."""
+    assert [*kept_values.variables_kept(load(tmp_path, more=KEPT))] == ["TAU", "CALLS", "AVERAGE"]
+    assert not kept_values.variables_kept(load(tmp_path))
+
+
+QUEUED = """
+from collections import deque
+QUEUE, NORMS, SCALE, WEIGHTS = deque(), [], 1.0, {}
+def after_update(named_parameters, update):
+    global SCALE
+    QUEUE.append(len(QUEUE))
+    NORMS.append(float(sum(p.detach() for _, p in named_parameters)) + sum(NORMS))
+    SCALE *= 0.9
+    for name, p in named_parameters:
+        WEIGHTS[name] = WEIGHTS.get(name, p)
+"""
+
+
+def test_a_resumed_run_tells_of_values_that_the_checkpoint_has_not_for_its_stages(tmp_path):
+    """A deque is not saved, nor is the model's own memory. Under another plan, no stage has these stages' sums."""
+    made = {name: torch.ones(()) * (i + 1) for i, name in enumerate("ab")}
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(value) for name, value in made.items()})
+    saved: dict[str, dict[str, torch.Tensor]] = {}
+    for s, name in enumerate("ab"):
+        file = load(tmp_path, more=QUEUED)
+        kept = kept_values.KeptValues(file, model, [["a"], ["b"]], s, torch.device("cpu"))
+        file.module.after_update([(name, model[name])], 1)
+        for variable, entry, tensor in kept.state_dict():
+            saved.setdefault(variable, {})[entry] = tensor
+    of = {variable: {} for variable in kept.names} | saved
+    lost = {"QUEUE (user.py:15)", "WEIGHTS (user.py:19)"}
+    for stages, more in (([["a"], ["b"]], set()), ([["a", "b"]], {"NORMS (user.py:16)"})):
+        file = load(tmp_path, more=QUEUED)
+        kept = kept_values.KeptValues(file, model, stages, 0, torch.device("cpu"))
+        kept.load_state_dict(of)
+        assert {*kept.lost} == lost | more
+        assert (0.9, [] if more else [1.0]) == (file.module.SCALE, file.module.NORMS)
 
 
 def test_a_length_that_cannot_be_told_names_its_line(tmp_path):

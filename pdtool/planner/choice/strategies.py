@@ -296,7 +296,7 @@ class Planner:
 
     @staticmethod
     def _is_faster_in_simulation(search: PlanSearch, rival: Candidate, selected: Selected) -> bool:
-        """Whether a rival that is faster by the formulas is also faster in the simulation. Without one, assume it is."""
+        """Whether a rival that is faster by the formulas is faster in the simulation, too, if there is one."""
         if selected.simulated_s is None:
             return True
         time_s = steady_state_s(rival.placement, search.profile, search.cluster, selected.simulated_s)

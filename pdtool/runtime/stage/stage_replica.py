@@ -23,6 +23,7 @@ from pdtool.runtime.messages.stage_io import StageIO
 from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.stage.averaging import ReplicaAverager
 from pdtool.runtime.stage.component import Component, ModuleState
+from pdtool.runtime.stage.kept_values import KeptValues
 from pdtool.runtime.stage.losses import LossReader, MetricTotals, RoundLoss
 from pdtool.runtime.stage.optimizer import NamedOptimizer
 from pdtool.runtime.stage.pipeline_stage import PipelineStage
@@ -52,6 +53,7 @@ class StageReplica:
     optimizer: NamedOptimizer
     tied: list[TiedParameterSync]
     module_state: ModuleState
+    kept: KeptValues
     updates: ClippedUpdates
     losses: LossReader | None
     meter: WorkerMeter
@@ -197,9 +199,9 @@ class StageReplica:
 
     @property
     def components(self) -> list[Component]:
-        """The components of the checkpoint; the module is read last, because a schedule that catches up may change
-        it."""
-        return [*self._optimizers, self.module_state]
+        """The components of the checkpoint; the module and kept values are read last, because a schedule that catches
+        up may change them."""
+        return [*self._optimizers, self.module_state, self.kept]
 
     @property
     def saved_components(self) -> list[Component]:

@@ -6,6 +6,7 @@ All workers start together, after torch.distributed is initialized, and wait for
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ from pdtool.frontend.graph_digest import check_bundle
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import dtype_of
 from pdtool.frontend.random_numbers import OperatorSeeds
-from pdtool.frontend.variable_uses import collected, kept_between_calls
+from pdtool.frontend.variable_uses import collected
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.groups import all_gather, broadcast, check_agreement, make_process_groups, user_code_settings
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
@@ -37,6 +38,7 @@ from pdtool.runtime.meter import WorkerMeter
 from pdtool.runtime.ranks import assign_ranks
 from pdtool.runtime.stage.averaging import ReplicaAverager
 from pdtool.runtime.stage.component import ModuleState
+from pdtool.runtime.stage.kept_values import KeptValues
 from pdtool.runtime.stage.losses import LossReader
 from pdtool.runtime.stage.optimizer import NamedOptimizer, RunLength, without_changes
 from pdtool.runtime.stage.pipeline_stage import Autocast, PipelineStage
@@ -279,6 +281,9 @@ class StageBuilder:
             averager=ReplicaAverager(replicas, untied.values(), meter, config.bucket_bytes),
             optimizer=optimizer,
             tied=tied,
+            kept=KeptValues(
+                self._file, self.model.model, [each.parameters for each in config.bundle.stages], s, device
+            ),
             module_state=ModuleState(stage, config.bundle, s, self._model_state, self._first_names),
             updates=self._updates,
             losses=LossReader(device) if s == len(config.plan.stages) - 1 else None,
@@ -368,25 +373,15 @@ def resume(
         if not replica.optimizer.names:  # nothing of it is in the checkpoint, but it counts the updates
             every = config.shape.update_every[s]
             replica.optimizer.updates = sum(math.ceil(minibatches / every) for minibatches in manifest.minibatches)
+    lost_here = [name for replica in stages.values() for name in replica.kept.lost]
+    lost = dict.fromkeys(itertools.chain(*all_gather(lost_here, list[str], place.groups.world, "what was loaded")))
     if place.assignment.rank == 0:
         warn_of_length(config, data, manifest)
-        _warn_of_variables(data.file)
-
-
-def _warn_of_variables(file: ModelFile) -> None:
-    """Warn of variables that the user's functions keep from one update to the next, because no checkpoint has them."""
-    kept: dict[str, str] = {}
-    for reader in filter(file.has, ("loss", "collate", "dataset", "scheduler") if file.has("after_update") else ()):
-        for line, variable in collected(file.module, "after_update", reader):
-            kept.setdefault(variable, f"{variable} ({line})")
-    for function in filter(file.has, ("loss", "after_update", "scheduler")):
-        for line, variable in kept_between_calls(file.module, function):
-            kept.setdefault(variable, f"{variable} ({line})")
-    if kept:
-        sys.stderr.write(
-            f"warning: no checkpoint contains {' and '.join(kept.values())}, which your functions change and read. The "
-            "resumed run begins with what the file sets\n"
-        )
+        if lost:
+            sys.stderr.write(
+                f"warning: the checkpoint has no value of {' and '.join(lost)} for these stages, so the resumed run "
+                "begins with what the file sets\n"
+            )
 
 
 def warn_of_length(config: RunConfig, data: TrainingData, manifest: CheckpointManifest) -> None:

@@ -1,0 +1,227 @@
+"""Values that the user's functions keep from one update to the next, outside the model and the optimizer:
+
+AVERAGE = {}             a variable that loss(), after_update() or scheduler() changes and reads
+loss = CenterLoss()      buffers, parameters and other attributes of an object at the top of the file
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.variable_uses import collected, kept_between_calls
+from pdtool.runtime.stage.component import CannotPackError, pack, unpack
+
+_READERS = ("loss", "collate", "dataset", "scheduler")  # of variables that after_update() changes
+_KEEPERS = ("loss", "after_update", "scheduler")
+_OF_MODULES = vars(nn.Module()).keys()
+_Entries = Mapping[str, Tensor]
+
+
+class KeptValues:
+    """The component of a stage for values that user code keeps, if they have changed since the start.
+
+    Each stage's worker has values of its own: the loss is computed at the last stage, and after_update() gets only the
+    parameters of a stage. From a checkpoint of a plan with as many stages, a stage reads its own values. From another
+    one it reads a value if all stages that changed it have the same, or if it is a dict of parameters, such as that of
+    an EMA, which is put together from all stages.
+
+    Args:
+        model: the worker's model, which has a component of its own.
+        stages: names of the parameters of each stage.
+        number: the stage.
+
+    Attributes:
+        lost: variables of which the checkpoint has no value for this stage, although they had changed.
+    """
+
+    key = "kept"
+
+    def __init__(
+        self, file: ModelFile, model: nn.Module, stages: Sequence[Collection[str]], number: int, device: torch.device
+    ) -> None:
+        self._stages, self._number, self._device, self._lines = stages, number, device, variables_kept(file)
+        own = {id(parameter) for parameter in model.parameters()}
+        modules = (name for name, m in file.modules.items() if not any(id(p) in own for p in m.parameters()))
+        names = sorted({*self._lines, *modules, *(["loss"] if file.has("loss") else [])})
+        self._variables = {name: _Variable(file.module, name, model) for name in names}
+        self.lost: list[str] = []
+
+    @property
+    def names(self) -> Collection[str]:
+        """The variables that may have changed."""
+        return self._variables.keys()
+
+    def state_dict(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield a record of each variable that has changed; its entries begin with the number of the stage."""
+        for name, variable in self._variables.items():
+            values, is_lost = variable.changed()
+            is_lost &= name in self._lines
+            if values or is_lost:
+                on_cpu = [leaf.is_cpu for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+                record = {"stages": len(self._stages), "values": values, "on_cpu": on_cpu, "is_lost": is_lost}
+                for key, tensor in pack(record):
+                    yield name, f"{self._number}.{key}" if key else f"{self._number}", tensor
+
+    def load_state_dict(self, state: Mapping[str, _Entries]) -> None:
+        """Set the values that had changed."""
+        for name, entries in ((name, entries) for name, entries in state.items() if entries):
+            by_stage: dict[int, dict[str, Tensor]] = {}
+            for entry, tensor in entries.items():
+                number, _, key = entry.partition(".")
+                by_stage.setdefault(int(number), {})[key] = tensor
+            records = {number: unpack(of_stage) for number, of_stage in by_stage.items()}
+            values = self._chosen(by_stage, records)
+            if values is None or any(record["is_lost"] for record in records.values()):
+                self.lost.append(f"{name} ({self._lines[name]})" if name in self._lines else name)
+            for path, value in (values or {}).items():
+                self._variables[name].set(path, value)
+
+    def _chosen(
+        self, by_stage: Mapping[int, _Entries], records: Mapping[int, Mapping[str, Any]]
+    ) -> Mapping[str, Any] | None:
+        """Return the values of a variable for this stage, by path; None if those of other stages differ."""
+        values = {number: self._on_device(record) for number, record in records.items()}
+        if any(record["stages"] == len(self._stages) for record in records.values()):
+            return values.get(self._number, {})
+        dicts = [of_stage.get("") for of_stage in values.values()]
+        merged = {key: value for each in dicts if isinstance(each, dict) for key, value in each.items()}
+        parameters = {name for names in self._stages for name in names}
+        if all(isinstance(each, dict) for each in dicts) and merged.keys() <= parameters:
+            return {"": {key: value for key, value in merged.items() if key in self._stages[self._number]}}
+        first, *others = by_stage.values()
+        return next(iter(values.values())) if all(_are_same(first, other) for other in others) else None
+
+    def _on_device(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of a record by path, with tensors on the CPU or on the device of the stage, as they were."""
+        on_cpu = iter(record["on_cpu"])
+
+        def moved(leaf: Any) -> Any:
+            return leaf if not isinstance(leaf, Tensor) or next(on_cpu) else leaf.to(self._device)
+
+        values: dict[str, Any] = tree_map(moved, record["values"])
+        return values
+
+
+class _Snapshot(NamedTuple):
+    """What shows a change of a value: its numbers and texts, and its tensors."""
+
+    numbers: bytes
+    tensors: dict[str, Tensor]
+    versions: list[int]  # of parameters, which may be too large to be copied
+
+    def copied(self) -> _Snapshot:
+        """Return the same, with copies of tensors that may change."""
+        copies = {k: t if isinstance(t, nn.Parameter) else t.detach().clone() for k, t in self.tensors.items()}
+        return self._replace(tensors=copies)
+
+    def is_same(self, other: _Snapshot) -> bool:
+        """Whether the value is that of another moment."""
+        are_untouched = (self.numbers, self.versions) == (other.numbers, other.versions)
+        return are_untouched and _are_same(self.tensors, other.tensors)
+
+
+class _Variable:
+    """A variable of the user's file: its value, or the attributes of an object whose class is a module or in the file.
+
+    Values have a path in the variable: "" is its own.
+
+    Args:
+        model: values that share memory with it cannot be saved.
+    """
+
+    def __init__(self, file: ModuleType, name: str, model: nn.Module) -> None:
+        self._file, self._name, self._model = file, name, model
+        self._first = {path: state and state.copied() for path, (state, _) in self._states().items()}
+
+    def changed(self) -> tuple[dict[str, Any], bool]:
+        """Return the values that have changed since the start, and whether there are others that cannot be saved."""
+        states = self._states()
+        values = {}
+        for path, (state, value) in states.items():
+            first = self._first.get(path)
+            if state and not (first and state.is_same(first)):
+                values[path] = value
+        return values, any(state is None and (not path or self._first.get(path)) for path, (state, _) in states.items())
+
+    def set(self, path: str, value: Any) -> None:
+        """Set a value; inside the object that it is in, if that can be changed, because others may refer to it."""
+        inner, _, attribute = path.rpartition(".")
+        owner: Any = getattr(self._file, self._name) if path else self._file
+        owner = owner.get_submodule(inner) if path and isinstance(owner, nn.Module) else owner
+        name = attribute or self._name
+        current: Any = getattr(owner, name, None)
+        match current, value:
+            case Tensor(), Tensor() if current.shape == value.shape:
+                with torch.no_grad():
+                    current.copy_(value)
+            case list(), list():
+                current[:] = value
+            case (dict(), dict()) | (set(), set()):
+                current.clear()
+                current.update(value)
+            case _:
+                setattr(owner, name, value)
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        """Yield the path of each value, and the value."""
+        value = getattr(self._file, self._name, None)
+        if isinstance(value, nn.Module):
+            for prefix, module in value.named_modules():
+                attributes = {key: each for key, each in vars(module).items() if key not in _OF_MODULES}
+                for key, each in (*module._parameters.items(), *module._buffers.items(), *attributes.items()):
+                    yield f"{prefix}.{key}" if prefix else key, each
+        elif type(value).__module__ == self._file.__name__ and hasattr(value, "__dict__"):
+            yield from vars(value).items()
+        else:
+            yield "", value
+
+    def _states(self) -> dict[str, tuple[_Snapshot | None, Any]]:
+        """The state of each value, by path, and the value; None: it cannot be saved."""
+        of_model = {tensor.untyped_storage().data_ptr() for tensor in self._model.state_dict().values()} - {0}
+        return {path: (_state_of(value, of_model), value) for path, value in self._values()}
+
+
+def variables_kept(file: ModelFile) -> dict[str, str]:
+    """Return the line where the user's functions change each variable that they keep from one update to the next."""
+    kept: dict[str, str] = {}
+    for reader in filter(file.has, _READERS if file.has("after_update") else ()):
+        for line, variable in collected(file.module, "after_update", reader):
+            kept.setdefault(variable, line)
+    for function in filter(file.has, _KEEPERS):
+        for line, variable in kept_between_calls(file.module, function):
+            kept.setdefault(variable, line)
+    return kept
+
+
+def _state_of(value: Any, of_model: Collection[int]) -> _Snapshot | None:
+    """Return the state of a value; None if it cannot be saved.
+
+    Args:
+        of_model: addresses of the model's tensors.
+    """
+    for tensor in (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)):
+        is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+        if type(tensor) not in (Tensor, nn.Parameter) or not is_dense or tensor.is_inference():
+            return None
+        if tensor.untyped_storage().data_ptr() in of_model:
+            return None
+    with suppress(CannotPackError, RecursionError):
+        tensors = dict(pack({"value": value}))
+        numbers = bytes(tensors.pop("").numpy())
+        return _Snapshot(numbers, tensors, [t._version for t in tensors.values() if isinstance(t, nn.Parameter)])
+    return None
+
+
+def _are_same(entries: _Entries, other: _Entries) -> bool:
+    """Whether two dicts have the same tensors."""
+    return entries.keys() == other.keys() and all(
+        tensor is other[key] or torch.equal(tensor, other[key]) for key, tensor in entries.items()
+    )
