@@ -37,7 +37,6 @@ class CostModel:
 
     Attributes:
         cluster: where one copy of the pipeline lies; its workers are numbered from 0.
-        pipeline_members: for each level, how many members the pipeline's workers lie on.
         copy_members: for each level, how many members hold one worker of each copy; all 1 for one copy.
         optimizer_state_ratio: bytes of optimizer state for each byte of parameters.
         may_recompute: whether a stage that lacks memory may run its forward twice.
@@ -46,7 +45,6 @@ class CostModel:
 
     cluster: Cluster
     execution: ExecutionConfig
-    pipeline_members: tuple[int, ...]
     copy_members: tuple[int, ...]
     optimizer_state_ratio: float
     may_recompute: bool = True
@@ -71,6 +69,15 @@ class CostModel:
         """k: a stage updates at the flush; without a flush, once each replica has done one minibatch. The user can
         ask for another number."""
         return self.execution.minibatches_per_update or replicas * self.execution.copies
+
+    def updates(self, load: StageLoad, replicas: Number) -> Number:
+        """Updates per minibatch, 1/k.
+
+        Without a flush, stages that share a parameter update together, after the least common multiple of their k. The
+        search sees one stage at a time and does not know the others, so it counts no update: a lower bound.
+        """
+        may_wait = load.tied_bytes if self.execution.minibatches_per_update is None else 0
+        return np.where(np.greater(may_wait, 0), 0.0, 1 / self.update_interval(replicas))
 
     @property
     def max_replicas(self) -> float:
@@ -107,7 +114,9 @@ class CostModel:
         """
         k = self.update_interval(replicas)
         passes_s = load.forward_s * (1 + np.asarray(recompute)) + load.backward_s
-        return (ceil_div(k, replicas * self.execution.copies) * passes_s + load.update_s) / k
+        return ceil_div(k, replicas * self.execution.copies) * passes_s / k + load.update_s * self.updates(
+            load, replicas
+        )
 
     def allreduce_s(self, load: StageLoad, replicas: Number, members: Members) -> Number:
         """Seconds per minibatch to average gradients, once in a round of k; overlaps with computing (section 3.1).
@@ -118,15 +127,11 @@ class CostModel:
         bound: if several stages stand on one server, their rings share its link. Only a whole plan shows that
         (plan_cost.link_times_s, and the simulator).
 
-        A tied parameter is summed over the replicas of every stage that holds it. The search sees one stage at a time
-        and does not know the others, so it charges each for one more rank in the ring, over the slowest link of
-        the pipeline.
+        A tied parameter is summed over the replicas of every stage that holds it. The search does not know the others,
+        so it charges each stage for its own replicas only.
         """
-        ring_size = replicas * self.execution.copies
-        rounds_s = self.ring_s(load.parameter_bytes - load.tied_bytes, ring_size, members)
-        if np.any(load.tied_bytes):
-            rounds_s = rounds_s + self.ring_s(load.tied_bytes, ring_size + 1, self.pipeline_members)
-        return rounds_s / self.update_interval(replicas)
+        round_s = self.ring_s(load.parameter_bytes, replicas * self.execution.copies, members)
+        return round_s * self.updates(load, replicas)
 
     def stage_s(self, load: StageLoad, replicas: Number, compute_s: Number, allreduce_s: Number) -> Number:
         """Seconds per minibatch of a stage that computes and averages.

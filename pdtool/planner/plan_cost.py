@@ -116,14 +116,11 @@ class Evaluator:
         options = replace(plan.asked or PlanOptions(), cost_model=cost_model)
         return cls(profile.sent_as(plan.wire_dtype), plan.cluster, options)
 
-    def model(
-        self, cluster: Cluster, execution: ExecutionConfig, pipeline_members: Sequence[int], copy_members: Sequence[int]
-    ) -> CostModel:
+    def model(self, cluster: Cluster, execution: ExecutionConfig, copy_members: Sequence[int]) -> CostModel:
         """Return the formulas for a pipeline whose copies each lie on `cluster`, see CostModel."""
         return COST_MODELS[self.options.cost_model](
             cluster=cluster,
             execution=execution,
-            pipeline_members=tuple(pipeline_members),
             copy_members=tuple(copy_members),
             optimizer_state_ratio=self.profile.optimizer_state_bytes,
             may_recompute=self.options.recompute,
@@ -132,9 +129,7 @@ class Evaluator:
 
     def model_of(self, workers: Sequence[Sequence[int]], execution: ExecutionConfig) -> CostModel:
         """Return the formulas for a pipeline on these workers of each stage."""
-        pipeline_members = members_of(self.cluster, [worker for numbers in workers for worker in numbers])
-        copy_members = members_of(self.cluster, workers[0][: execution.copies])
-        return self.model(self.cluster, execution, pipeline_members, copy_members)
+        return self.model(self.cluster, execution, members_of(self.cluster, workers[0][: execution.copies]))
 
     def place(
         self,

@@ -16,6 +16,7 @@ from graphs import chain, random_profile, with_nodes
 
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import PlanOptions
+from pdtool.artifacts.profile import SharedParameter
 from pdtool.errors import NoPlanError
 from pdtool.options.plan_options import PartitionOptions
 from pdtool.planner.choice import selection
@@ -268,6 +269,29 @@ def test_auto_is_no_slower_than_a_schedule_that_it_compares(seed, samples):
         for schedule in ("auto", "1f1b")
     )
     assert auto.predicted.simulated_s <= own.predicted.simulated_s * (1 + bench_choice.MAX_LOSS)
+
+
+@pytest.mark.rows_of_the_day(days=4)
+@pytest.mark.parametrize("seed", range(12))
+def test_with_tied_weights_no_narrower_option_is_faster_and_no_bound_is_beaten(seed):
+    """Stages that share a weight average it while they compute, and together; that was counted for each of them."""
+    rng = random.Random(seed)
+    net = chain(
+        [rng.choice([0.02, 0.03, 0.05]) for _ in range(rng.randint(4, 6))], parameters=4_000_000, crossing=400_000
+    )
+    ends = net.nodes[1], net.nodes[-1]
+    weight = rng.choice([40, 100, 400]) * 1_000_000
+    nodes = [n.model_copy(update={"parameter_bytes": weight}) if n in ends else n for n in net.nodes]
+    shared = (SharedParameter(name="w", bytes=weight, nodes=tuple(n.name for n in ends)),)
+    profile = with_nodes(net, nodes).model_copy(update={"shared": shared})
+    cluster = make_cluster(*rng.choice([((4,), (1.25e9,)), ((2, 2), (1.25e9, 12e9)), ((3,), (3e8,))]))
+    plan = bench_choice.planned(profile, cluster, PartitionOptions())
+    options = [{"strategy": "pipeline"}, {"straight": True}, {"replicas": (2, 1)}, {"replicas": (1, 2)}]
+    for narrower in (PartitionOptions(**asked) for asked in options):
+        narrow = bench_choice.planned(profile, cluster, narrower)
+        assert plan.predicted.simulated_s <= narrow.predicted.simulated_s * (1 + bench_choice.MAX_LOSS), narrower
+        for bound_s in (plan.why.certificate.bound_s, narrow.why.certificate.bound_s):
+            assert bound_s <= narrow.predicted.simulated_s * WINDOW, narrower
 
 
 @pytest.mark.rows_of_the_day(days=8)

@@ -143,17 +143,20 @@ class ReferenceCost:
     def compute_s(self, s: int) -> float:
         """In a round a replica does its share of the minibatches, whole ones, and one update."""
         work, n, k = self.work[s], len(self.plan.workers[s]), self.plan.round(s)
-        return (math.ceil(k / n) * n * self.passes_s(s) + work.update) / k if self.ours else self.passes_s(s)
+        update_s = 0 if self._waits(s) else work.update / k
+        return math.ceil(k / n) * n * self.passes_s(s) / k + update_s if self.ours else self.passes_s(s)
+
+    def _waits(self, s: int) -> bool:
+        """Whether its updates wait for those of other stages, with which it shares a parameter."""
+        return self.plan.schedule == "1f1b" and self.work[s].tied > 0
 
     def allreduce_s(self, s: int) -> float:
-        """One ring a round; tied parameters by a ring with one member more, over all the workers of the pipeline."""
+        """One ring a round, none where updates wait for other stages."""
         work, numbers = self.work[s], self.plan.workers[s]
         n = len(numbers)
         if not self.ours:
             return 2 * self._ring_s(work.parameters, n, numbers) / n
-        everyone = [worker for some in self.plan.workers for worker in some]
-        tied = self._ring_s(work.tied, n + 1, everyone)
-        return (self._ring_s(work.parameters - work.tied, n, numbers) + tied) / self.plan.round(s)
+        return 0.0 if self._waits(s) else self._ring_s(work.parameters, n, numbers) / self.plan.round(s)
 
     def _ring_s(self, size: float, members: int, numbers: Sequence[int]) -> float:
         """2 (n-1) messages in turn, each of 1/n of the bytes, over the slowest link that the ring crosses."""

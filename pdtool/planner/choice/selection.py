@@ -113,17 +113,10 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
 
 
 def _excess_of_formulas(search: PlanSearch) -> float:
-    """Return roughly by which factor the formulas may overestimate a plan's simulated time.
-
-    Stages that share a parameter update together, after the least common multiple of their minibatches; the formulas
-    count the updates of each stage.
-    And they let tensors that skip a stage pass through it.
-    """
-    nodes = search.profile.nodes
-    passes_s = sum(node.forward_s + node.backward_s for node in nodes)
-    has_skips = any(len(node.inputs) > 1 for node in nodes) and search.workers <= MAX_WORKERS_WITH_CONFIGURATIONS
-    excess = _EXCESS_OF_SKIPS if has_skips else 1.0
-    return max(excess, 1 + sum(node.update_s for node in nodes) / passes_s if search.profile.shared and passes_s else 1)
+    """Return roughly by how much the formulas overestimate a simulated time: by them, a tensor that skips a stage
+    passes through it."""
+    has_skips = any(len(node.inputs) > 1 for node in search.profile.nodes)
+    return _EXCESS_OF_SKIPS if has_skips and search.workers <= MAX_WORKERS_WITH_CONFIGURATIONS else 1.0
 
 
 @dataclass(frozen=True)

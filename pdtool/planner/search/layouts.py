@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from pdtool.artifacts.cluster import Cluster
-from pdtool.planner.formulas import TOLERANCE, CostModel, members_between, members_of
+from pdtool.planner.formulas import TOLERANCE, CostModel, members_of
 from pdtool.planner.plan_cost import Candidate, Evaluator
 from pdtool.planner.search.configurations import Configurations
 from pdtool.planner.search.cuts import CutSpace
@@ -154,9 +154,8 @@ class LayoutSearch:
     def model(self) -> CostModel:
         """The formulas on this layout."""
         layout = self.layout
-        pipeline_members = members_between(layout.block, 0, layout.workers)
         copy_members = members_of(layout.cluster, [layout.worker(copy, 0) for copy in range(layout.copies)])
-        return self.evaluator.model(layout.block, self.execution, pipeline_members, copy_members)
+        return self.evaluator.model(layout.block, self.execution, copy_members)
 
     @cached_property
     def program(self) -> DynamicProgram:
