@@ -224,7 +224,7 @@ class Checkpoint:
         earlier = [epoch for epoch in complete if self.epoch and epoch < self.epoch]
         if earlier:
             before = complete[max(earlier)].path
-            return f"continue in a new folder from the checkpoint before it: --resume {before} without -o"
+            return f"continue in a new folder from the checkpoint before it: `pdtool run --resume {quoted(before)}`"
         return "this run has no earlier checkpoint: train again in another folder"
 
 
@@ -368,6 +368,15 @@ class RunDir:
         """Rename the report of the resumed run in this folder, because it does not belong to this run."""
         with suppress(OSError):
             os.replace(self.report_file, self.path / f"report.epoch-{epochs_done}.json")
+
+    def remove_damaged_copy(self, plan: Artifact) -> None:
+        """Remove the copy of the resumed run's plan if it is no longer one; `plan` is saved in its place."""
+        with suppress(OSError):
+            try:
+                plan.check_target(self.plan_file)
+            except UsageError:
+                if self.plan_file.is_file() and not self.plan_file.is_symlink():
+                    self.plan_file.unlink()
 
     def read(self) -> RunRecord:
         """Read the run's folder; a report with fewer epochs than the metrics belongs to an earlier run.

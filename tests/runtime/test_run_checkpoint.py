@@ -135,6 +135,17 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path, toy: harness.Toy) -> N
     assert_same(found, expected)
 
 
+def test_a_run_whose_copy_of_the_plan_is_damaged_is_resumed(tmp_path: Path) -> None:
+    """The plan comes from its own file. Once, the copy "would be overwritten; name another file", in a run's folder."""
+    spec = harness.job(tmp_path, CONV2, (1, 1), epochs=1)
+    launch(spec)
+    copy = RunDir(spec.out).plan_file
+    expected = copy.read_text()
+    copy.write_text("x: [")
+    launch(replace(spec, epochs=2, resume=spec.out))
+    assert copy.read_text() == expected
+
+
 @pytest.mark.parametrize("plans", [(CONV2, CONV1), (CONV1, CONV3)], ids=["joined", "divided"])
 def test_what_user_code_keeps_goes_on_under_another_plan(tmp_path: Path, plans: tuple[harness.Toy, ...]) -> None:
     plans = tuple(replace(toy, model=toy.model + _KEEPS) for toy in plans)
@@ -402,7 +413,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_named(tmp_path: P
     else:
         damage(last / name, how)
     what = "is missing" if how == "missing" else "is damaged .*"
-    remedy = f"continue in a new folder from the checkpoint before it: --resume {first}"
+    remedy = f"continue in a new folder from the checkpoint before it: `pdtool run --resume {first}`"
     message = rf"epoch-2/stage-0.safetensors: {what}; {remedy}"
     with pytest.raises(ArtifactError, match=message):
         checkpoint.export(spec.out, tmp_path / "model.pt")

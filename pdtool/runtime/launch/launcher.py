@@ -100,6 +100,7 @@ def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterat
     with run_dir.held():
         run_dir.check_no_other_run(config.resume)  # one may have begun and ended since the first check
         run_dir.put_report_aside(epochs_done)
+        run_dir.remove_damaged_copy(plan)
         state = RunState(
             plan=plan.name,
             plan_path=config.plan_path,
