@@ -22,6 +22,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
 from pdtool.errors import TraceError
@@ -205,11 +206,26 @@ def _indexed(result: Any) -> tuple[Any, list[Tensor]]:
 @contextmanager
 def _forwards_replaced(model: nn.Module, paths: Collection[str], call: Callable[..., Any]) -> Iterator[None]:
     """Replace calls of the modules at `paths` by `call`, with the path and the module's own forward before the
-    arguments."""
+    arguments. In torch.func.functional_call they have other parameters, so there they stay as they are."""
+    has_other_parameters = False
+    functional_call = stateless._functional_call
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_other_parameters
+        before, has_other_parameters = has_other_parameters, True
+        try:
+            return functional_call(*args, **kwargs)
+        finally:
+            has_other_parameters = before
+
+    def replaced(path: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if has_other_parameters else call(path, forward, *args, **kwargs)
+
     with ExitStack() as stack:
+        stack.enter_context(patch.object(stateless, "_functional_call", called))
         for path in paths:
             module = model.get_submodule(path)
-            stack.enter_context(patch.object(module, "forward", functools.partial(call, path, module.forward)))
+            stack.enter_context(patch.object(module, "forward", functools.partial(replaced, path, module.forward)))
         yield
 
 

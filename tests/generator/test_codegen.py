@@ -220,6 +220,16 @@ def test_tied_weight_is_listed_with_its_name_in_each_stage(tmp_path):
     assert "# embedding.weight is decoder.weight of stage 2 as well" in texts["stage_0.py"]
 
 
+def test_functional_call_computes_with_the_tensors_that_it_is_given(tmp_path):
+    """The stage called the layer with its own weights, which the check at equal initial weights does not tell."""
+    model_file = small("teacher")
+    profile = skeleton(model_file)
+    generate(plan_of(profile, 2), profile, model_file, tmp_path / "bundle")
+    text = "".join(texts_in(tmp_path / "bundle").values())
+    assert "F.linear(x, self.first_weight, bias=self.first_bias)" in text
+    assert "self.layer(x)" in text
+
+
 def test_skip_goes_straight_to_every_later_stage(tmp_path):
     model_file = small("unet")
     profile = skeleton(model_file)

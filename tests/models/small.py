@@ -202,3 +202,25 @@ def example_inputs(batch_size):
 
 def optimizer(named_parameters):
     return torch.optim.Adam([parameter for _, parameter in named_parameters])
+
+
+class Teacher(nn.Module):
+    """Compares a layer with what it was at the start."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
+        self.register_buffer("first_weight", self.layer.weight.detach().clone())
+        self.register_buffer("first_bias", self.layer.bias.detach().clone())
+
+    def forward(self, x):
+        with torch.no_grad():
+            before = torch.func.functional_call(
+                self.layer, {"weight": self.first_weight, "bias": self.first_bias}, (x,)
+            )
+        h = self.layer(x)
+        return self.head(torch.tanh(h)), h - before
+
+
+def teacher():
+    return Teacher()

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from pdtool.artifacts.run_dir import Checkpoint, CheckpointManifest, RunDir
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.frontend.model_file import ModelFile
+from pdtool.options.target import Target
 from pdtool.runtime.launch.launcher import launch
 from pdtool.runtime.worker import checkpoint
 
@@ -68,11 +69,19 @@ MERGING = replace(
 
 # whose loss, updates and schedule keep values outside the model and the optimizer
 _KEEPS = """
+class Temperature:
+    def __init__(self):
+        self.value = 1.0
+    def cool(self):
+        self.value *= 0.8
+
 AVERAGE, TAU, CALLS, OF_LOSS = {}, 1.0, 0, {"mean": torch.zeros(()), "seen": []}
+TEMPERATURE = Temperature()
 
 def after_update(named_parameters, update):
     global TAU
     TAU = 0.9**update
+    TEMPERATURE.cool()
     with torch.no_grad():
         for name, p in named_parameters:
             AVERAGE[name] = 0.5 * AVERAGE.get(name, p) + 0.5 * p
@@ -93,7 +102,7 @@ class Loss(nn.Module):
         self.center.mul_(0.9).add_(0.1 * value.detach())
         self.inner(output.detach().reshape(-1, 1))
         kept = TAU + 0.1 * CALLS + OF_LOSS["mean"] + self.center + self.inner.running_var.sum() + 0.1 * self.count
-        return value * (1 + torch.sin(kept + sum(OF_LOSS["seen"][-2:])))
+        return value * (1 + torch.sin(kept + TEMPERATURE.value + sum(OF_LOSS["seen"][-2:])))
 
 loss = Loss()
 """
@@ -144,6 +153,26 @@ def test_a_run_whose_copy_of_the_plan_is_damaged_is_resumed(tmp_path: Path) -> N
     copy.write_text("x: [")
     launch(replace(spec, epochs=2, resume=spec.out))
     assert copy.read_text() == expected
+
+
+def test_a_target_changes_nothing_that_is_trained(tmp_path: Path) -> None:
+    """Before training, a minibatch is validated to see whether the model has the metric."""
+    counting = """
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+    def forward(self, output, target):
+        self.seen.add_(1)
+        return output.square().mean() * (1 + self.seen.sin())
+loss = Loss()
+"""
+    toy = replace(_MLP2, model=_MLP2.model + counting)
+    found = [
+        weights(harness.run(harness.job(tmp_path / name, toy, epochs=2, target=target)))
+        for name, target in (("without", None), ("with", Target.parse("loss<=0")))
+    ]
+    assert_same(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("plans", [(CONV2, CONV1), (CONV1, CONV3)], ids=["joined", "divided"])

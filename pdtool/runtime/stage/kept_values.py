@@ -1,7 +1,11 @@
-"""Values that the user's functions keep from one update to the next, outside the model and the optimizer:
+"""Values that the user's functions keep from one update to the next, outside the model and the optimizer.
 
-AVERAGE = {}             a variable that loss(), after_update() or scheduler() changes and reads
-loss = CenterLoss()      buffers, parameters and other attributes of an object at the top of the file
+For example:
+
+    AVERAGE = {}             a variable that loss(), after_update() or scheduler() changes and reads
+    loss = CenterLoss()      buffers, parameters and other attributes of an object that such a function uses
+
+Each change is found by comparing a value with what it was when the worker started.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.variable_uses import collected, kept_between_calls
+from pdtool.frontend.variable_uses import collected, kept_between_calls, names_used
 from pdtool.runtime.stage.component import CannotPackError, pack, unpack
 
 _READERS = ("loss", "collate", "dataset", "scheduler")  # of variables that after_update() changes
@@ -50,7 +54,9 @@ class KeptValues:
         self._stages, self._number, self._device, self._lines = stages, number, device, variables_kept(file)
         own = {id(parameter) for parameter in model.parameters()}
         modules = (name for name, m in file.modules.items() if not any(id(p) in own for p in m.parameters()))
-        names = sorted({*self._lines, *modules, *(["loss"] if file.has("loss") else [])})
+        used = {"loss", *(name for keeper in filter(file.has, _KEEPERS) for name in names_used(file.module, keeper))}
+        objects = (name for name in used if type(vars(file.module).get(name)).__module__ == file.module.__name__)
+        names = sorted({*self._lines, *modules, *objects})
         self._variables = {name: _Variable(file.module, name, model) for name in names}
         self.lost: list[str] = []
 

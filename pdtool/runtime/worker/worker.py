@@ -30,8 +30,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
@@ -170,6 +170,18 @@ class Worker:
             sys.stderr.write(f"warning: {where} gives no {named}: metrics() returned a total count of 0\n")
         return figures
 
+    @contextmanager
+    def _buffers_restored(self) -> Iterator[None]:
+        """Restore at the end the buffers of the stages and of the user's other modules."""
+        modules = [*(replica.stage.module for replica in self.stages.values()), *self._data.file.modules.values()]
+        owners = [module._buffers for outer in modules for module in outer.modules()]
+        values = [{name: (b, b.clone()) for name, b in owner.items() if b is not None} for owner in owners]
+        yield
+        with torch.no_grad():
+            for owner, before in zip(owners, values, strict=True):
+                for name, (buffer, value) in before.items():
+                    owner[name] = buffer.copy_(value)
+
     def run(self) -> Report:
         """Train the epochs that are left, each followed by a validation and a checkpoint; return the report."""
         if not self._of_last_stage or not self._place.is_replica_0:
@@ -183,7 +195,8 @@ class Worker:
         config, meter, progress = self._config, self._place.meter, self.progress
         resumed = done = len(progress.samples)
         if config.target and not done:  # if the model does not report the metric, fail now, not after an epoch
-            figures = self.validate(0, config.plan.batch_size)
+            with self._buffers_restored():
+                figures = self.validate(0, config.plan.batch_size)
             config.target.is_reached(figures, progress.undefined)
             if self._log and (doubt := config.target.doubt(figures)):
                 sys.stderr.write(f"warning: {doubt}\n")
