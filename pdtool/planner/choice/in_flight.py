@@ -58,10 +58,9 @@ def with_fewest_in_flight(
     fastest_s = math.inf
     for choice in _choices(evaluator, candidate, margin):
         time_s = _simulated_s(evaluator, choice.placement, limit_s * (1 + IN_FLIGHT_MARGIN), patience)
-        is_slower = fastest_s <= time_s and fastest_s < math.inf
         simulated.append((choice, time_s))
         fastest_s = min(fastest_s, time_s)
-        if time_s <= enough_s * (1 + margin) or is_slower:
+        if time_s <= enough_s * (1 + margin):
             break  # more in flight bring nothing
     return next(choice for choice in simulated if choice[1] <= fastest_s * (1 + IN_FLIGHT_MARGIN))
 

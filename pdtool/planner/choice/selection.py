@@ -2,7 +2,7 @@
 
 The formulas assume that messages always overlap with computing, the simulator does not.
 
-    (1) shortlist   the fastest plans by the formulas, the baselines, and the best of each layout and number of stages
+    (1) shortlist   the fastest plans by the formulas, baselines, the best of each number of stages, on whole servers
     (2) drop        plans that a lower bound shows to be slower than a plan that was simulated
     (3) simulate    the rest, each with few and with more minibatches in flight
     (4) vary        without a flush and on few workers: move borders of fast plans, and of each configuration's
@@ -179,7 +179,8 @@ class _Selection:
         return min((plan.bound_s for plan in self._shortlist), default=math.inf)
 
     def add_plans_by_stage_count(self, bound_s: float, *, with_slower_links: bool = True) -> None:
-        """Add the best plans of each schedule, layout and number of stages that may take less than `bound_s`.
+        """Add the best plans of each schedule, layout and number of stages, and of each configuration of whole servers,
+        that may take less than `bound_s`.
 
         Args:
             with_slower_links: search also as if links were slower.
@@ -189,12 +190,18 @@ class _Selection:
             for slower in slowdowns if with_slower_links else slowdowns[:1]:
                 plans = self.search.plans_by_stage_count(execution, bound_s * slower, slower)
                 self._shortlist += self._first(_in_order(self._with_lower_bounds(plans)))
+            plans = self.search.plans_on_whole_servers(execution, bound_s)
+            self._shortlist += self._short(_in_order(self._with_lower_bounds(plans)))
 
     def _first(self, plans: list[_BoundedCandidate]) -> list[_BoundedCandidate]:
         """Return the first plans. With a flush, whose time the formulas only guess, return more if simulations are
         short."""
         if not plans or not _flushes(plans[0].candidate):
             return plans[: self._most]
+        return self._short(plans)
+
+    def _short(self, plans: list[_BoundedCandidate]) -> list[_BoundedCandidate]:
+        """Return the first plans, more if simulations are short."""
         placements = (plan.candidate.placement for plan in plans)
         sizes = (action_count(placement) * placement.used_workers for placement in placements)
         short = sum(total <= _MAX_ACTIONS_LISTED for total in accumulate(sizes))

@@ -84,6 +84,7 @@ class DynamicProgram:
         min_stages: 2 leaves out the plan of one stage.
         spare: number of last workers that may stay idle; 0 with a memory limit, because minibatches in flight are
             counted for a pipeline that ends at worker U.
+        unit: stages begin at a multiple of so many workers, and have a multiple of so many replicas.
 
     Attributes:
         any_number_of_stages: V for any number of stages.
@@ -100,6 +101,7 @@ class DynamicProgram:
     minimize_memory: bool = False
     min_stages: int = 1
     spare: int = 0
+    unit: int = 1
     candidates: dict[int, CandidateStages] = field(default_factory=dict, init=False)
     values_by_count: list[Array] = field(default_factory=list, init=False)
 
@@ -305,7 +307,7 @@ class DynamicProgram:
     def _slots(self) -> tuple[Array, Array]:
         """[2, slots] first worker and replicas of every stage that may be the first, and of every other one; ordered by
         first worker."""
-        stages: Iterable[tuple[int, int]] = combinations(range(self.workers + 1), 2)
+        stages: Iterable[tuple[int, int]] = combinations(range(0, self.workers + 1, self.unit), 2)
         if self.replicas:
             stages = pairwise(accumulate(self.replicas, initial=0))
         first, end = np.array([*stages], dtype=np.int64).T

@@ -27,6 +27,7 @@ from pdtool.schedule import ExecutionConfig
 MAX_WORKERS_PER_COPY = 256  # the search looks at every worker as the first one of every stage
 # In larger clusters, blocks that leave out some of the devices of every server are not looked at.
 _MAX_WORKERS_WITH_PARTIAL_BLOCKS = 64
+_MIN_PARTS, _MAX_PARTS = 3, 8  # of a cluster, of which every way to share them among stages is looked at
 _COARSE_CUTS = 160  # cuts of a first, rough search: this many over the square root of the workers
 
 
@@ -117,6 +118,16 @@ def layouts(cluster: Cluster, workers: int, *, all_workers: bool = False) -> lis
     return sorted(found, key=lambda layout: (layout.workers, layout.copies, layout.sizes))
 
 
+def workers_per_part(cluster: Cluster, workers: int) -> int | None:
+    """Return the size of equal parts of a cluster, three to eight: whole servers, else a divisor or multiple of a
+    server's workers; None: there is none."""
+    server = cluster.below[0]
+    sizes = [n for n in range(1, workers // _MIN_PARTS + 1) if workers % n == 0 and workers // n <= _MAX_PARTS]
+    if server in sizes:
+        return server
+    return max((n for n in sizes if server % n == 0 or n % server == 0 or server == 1), default=None)
+
+
 def searches_all_blocks(cluster: Cluster) -> bool:
     """Whether a cluster is small enough to try blocks that leave out devices of every server, and, under a memory
     limit, every worker as the last one."""
@@ -140,6 +151,7 @@ class LayoutSearch:
         replicas: of each stage, on all workers of the layout; None: any.
         bound_s: plans that take longer per minibatch are not looked for.
         min_stages: that a plan must have.
+        unit: workers; each stage has a multiple of it.
     """
 
     evaluator: Evaluator
@@ -149,6 +161,7 @@ class LayoutSearch:
     replicas: tuple[int, ...] | None = None
     bound_s: float = np.inf
     min_stages: int = 1
+    unit: int = 1
 
     @cached_property
     def model(self) -> CostModel:
@@ -164,7 +177,13 @@ class LayoutSearch:
 
     def _program(self, *, minimize_memory: bool = False, limit_bytes: float = np.inf) -> DynamicProgram:
         layout = self.layout
-        bounds = limit_bytes if minimize_memory else self.bound_s, minimize_memory, self.min_stages, layout.spare
+        bounds = (
+            limit_bytes if minimize_memory else self.bound_s,
+            minimize_memory,
+            self.min_stages,
+            layout.spare,
+            self.unit,
+        )
         return DynamicProgram(self.space, self.model, layout.workers, self.replicas, *bounds)
 
     @property
