@@ -81,6 +81,7 @@ class Predicted(FrozenModel):
         bottleneck_s: time of the whole pipeline by the formulas: the slowest stage or transfer, each by itself.
         simulated_s: time in a simulation of the workers' own action lists; None: not simulated.
         data_parallel_s: simulated time of data parallelism on all workers; None: not simulated.
+        one_worker_s: time of one worker alone; None: the model does not fit on one, or an earlier pdtool predicted.
         throughput_samples_per_s: from simulated_s; if that is missing, from bottleneck_s.
         gain_over_data_parallel: ratio of the two simulated times; if one is missing, of the two by the formulas.
         samples_per_update: samples whose gradients one update averages, at the stage with the most; None: an earlier
@@ -98,6 +99,7 @@ class Predicted(FrozenModel):
     bottleneck_s: Figure
     simulated_s: Figure | None = None
     data_parallel_s: Figure | None = None
+    one_worker_s: Figure | None = None
     throughput_samples_per_s: Figure
     gain_over_data_parallel: Figure
     samples_per_update: FigureCount | None = None
@@ -232,11 +234,6 @@ class Why(FrozenModel):
     certificate: Certificate | None = None
     rivals: tuple[Rival, ...] = ()
     faster: FasterPlan | None = None
-
-    @property
-    def one_worker_s(self) -> float | None:
-        """Seconds per minibatch of one worker alone; None if it was not a rival, as when the model does not fit."""
-        return next((rival.bottleneck_s for rival in self.rivals if rival.plan == ONE_WORKER), None)
 
 
 @dataclass(frozen=True, kw_only=True)

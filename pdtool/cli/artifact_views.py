@@ -138,7 +138,7 @@ def _stage_figures(predicted: Predicted, s: int) -> list[str]:
 def _speed(plan: Plan, predicted: Predicted) -> Lines:
     """Show the time per minibatch by the formulas and by simulation, with throughput and gain beside their source.
 
-    It shows no gain for data parallelism itself, on a single worker, or for a plan that is not for speed.
+    It compares no plan with itself, nor one that is not for speed.
     """
     is_whole_model = len(plan.stages) == 1 and plan.workers == plan.cluster.workers
     is_data_parallel = is_whole_model and (not plan.has_gain or math.isclose(predicted.gain_over_data_parallel, 1))
@@ -146,13 +146,13 @@ def _speed(plan: Plan, predicted: Predicted) -> Lines:
     gain = f", {format_ratio(predicted.gain_over_data_parallel)} times as fast as data parallelism"
     if is_whole_model and predicted.samples_per_update != predicted.data_parallel_samples_per_update:
         gain += f" with {predicted.data_parallel_samples_per_update} samples per update"
-    own_s, one_worker_s = predicted.time_s, plan.why and plan.why.one_worker_s
-    if one_worker_s and own_s:
+    if is_data_parallel:
+        gain = " (this is data parallelism)"
+    own_s, one_worker_s = predicted.time_s, predicted.one_worker_s
+    if one_worker_s and own_s and plan.workers > 1:
         gain += f", {format_ratio(one_worker_s / own_s)} times as fast as one worker"
     if not plan.has_gain:
         gain = ""
-    elif is_data_parallel:
-        gain = " (this is data parallelism)"
     simulated_s, both = predicted.simulated_s, predicted.data_parallel_s is not None
     by_formulas = f"{throughput if simulated_s is None else ''}{'' if both else gain}"
     has_formulas = plan.execution.has_formulas

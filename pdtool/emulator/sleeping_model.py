@@ -248,7 +248,7 @@ def write_sleeping_model(
 def _scaled(predicted: Predicted, batch_size: int, scaling: Scaling) -> Predicted:
     """Return the emulation's predictions; its minibatches of `batch_size` samples are one sample each."""
     slowdown = scaling.slowdown
-    whole = ("bottleneck_s", "simulated_s", "data_parallel_s")
+    whole = ("bottleneck_s", "simulated_s", "data_parallel_s", "one_worker_s")
     of_stages = ("compute_s", "allreduce_s", "transfer_s")
     return predicted.model_copy(
         update={

@@ -59,9 +59,9 @@ def with_fastest_size(plans: Sequence[Plan]) -> Plan:
     best, *others = sorted(plans, key=lambda plan: -plan.predicted.throughput_samples_per_s if plan.predicted else 0.0)
     best_why, rivals = best.why or Why(bottleneck=""), []
     for plan in others:
-        why, figures, size = plan.why or Why(bottleneck=""), plan.predicted, plan.batch_size
+        figures, size = plan.predicted, plan.batch_size
         assert figures
-        own = {"data parallelism": figures.data_parallel_s, ONE_WORKER: why.one_worker_s}
+        own = {"data parallelism": figures.data_parallel_s, ONE_WORKER: figures.one_worker_s}
         rates = [f"{name} {format_number(size / time_s)}" for name, time_s in own.items() if time_s]
         rivals.append(
             Rival(

@@ -74,7 +74,8 @@ def predicted_figures(
     plan: Plan, evaluator: Evaluator, cost: PlanCost, bottleneck_s: float, simulated_s: float | None
 ) -> Predicted:
     """Return the figures. The gain is over data parallelism on all workers of the cluster, even if that does not fit in
-    memory. Both are simulated, or both computed by the same formulas.
+    memory. Both are simulated, or both computed by the same formulas. One worker sends nothing, so that its time by
+    the formulas equals its simulated time.
 
     Args:
         bottleneck_s: seconds per minibatch by the formulas, or simulated if no formulas cover the plan.
@@ -84,6 +85,7 @@ def predicted_figures(
     minibatches = PLANNERS["data-parallel"].rival_minibatches(plan.execution.minibatches_per_update, workers)
     execution = ExecutionConfig().averaging(minibatches)  # as the rival in `simulate`
     data_parallel = evaluator.data_parallel(workers, execution)
+    one_worker = evaluator.data_parallel(1, ExecutionConfig().averaging(plan.execution.minibatches_per_update))
     data_parallel_s = None
     if simulated_s is not None:
         data_parallel_s = steady_state_s(data_parallel.placement, evaluator.profile, evaluator.cluster)
@@ -95,6 +97,7 @@ def predicted_figures(
         bottleneck_s=bottleneck_s,
         simulated_s=simulated_s,
         data_parallel_s=data_parallel_s,
+        one_worker_s=one_worker.time_per_minibatch_s if evaluator.fits(one_worker) else None,
         throughput_samples_per_s=plan.batch_size / time_s if time_s else 0.0,
         gain_over_data_parallel=other_s / own_s if own_s else 1.0,
         samples_per_update=samples_per_update(Placement.of(plan, evaluator.profile), evaluator.profile),
