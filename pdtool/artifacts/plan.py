@@ -81,6 +81,7 @@ class Predicted(FrozenModel):
         bottleneck_s: time of the whole pipeline by the formulas: the slowest stage or transfer, each by itself.
         simulated_s: time in a simulation of the workers' own action lists; None: not simulated.
         data_parallel_s: simulated time of data parallelism on all workers; None: not simulated.
+        data_parallel_fits: whether that data parallelism fits into memory; None: an earlier pdtool predicted.
         one_worker_s: time of one worker alone; None: the model does not fit on one, or an earlier pdtool predicted.
         throughput_samples_per_s: from simulated_s; if that is missing, from bottleneck_s.
         gain_over_data_parallel: ratio of the two simulated times; if one is missing, of the two by the formulas.
@@ -99,6 +100,7 @@ class Predicted(FrozenModel):
     bottleneck_s: Figure
     simulated_s: Figure | None = None
     data_parallel_s: Figure | None = None
+    data_parallel_fits: bool | None = None
     one_worker_s: Figure | None = None
     throughput_samples_per_s: Figure
     gain_over_data_parallel: Figure

@@ -146,6 +146,8 @@ def _speed(plan: Plan, predicted: Predicted) -> Lines:
     gain = f", {format_ratio(predicted.gain_over_data_parallel)} times as fast as data parallelism"
     if is_whole_model and predicted.samples_per_update != predicted.data_parallel_samples_per_update:
         gain += f" with {predicted.data_parallel_samples_per_update} samples per update"
+    if predicted.data_parallel_fits is False:
+        gain += " (which does not fit)"
     if is_data_parallel:
         gain = " (this is data parallelism)"
     own_s, one_worker_s = predicted.time_s, predicted.one_worker_s

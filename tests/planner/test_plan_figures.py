@@ -16,6 +16,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.cli.artifact_views import plan_view
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.options.plan_options import PartitionOptions
+from pdtool.planner.choice.comparison import simulated
 from pdtool.planner.choice.make_plan import make_plan
 from pdtool.planner.choice.plan_figures import refresh
 from pdtool.planner.choice.strategies import planner_asked_for
@@ -60,3 +61,16 @@ def test_one_worker_is_compared_with_for_any_samples_in_an_update(samples):
     profile = chain([0.03] * 3, parameters=1000)
     plan = planned(profile, make_cluster((3,), (FAST,)), samples_per_update=samples, schedule="1f1b")
     assert headline(plan).endswith(" times as fast as one worker")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_headline_says_what_does_not_fit(schedule):
+    """It was "14.7 times as fast as data parallelism, 2.99 times as fast as one worker", which would both not fit."""
+    profile = chain([1.0] * 6, parameters=1000)
+    for memory_bytes in (None, 11_000):
+        cluster = make_cluster((3,), (FAST,), memory_bytes=memory_bytes)
+        plan = planned(profile, cluster, schedule=schedule, strategy="pipeline")
+        _, rival = simulated(plan, profile, against=["data-parallel"]).comparison.plans
+        assert plan.predicted.data_parallel_fits == rival.fits == (memory_bytes is None)
+        assert ("as data parallelism (which does not fit)" in headline(plan)) == (memory_bytes is not None)
+        assert (plan.predicted.one_worker_s is None) == ("one worker" not in headline(plan)) == bool(memory_bytes)

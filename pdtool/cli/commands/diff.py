@@ -34,6 +34,7 @@ _IN_WORDS = {
     "predicted.bottleneck_s": "time, predicted",
     "predicted.simulated_s": "time, simulated",
     "predicted.data_parallel_s": "data parallelism's time",
+    "predicted.data_parallel_fits": "whether data parallelism fits",
     "predicted.one_worker_s": "one worker's time",
     "predicted.throughput_samples_per_s": "samples/s of the plan",
     "predicted.gain_over_data_parallel": "times as fast as data parallelism",

@@ -28,7 +28,7 @@ from pdtool.units import counted, format_bytes, format_ratio, format_seconds, fo
 _RELATIVE_TOLERANCE = 1e-9  # sums taken in another order differ in the last digits
 _NO_FIGURES = ("cost", "plan_sha256")  # fields of Predicted that say what the others are of
 # Which earlier plans lack:
-_LATER_FIGURES = ("samples_per_update", "data_parallel_samples_per_update", "one_worker_s")
+_LATER_FIGURES = ("samples_per_update", "data_parallel_samples_per_update", "data_parallel_fits", "one_worker_s")
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,7 @@ def predicted_figures(
         bottleneck_s=bottleneck_s,
         simulated_s=simulated_s,
         data_parallel_s=data_parallel_s,
+        data_parallel_fits=evaluator.fits(data_parallel),
         one_worker_s=one_worker.time_per_minibatch_s if evaluator.fits(one_worker) else None,
         throughput_samples_per_s=plan.batch_size / time_s if time_s else 0.0,
         gain_over_data_parallel=other_s / own_s if own_s else 1.0,
