@@ -144,6 +144,8 @@ def _speed(plan: Plan, predicted: Predicted) -> Lines:
     is_data_parallel = is_whole_model and (not plan.has_gain or math.isclose(predicted.gain_over_data_parallel, 1))
     throughput = f" ({format_throughput(predicted.throughput_samples_per_s)})"
     gain = f", {format_ratio(predicted.gain_over_data_parallel)} times as fast as data parallelism"
+    if plan.workers < plan.cluster.workers:
+        gain += f" on {counted(plan.cluster.workers, 'worker')}"
     if is_whole_model and predicted.samples_per_update != predicted.data_parallel_samples_per_update:
         gain += f" with {predicted.data_parallel_samples_per_update} samples per update"
     if predicted.data_parallel_fits is False:

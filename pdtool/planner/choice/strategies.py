@@ -286,13 +286,25 @@ class Planner:
         gain_s = chosen.time_per_minibatch_s - rival.time_per_minibatch_s
         if gain_s <= 0:
             return rival.cost.bottleneck
-        is_searched = rival.placement.execution.schedule in {each.schedule for each in search.options.executions}
         reason = ", but excluded by the options"
-        if is_searched and self._is_asked_for(search, rival) and search.allows(rival.placement):
+        if (
+            self._is_searched(search, rival.placement.execution)
+            and self._is_asked_for(search, rival)
+            and search.allows(rival.placement)
+        ):
             reason = self._why_slower(search, rival, selected)
         elif not self._is_faster_in_simulation(search, rival, selected):
             reason = _NOT_IN_SIMULATION
         return f"{format_seconds(gain_s)} faster by the formulas{reason}"
+
+    @staticmethod
+    def _is_searched(search: PlanSearch, execution: ExecutionConfig) -> bool:
+        """Whether the search covers the schedule, with updates that average so many minibatches."""
+        return any(
+            each.schedule == execution.schedule
+            and (each.minibatches_per_update or 1) >= (execution.minibatches_per_update or 1)
+            for each in search.options.executions
+        )
 
     @staticmethod
     def _is_faster_in_simulation(search: PlanSearch, rival: Candidate, selected: Selected) -> bool:
@@ -461,8 +473,8 @@ def planner_asked_for(asked: PartitionOptions) -> Planner:
 
 
 def baselines(search: PlanSearch, execution: ExecutionConfig) -> Iterator[Baseline]:
-    """Yield each baseline on the workers that may be used; straight ones on one worker per stage. GPipe takes as many
-    minibatches in an update as data parallelism.
+    """Yield each baseline on the workers that may be used; straight ones on one worker per stage. All take the
+    minibatches of an update from `execution`; data parallelism takes more if some of its workers would be idle.
 
     GPipe and model parallelism reuse the stages of the straight pipeline, which needs no further search. Their own
     planners find their best plans.
@@ -470,7 +482,8 @@ def baselines(search: PlanSearch, execution: ExecutionConfig) -> Iterator[Baseli
     execution = replace(execution, copies=1)
     minibatches = execution.minibatches_per_update
     data_parallel, *on_straight_stages = map(PLANNERS.__getitem__, BASELINES)
-    plan = search.data_parallel(execution)
+    on_all_workers = execution.averaging(data_parallel.rival_minibatches(minibatches, search.workers))
+    plan = search.evaluator.data_parallel(search.workers, on_all_workers)
     yield data_parallel.title(plan.placement), plan
     if straight := _straight_pipeline(search, execution):
         stages, workers = straight.placement.stages, straight.placement.workers
