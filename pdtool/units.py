@@ -103,6 +103,11 @@ def format_ratio(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 
+def format_speedup(value: float) -> str:
+    """Write a ratio of two times as `2.11`; a large one is only `more than 1,000`."""
+    return format_ratio(value) if value < 999.5 else "more than 1,000"
+
+
 def format_metric(value: float) -> str:
     """Write a loss or a metric as `0.1234`; tiny and huge ones as `3.21e-05` and `6e+28`."""
     is_plain = not value or _PLAIN[0] <= abs(value) < _PLAIN[1]

@@ -51,6 +51,7 @@ LITTLE_ROOM = 0.75
 _NOT_PREDICTED_FROM = {"format", "tool_version", "sha256", "name", "model", "profile", "asked", "predicted", "why"}
 _MIN_GAP = 0.0005  # a smaller gap rounds to 0.0%
 _ROUNDING = 1e-9  # a smaller gap is a rounding error
+_MAX_ERROR = 0.03  # of the formulas, compared with the simulation; a certificate mentions a larger one
 _EARLIER_CERTIFICATE = {"lower_bound_s": "bound_s", "gap": "gap", "proof": "proof"}  # fields of Why, once
 CostModelName = Literal["ours", "pipedream", "pipedream-free"]
 
@@ -183,11 +184,12 @@ class Certificate(FrozenModel):
     simulated_plans: Count | None = None
     proof: Label = ""
 
-    def claim(self, overestimate: str = "") -> str:
+    def claim(self, overestimate: str = "", simulated_s: float | None = None) -> str:
         """State the bound, and how far the plan is above it.
 
         Args:
             overestimate: why the formulas may overestimate the times.
+            simulated_s: the plan's simulated time; None: it was not simulated.
         """
         excess = f" (the formulas {overestimate})" if overestimate else ""
         bound = f"{format_seconds(self.bound_s)} per minibatch{excess}"
@@ -195,7 +197,10 @@ class Certificate(FrozenModel):
         if self.gap is None:
             return claim
         if self.gap < _MIN_GAP:
-            return f"optimal{f' to within {_MIN_GAP:.2%}' if self.gap > _ROUNDING else ''}: {claim}"
+            claim = f"optimal{f' to within {_MIN_GAP:.2%}' if self.gap > _ROUNDING else ''}: {claim}"
+            if simulated_s and simulated_s > self.bound_s * (1 + _MAX_ERROR):
+                claim += f". In the simulation, this plan takes {format_seconds(simulated_s)}"
+            return claim
         return f"{claim}. This plan takes {format_seconds(self.bound_s * (1 + self.gap))} ({self.gap:.1%} more)"
 
     def sentence(self) -> str:
@@ -359,7 +364,8 @@ class Plan(YamlArtifact):
         overestimate = "assume that every stage fills and drains as slowly as the slowest" if self.kind.flushes else ""
         if not STRATEGIES[self.strategy].is_pipelined:
             overestimate = "assume that stages and messages never overlap"
-        lines = (certificate.claim(overestimate), certificate.sentence())
+        simulated_s = self.predicted.simulated_s if self.predicted else None
+        lines = (certificate.claim(overestimate, simulated_s), certificate.sentence())
         return [line for line in lines if line]
 
     @classmethod

@@ -23,6 +23,7 @@ from pdtool.units import (
     format_rate,
     format_ratio,
     format_seconds,
+    format_speedup,
     format_throughput,
 )
 
@@ -143,7 +144,7 @@ def _speed(plan: Plan, predicted: Predicted) -> Lines:
     is_whole_model = len(plan.stages) == 1 and plan.workers == plan.cluster.workers
     is_data_parallel = is_whole_model and (not plan.has_gain or math.isclose(predicted.gain_over_data_parallel, 1))
     throughput = f" ({format_throughput(predicted.throughput_samples_per_s)})"
-    gain = f", {format_ratio(predicted.gain_over_data_parallel)} times as fast as data parallelism"
+    gain = f", {format_speedup(predicted.gain_over_data_parallel)} times as fast as data parallelism"
     if plan.workers < plan.cluster.workers:
         gain += f" on {counted(plan.cluster.workers, 'worker')}"
     if is_whole_model and predicted.samples_per_update != predicted.data_parallel_samples_per_update:
@@ -152,9 +153,11 @@ def _speed(plan: Plan, predicted: Predicted) -> Lines:
         gain += " (which does not fit)"
     if is_data_parallel:
         gain = " (this is data parallelism)"
+    elif plan.workers == 1:
+        gain += " (this is one worker alone)"
     own_s, one_worker_s = predicted.time_s, predicted.one_worker_s
     if one_worker_s and own_s and plan.workers > 1:
-        gain += f", {format_ratio(one_worker_s / own_s)} times as fast as one worker"
+        gain += f", {format_speedup(one_worker_s / own_s)} times as fast as one worker"
     if not plan.has_gain:
         gain = ""
     simulated_s, both = predicted.simulated_s, predicted.data_parallel_s is not None

@@ -49,7 +49,7 @@ from pdtool.reports.sentences import (
 )
 from pdtool.reports.slowness import differences
 from pdtool.reports.timeline_drawing import TimelineGroup, timeline_drawing
-from pdtool.units import counted, format_bits_rate, format_number, format_ratio, format_seconds
+from pdtool.units import counted, format_bits_rate, format_number, format_seconds, format_speedup
 
 GENERATOR = '<meta name="generator" content="pdtool report">'  # identifies a page of pdtool
 REFRESH_S = 5  # seconds after which the browser reloads the page of an unfinished run
@@ -279,7 +279,7 @@ class SubjectView:
                 yield "per minibatch", format_seconds(result.time_per_minibatch_s)
                 yield "samples/s", format_number(result.throughput_samples_per_s)
                 if plan.has_gain:
-                    yield "times as fast as data parallelism", format_ratio(predicted.gain_over_data_parallel)
+                    yield "times as fast as data parallelism", format_speedup(predicted.gain_over_data_parallel)
             yield "schedule", plan.schedule
             yield "minibatch", f"{plan.batch_size}"
             yield "samples per update", f"{self.simulated.comparison.plans[0].samples_per_update:,}"

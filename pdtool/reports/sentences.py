@@ -10,7 +10,7 @@ from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
 from pdtool.artifacts.run_dir import RunRecord
 from pdtool.reports.slowness import busiest_stage
-from pdtool.units import counted, format_bits_rate, format_ratio, format_seconds
+from pdtool.units import counted, format_bits_rate, format_seconds, format_speedup
 
 _COMPILED = "one epoch: these figures include the time of torch.compile. Train two epochs or more to leave it out"
 _SAME = 0.02  # speeds that differ by less are called the same
@@ -23,7 +23,8 @@ def plan_sentence(plan: Plan, profile: Profile) -> str:
     where = f"{plan.config} on {on_cpu if profile.is_measured_on_cpu else f'{plan.workers} {device}'}"
     if plan.workers == 1:
         return f"{where}: everything on one worker"
-    rate = format_bits_rate(plan.cluster.levels[0].bandwidth_bytes_per_s)
+    outermost = next(level for level in plan.cluster.levels if level.size > 1)
+    rate = format_bits_rate(outermost.bandwidth_bytes_per_s)
     if len(plan.stages) == 1:
         return f"{where}: data parallelism, at {rate}"
     if not plan.predicted:
@@ -37,7 +38,7 @@ def gain_in_words(gain: float) -> str:
         return "as fast as data parallelism"
     if 0.5 <= gain < 1:
         return f"{1 - gain:.0%} slower than data parallelism"
-    return f"{format_ratio(gain)} times as fast as data parallelism"
+    return f"{format_speedup(gain)} times as fast as data parallelism"
 
 
 def slowest_part(predicted: Predicted) -> str:
@@ -79,7 +80,7 @@ def emulation_sentence(emulation: Emulation) -> str:
     own, *others = emulation.plans
     times = f"{format_seconds(own.bottleneck_s)} per minibatch emulated, {format_seconds(own.simulated_s)} simulated"
     gains = [
-        f"{format_ratio(o.bottleneck_s / own.bottleneck_s)} times as fast as {o.name}"
+        f"{format_speedup(o.bottleneck_s / own.bottleneck_s)} times as fast as {o.name}"
         for o in others[:1]
         if own.bottleneck_s
     ]

@@ -22,8 +22,9 @@ from pdtool.planner.choice.plan_figures import refresh
 from pdtool.planner.choice.strategies import planner_asked_for
 from pdtool.planner.plan_cost import Evaluator
 from pdtool.planner.simulator.engine import steady_state_s
+from pdtool.reports.sentences import plan_sentence
 from pdtool.schedule import SCHEDULES, ExecutionConfig
-from pdtool.units import format_ratio
+from pdtool.units import format_seconds, format_speedup
 
 FAST = 1e9
 
@@ -51,7 +52,7 @@ def test_every_plan_is_compared_with_one_worker(seed, schedule):
         assert plan.predicted.one_worker_s == pytest.approx(steady_state_s(alone, profile, cluster))
         assert plan.predicted.one_worker_s == refresh(plan, profile).predicted.one_worker_s
         if plan.workers > 1 and plan.predicted.time_s:
-            ratio = format_ratio(plan.predicted.one_worker_s / plan.predicted.time_s)
+            ratio = format_speedup(plan.predicted.one_worker_s / plan.predicted.time_s)
             assert headline(plan).endswith(f", {ratio} times as fast as one worker")
 
 
@@ -97,3 +98,31 @@ def test_the_headline_says_what_does_not_fit(schedule):
         assert plan.predicted.data_parallel_fits == rival.fits == (memory_bytes is None)
         assert ("as data parallelism (which does not fit)" in headline(plan)) == (memory_bytes is not None)
         assert (plan.predicted.one_worker_s is None) == ("one worker" not in headline(plan)) == bool(memory_bytes)
+
+
+@given(simulated_s=st.floats(0.5, 10))
+def test_an_optimal_plan_says_if_the_simulation_takes_longer(simulated_s):
+    """It was "optimal: ... no plan takes less than 4.73 ms" beside "simulated: 6.1 ms"."""
+    profile = chain([1.0] * 2, crossing=1)
+    plan = planned(profile, make_cluster((2,), (FAST,)), strategy="pipeline")
+    figures = plan.predicted.model_copy(update={"simulated_s": simulated_s})
+    claim = plan.model_copy(update={"predicted": figures}).certificate_lines[0]
+    assert claim.startswith("optimal: by the formulas, no plan with these options takes less than 1 s per minibatch")
+    says_so = claim.endswith(f". In the simulation, this plan takes {format_seconds(simulated_s)}")
+    assert says_so == (simulated_s > 1.03)
+
+
+def test_a_plan_of_one_worker_says_so():
+    """Links are so slow that it does it all. The sentence on the page named a level that connects nothing."""
+    profile = chain([1.0] * 2, parameters=100, crossing=100)
+    plan = planned(profile, make_cluster((4,), (10.0,)))
+    assert plan.config == "1"
+    assert headline(plan).endswith("times as fast as data parallelism on 4 workers (this is one worker alone)")
+    assert plan_sentence(plan, profile).endswith("everything on one worker")
+
+
+def test_the_sentence_of_a_plan_names_the_rate_of_its_slowest_links():
+    """It was "at 8 Tbit/s", the rate of a level with a single member."""
+    profile = chain([1.0] * 4, crossing=1)
+    plan = planned(profile, make_cluster((1, 2, 2), (1e12, 1.25e9, 12e9)), strategy="pipeline")
+    assert " at 10 Gbit/s" in plan_sentence(plan, profile)

@@ -17,6 +17,7 @@ from pdtool.units import (
     format_rate,
     format_ratio,
     format_seconds,
+    format_speedup,
     format_throughput,
     parse_bandwidth,
     parse_bytes,
@@ -95,6 +96,7 @@ def test_printing():
     assert throughputs == ["6.906 samples/s", "9999 samples/s", "10,000 samples/s", "10,070 samples/s"]
     assert [format_bits_rate(rate) for rate in (1.25e9, 12.5e6)] == ["10 Gbit/s", "100 Mbit/s"]
     assert [format_seconds(s) for s in (0, 1.5, 0.0123, 45e-6, 3e-9)] == ["0", "1.5 s", "12.3 ms", "45 µs", "3 ns"]
+    assert [format_speedup(ratio) for ratio in (2.114, 999.4, 3.2e10)] == ["2.11", "999", "more than 1,000"]
 
 
 @given(st.floats(1e-4, 1e15))

@@ -23,7 +23,7 @@ from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate
 from pdtool.planner.search.search import PlanSearch
 from pdtool.schedule import STRATEGIES
-from pdtool.units import counted, format_bytes, format_ratio, format_seconds, format_throughput
+from pdtool.units import counted, format_bytes, format_seconds, format_speedup, format_throughput
 
 _RELATIVE_TOLERANCE = 1e-9  # sums taken in another order differ in the last digits
 _NO_FIGURES = ("cost", "plan_sha256")  # fields of Predicted that say what the others are of
@@ -92,7 +92,7 @@ def _of_edited_plan(plan: Plan, profile: Profile, recomputed: Predicted) -> Iter
     words = (
         f"{stored}; it now takes {format_seconds(recomputed.time_s)} per minibatch "
         f"({format_throughput(recomputed.throughput_samples_per_s)}), "
-        f"{format_ratio(recomputed.gain_over_data_parallel)} times as fast as data parallelism on "
+        f"{format_speedup(recomputed.gain_over_data_parallel)} times as fast as data parallelism on "
         f"{counted(plan.cluster.workers, 'worker')}"
     )
     yield Finding("figures", None, words, "predicted", recomputed=recomputed.model_dump(mode="json"))
