@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from graphs import chain, random_cluster, random_profile
+from graphs import chain, random_cluster, random_profile, with_nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.cli.artifact_views import plan_view
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.options.plan_options import PartitionOptions
-from pdtool.planner.choice.comparison import simulated
+from pdtool.planner.choice.comparison import rival_plans, simulated
 from pdtool.planner.choice.make_plan import make_plan
 from pdtool.planner.choice.plan_figures import refresh
 from pdtool.planner.choice.strategies import planner_asked_for
@@ -126,3 +126,26 @@ def test_the_sentence_of_a_plan_names_the_rate_of_its_slowest_links():
     profile = chain([1.0] * 4, crossing=1)
     plan = planned(profile, make_cluster((1, 2, 2), (1e12, 1.25e9, 12e9)), strategy="pipeline")
     assert " at 10 Gbit/s" in plan_sentence(plan, profile)
+
+
+def test_a_rival_of_another_strategy_that_is_faster_names_it():
+    """GPipe was "excluded by the options", though no option was given: it updates the weights every fourth time."""
+    profile = chain([1.0] * 2, parameters=1000, crossing=1)
+    profile = with_nodes(profile, [node.model_copy(update={"update_s": 2.0}) for node in profile.nodes])
+    plan = planned(profile, make_cluster((4,), (100.0,)))
+    [why] = [rival.why for rival in plan.why.rivals if rival.plan.startswith("GPipe")]
+    assert why.endswith("faster by the formulas, but it needs --strategy gpipe")
+    assert planned(profile, plan.cluster, strategy="gpipe").predicted.simulated_s < plan.predicted.simulated_s
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6), recompute=st.booleans())
+def test_simulate_lets_no_rival_recompute_if_the_plan_may_not(seed, recompute):
+    """Of GPipe `partition --no-recompute` said that it does not fit, and `simulate` that it does."""
+    rng = random.Random(seed)
+    profile, cluster = random_profile(rng, rng.randint(2, 6)), random_cluster(rng)
+    with suppress(NoPlanError, UsageError):
+        plan = planned(profile, cluster, recompute=recompute)
+        for rival in rival_plans(profile, cluster, plan, ["data-parallel", "gpipe"]).values():
+            assert rival.asked.recompute == recompute
+            assert recompute or not any(stage.recompute for stage in rival.stages)

@@ -119,12 +119,13 @@ class Planner:
         return self.strategy.fixes_updates and (_flushes(self.strategy.schedule) or not self.strategy.is_for_speed)
 
     def rival_options(self, profile: Profile, cluster: Cluster, plan: Plan) -> PlanOptions:
-        """Return the search options for the strategy's best plan on a cluster, as a rival of `plan`."""
-        workers = None
+        """Return the search options for the strategy's best plan on a cluster, as a rival of `plan`. Its stages may
+        recompute if those of `plan` may."""
+        workers, recompute = None, plan.asked is None or plan.asked.recompute
         if self.strategy.is_straight:
             max_stages = PlanSearch(profile, cluster, PlanOptions()).whole_space.max_stages
             workers = min(cluster.workers, max(max_stages, self.strategy.min_workers), MAX_WORKERS_PER_COPY)
-        options = self.options(PartitionOptions(workers=workers), cluster.workers)
+        options = self.options(PartitionOptions(workers=workers, recompute=recompute), cluster.workers)
         return self.averaging(options, self.rival_minibatches(plan.execution.minibatches_per_update, cluster.workers))
 
     def rival_minibatches(self, minibatches: int | None, workers: int) -> int | None:
@@ -295,6 +296,8 @@ class Planner:
             reason = self._why_slower(search, rival, selected)
         elif not self._is_faster_in_simulation(search, rival, selected):
             reason = _NOT_IN_SIMULATION
+        elif not STRATEGIES[strategy := rival.placement.execution.strategy].is_own and strategy != self.strategy.name:
+            reason = f", but it needs --strategy {strategy}"
         return f"{format_seconds(gain_s)} faster by the formulas{reason}"
 
     @staticmethod
