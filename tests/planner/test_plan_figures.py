@@ -149,3 +149,14 @@ def test_simulate_lets_no_rival_recompute_if_the_plan_may_not(seed, recompute):
         for rival in rival_plans(profile, cluster, plan, ["data-parallel", "gpipe"]).values():
             assert rival.asked.recompute == recompute
             assert recompute or not any(stage.recompute for stage in rival.stages)
+
+
+@pytest.mark.parametrize("schedule", [name for name, kind in SCHEDULES.items() if not kind.has_formulas])
+@pytest.mark.parametrize(("bandwidth", "slowest"), [(FAST, "most"), (1.0, "send longest")])
+def test_the_bottleneck_of_a_schedule_without_formulas_may_be_a_border(schedule, bandwidth, slowest):
+    """It was "stage 1 computes most", while workers computed for 6 % of the time and sent for 74 %."""
+    profile = chain([1.0] * 6, parameters=1000, crossing=100)
+    plan = planned(profile, make_cluster((3,), (bandwidth,)), schedule=schedule, strategy="pipeline")
+    assert plan.why.bottleneck.partition(";")[0].endswith(slowest)
+    sends_longest = max(plan.predicted.transfer_s) > max(plan.predicted.compute_s)
+    assert sends_longest == (slowest == "send longest") == ("send longest" in plan_sentence(plan, profile))
