@@ -351,7 +351,7 @@ def test_the_search_knows_what_each_border_of_a_plan_costs(cost_model):
         [["x", "a0"], ["a1"]],
     )
     evaluator, execution = Evaluator(profile, cluster, PlanOptions(cost_model=cost_model)), ExecutionConfig()
-    model = evaluator.model(cluster, execution, (2, 4, 12), (1, 1, 1))
+    model = evaluator.model(cluster, execution, (1, 1, 1))
     program = DynamicProgram(find_cuts(profile, 100), model, cluster.workers)
     load = stage_loads(profile, tuple(map(tuple, stages)))[1]
     for first in range(1, cluster.workers):

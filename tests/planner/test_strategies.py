@@ -555,7 +555,8 @@ def test_all_that_a_plan_is_compared_with_averages_as_many_samples(schedule):
             expected = 64 if name == "data-parallel" else 48
             assert samples_per_update(Placement.of(each, net), net) == expected
             assert [finding for finding in check_plan(each, net) if finding.holds is False] == []
-        assert {rival.samples_per_update for rival in plan.why.rivals} == {48}
+        for rival in plan.why.rivals:
+            assert rival.samples_per_update in ({48, 64} if rival.plan.startswith("data parallelism") else {48})
 
 
 def test_updates_that_are_rarer_cost_less_between_replicas_and_keep_fewer_versions():
