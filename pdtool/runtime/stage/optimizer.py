@@ -7,16 +7,12 @@ gets the user's parameter groups. Each part of the model then keeps its own para
 
 from __future__ import annotations
 
-import copy
-import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.optim import Optimizer
@@ -25,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pdtool.errors import FieldError, ModelError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.model_io import tensors_in
 from pdtool.frontend.random_numbers import derive_seed, seed_generators
 from pdtool.frontend.update_proof import (
     NAMES_OF_GROUP,
@@ -34,14 +29,12 @@ from pdtool.frontend.update_proof import (
     schedules_by_user_code,
     set_mode,
     user_code_in_step,
-    wrapped_optimizers,
 )
 from pdtool.frontend.variable_uses import names_used
 from pdtool.runtime.corrections import CompensatedSteps, DelayCompensation
-from pdtool.runtime.stage.component import CannotPackError, pack, unpack
+from pdtool.runtime.stage.component import pack, unpack
+from pdtool.runtime.stage.optimizer_state import NO_STATE, OptimizerState, is_plain
 
-_PLAIN = (bool, int, float, str)
-_SAVED = {"state", "param_groups", "defaults"}  # attributes of an optimizer that are saved elsewhere, or never change
 _MAX_SETTINGS = 500
 
 
@@ -83,8 +76,7 @@ class NamedOptimizer:
         self._file, self.parameters = file, dict(parameters)
         self._saved = {(first_names or {}).get(name, name): p for name, p in parameters.items()}
         self._seed = derive_seed(seed, "update", *parameters)
-        self.updates, self._has_warned = 0, False
-        self._resumed_after: int | None = None
+        self.updates, self._resumed_after = 0, -1
         self._has_after_update = file.has("after_update")
         made = None
         if parameters or self._has_after_update:
@@ -93,19 +85,15 @@ class NamedOptimizer:
         trains = made and (any(group["params"] for group in made.param_groups) or _may_add_groups(file))
         self.optimizer = made if trains else None
         self.settings = _settings_of(self.optimizer) if self.optimizer else ""
-        self._wrapped = wrapped_optimizers(self.optimizer) if self.optimizer else {}
         stepped = list(self.parameters.values()) if self.optimizer else []
         self.steps = CompensatedSteps(compensation, stepped, delay)
-        self._is_step_by_user_code = self.optimizer is not None and bool(user_code_in_step(file, self.optimizer))
-        self._may_draw = self._is_step_by_user_code or self._has_after_update
+        is_step_by_user = self.optimizer is not None and bool(user_code_in_step(file, self.optimizer))
+        self._may_draw = is_step_by_user or self._has_after_update
         self.schedule = LearningRateSchedule(file, self.optimizer, length or RunLength(), seed)
         self.is_by_user_code = self._may_draw or self.schedule.is_by_user_code
         self._first_trained = {name: p.requires_grad for name, p in self._saved.items()}
         self._groups = len(self._param_groups)
-        self._first_attributes = copy.deepcopy(_attributes(self.optimizer)) if self.optimizer else {}
-        self._first_groups = [
-            copy.deepcopy({k: group[k] for k in group.keys() - NAMES_OF_GROUP}) for group in self._param_groups
-        ]
+        self._state = OptimizerState(file, self.optimizer, steps_by_user=is_step_by_user) if self.optimizer else None
 
     @property
     def _param_groups(self) -> list[dict[str, Any]]:
@@ -181,80 +169,18 @@ class NamedOptimizer:
         return self._saved.keys()
 
     def state_dict(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield the checkpoint's content: updates, and the state of each parameter and of its group.
-
-        For settings of the user's code (values of groups, whether a parameter is trained) it saves only changes since
-        optimizer() made them. So edits of model.py take effect in a resumed run.
-        """
-        whole = self._of_whole_optimizer()
-        kept = [self._packable(self._changed(group, first)) for group, first in self._groups_and_first()]
-        group_of = {p: state for group, state in zip(self._param_groups, kept, strict=True) for p in group["params"]}
+        """Yield the checkpoint's content: for each parameter the updates, its state, and whether the user's code has
+        frozen or unfrozen it since optimizer() was called."""
+        records = self._state.records(self._saved.values(), self.schedule.sets) if self._state else {}
         for name, parameter in self._saved.items():
-            state = self.optimizer.state.get(parameter, {}) if self.optimizer else {}
-            record = {"updates": self.updates, "state": self._packable(state), "group": group_of.get(parameter, {})}
-            record["optimizer"] = whole
-            if self._wrapped:
-                states = {attribute: wrapped.state.get(parameter, {}) for attribute, wrapped in self._wrapped.items()}
-                record["wrapped"] = {attribute: self._packable(state) for attribute, state in states.items()}
+            record = {"updates": self.updates, **records.get(parameter, NO_STATE)}
             if parameter.requires_grad != self._first_trained[name]:
                 record["is_trained"] = parameter.requires_grad
             record |= self.steps.state_dict(parameter)
             yield from ((name, entry, tensor) for entry, tensor in pack(record))
 
-    def _groups_and_first(self) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-        """Each parameter group with its initial content, after optimizer() and scheduler(); {} for a later group."""
-        return zip_longest(self._param_groups, self._first_groups, fillvalue={})
-
-    def _changed(self, group: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-        """The values that a step keeps in a group: neither optimizer()'s initial ones nor a schedule's."""
-        if not self._is_step_by_user_code:  # torch's optimizers keep nothing there
-            return {}
-        others = NAMES_OF_GROUP | self.schedule.sets
-        return {k: value for k, value in group.items() if k not in others and not _is_same(value, first.get(k))}
-
-    def _of_whole_optimizer(self) -> dict[str, Any]:
-        """Other state of an optimizer: for no parameter, as numbers or texts in attributes, and the number of
-        groups; warn if it keeps tensors in attributes."""
-        if not self.optimizer:
-            return {}
-        for name, value in vars(self.optimizer).items():
-            if name not in _SAVED and any(not isinstance(t, nn.Parameter) for t in tensors_in(value)):
-                self._warn_once(
-                    f"keeps tensors in its attribute {name}, which no checkpoint holds: a resumed run starts without "
-                    "them; keep them in self.state[parameter]"
-                )
-        state = {key: value for key, value in self.optimizer.state.items() if not isinstance(key, Tensor)}
-        first = self._first_attributes
-        attributes = {
-            k: v for k, v in _attributes(self.optimizer).items() if k not in first or not _is_same(v, first[k])
-        }
-        kind = type(self.optimizer).__name__
-        return {"kind": kind, "groups": self._groups, "state": self._packable(state), "attributes": attributes}
-
-    def _packable(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return the values that a checkpoint can hold; warn the first time that one cannot be."""
-        packable = {}
-        for key, value in values.items():
-            try:
-                list(pack({key: value}))
-                packable[key] = value
-            except CannotPackError as error:
-                self._warn_once(
-                    f"keeps {key!r}, {error}: checkpoints hold tensors, numbers, strings and containers of them, so a "
-                    "resumed run starts without it"
-                )
-        return packable
-
-    def _warn_once(self, what: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            sys.stderr.write(f"warning: {type(self.optimizer).__name__} {what}\n")
-
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Load the saved state; the learning-rate schedule catches up.
-
-        An optimizer of another class begins with an empty state, which is told as a warning.
-        """
+        """Load the saved state; the learning-rate schedule catches up."""
         records = {self._saved[name]: unpack(entries) for name, entries in state.items()}
         self.updates = self._resumed_after = next((record["updates"] for record in records.values()), 0)
         self.schedule.catch_up(self.updates)
@@ -262,55 +188,8 @@ class NamedOptimizer:
         for parameter, record in records.items():
             parameter.requires_grad_(record.get("is_trained", parameter.requires_grad))
             self.steps.load_state_dict(parameter, record)
-        whole: dict[str, Any] = next((record.get("optimizer", {}) for record in records.values()), {})
-        if self.optimizer and whole.get("kind", type(self.optimizer).__name__) != type(self.optimizer).__name__:
-            sys.stderr.write(
-                f"warning: optimizer() makes {type(self.optimizer).__name__}, but the run to resume was trained with "
-                f"{whole['kind']}: the state of {whole['kind']} is left out\n"
-            )
-            return
-        for parameter, record in records.items():
-            if self.optimizer and record["state"]:
-                self.optimizer.state[parameter] = self._placed(record["state"], parameter)
-            for attribute, saved in record.get("wrapped", {}).items():
-                if saved and attribute in self._wrapped:
-                    self._wrapped[attribute].state[parameter] = self._placed(saved, parameter)
-        self._load_whole_optimizer(whole)
-        for group, _ in self._groups_and_first():
-            members = {id(p) for p in group["params"]}
-            group |= next((record.get("group", {}) for p, record in records.items() if id(p) in members), {})
-
-    def _load_whole_optimizer(self, saved: Mapping[str, Any]) -> None:
-        if not self.optimizer or not saved:
-            return
-        if saved["groups"] != self._groups:
-            what = f"optimizer() makes {self._groups} parameter groups, but the run to resume had {saved['groups']}"
-            remedy = "make all groups in optimizer() and freeze those that train later, or start a new run"
-            raise self._file.error_in("optimizer", what, remedy)
-        self.optimizer.state.update(saved["state"])
-        vars(self.optimizer).update(saved["attributes"])
-
-    def _placed(self, value: Any, parameter: nn.Parameter, key: Any = None) -> Any:
-        """Move a value of a state, by its key, to where the optimizer had it: its parameter's device, with its
-        strides."""
-        if isinstance(value, dict):
-            return {key: self._placed(v, parameter, key) for key, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._placed(v, parameter, key) for v in value)
-        if not isinstance(value, Tensor):
-            return value
-        is_count = not value.dim() and (parameter.dim() or key == "step")
-        if is_count and not self._keeps_counts_on_device(parameter):
-            return value
-        if value.shape != parameter.shape:
-            return value.to(parameter.device)
-        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-
-    def _keeps_counts_on_device(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter's step count is on the parameter's device. Adam and its kind keep it on the CPU, unless
-        they are fused or capturable."""
-        own = (group for group in self._param_groups if any(p is parameter for p in group["params"]))
-        return any(group.get("fused") or group.get("capturable") for group in own)
+        if self._state:
+            self._state.load(records)
 
 
 def _settings_of(optimizer: Optimizer) -> str:
@@ -337,15 +216,11 @@ def _schedule_settings(scheduler: object) -> str:
 def _plain_values(settings: Mapping[str, Any]) -> str:
     """`key=value, ...` of what is plain and public in a parameter group, or in a schedule's attributes."""
     public = sorted(key for key in settings if key not in NAMES_OF_GROUP and key[0] != "_")
-    return ", ".join(f"{key}={settings[key]!r}" for key in public if _is_plain(settings[key]))
+    return ", ".join(f"{key}={settings[key]!r}" for key in public if is_plain(settings[key]))
 
 
 def _shortened(text: str) -> str:
     return text if len(text) < _MAX_SETTINGS else f"{text[:_MAX_SETTINGS]}... {derive_seed(text):x}"
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN or (isinstance(value, (tuple, list)) and all(map(_is_plain, value)))
 
 
 @contextmanager
@@ -366,26 +241,6 @@ def without_changes(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             hooks.clear()
             hooks.update(content)
         parameter._backward_hooks = hooks
-
-
-def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """The numbers and texts, and lists, tuples and dicts of them, in an optimizer's own attributes."""
-    is_of_torch = type(optimizer).__module__.startswith("torch.")
-    own = {k: v for k, v in vars(optimizer).items() if k not in _SAVED and not (is_of_torch and k.startswith("_"))}
-    return {k: v for k, v in own.items() if all(map(_is_plain, v.values() if _is_dict_by_text(v) else [v]))}
-
-
-def _is_dict_by_text(value: Any) -> bool:
-    return type(value) is dict and all(type(key) is str for key in value)
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
-        return value.shape == other.shape and torch.equal(value, other)
-    try:
-        return bool(value == other)
-    except Exception:  # for a value that cannot be compared
-        return False
 
 
 def _user_optimizer(
