@@ -81,16 +81,14 @@ class _Merger:
 
     Attributes:
         entries: the merged operators so far, in order; a gap stands for the operator that it becomes.
-        merged_values: (mode, operator, index of its output) -> that tensor in the merged graph, and its operator's
-            position there; inside a gap, as the gap's own operators see it.
-        gaps: (mode, name of an operator) -> its gap.
+        merged_values: for each mode, its tensors -> the same tensor in the merged graph, and the position of its
+            operator or gap in `entries`; inside a gap, as the gap's own operators see it.
     """
 
     def __init__(self, training: Traced, evaluation: Traced) -> None:
         self.traces = training, evaluation
         self.entries: list[Operator | _Gap] = []
-        self.merged_values: dict[tuple[int, str, int], tuple[Value, int]] = {}
-        self.gaps: dict[tuple[int, str], _Gap] = {}
+        self.merged_values: tuple[dict[Value, tuple[Value, int]], ...] = ({}, {})
         self.names = {op.name for op in training.operators} | set(dict(training.model.named_modules()))
 
     def merged(self) -> Traced:
@@ -111,7 +109,7 @@ class _Merger:
         merged = _with_arguments(op, evaluated, self._joined)
         for a, b in zip(op.outputs, evaluated.outputs, strict=True):
             for mode, value in enumerate((a, b)):
-                self.merged_values[mode, value.operator, value.index] = a, len(self.entries)
+                self.merged_values[mode][value] = a, len(self.entries)
         self.entries.append(replace(merged, constant=op.constant and evaluated.constant))
 
     def _append_gap(self, *sequences: Sequence[Operator]) -> None:
@@ -122,7 +120,6 @@ class _Merger:
         gap = self._new_gap(".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, parts)))
         for mode, sequence in enumerate(sequences):
             for op in sequence:
-                self.gaps[mode, op.name] = gap
                 name = op.name if mode == TRAINING else unique_name(op.name, self.names)
                 outputs = tuple(replace(value, operator=name) for value in op.outputs)
                 args, kwargs = pytree.tree_map(lambda a, mode=mode: self._seen(mode, a, gap), (op.args, op.kwargs))
@@ -130,7 +127,7 @@ class _Merger:
                     replace(op, name=name, args=args, kwargs=kwargs, outputs=outputs, constant=False)
                 )
                 for value, merged in zip(op.outputs, outputs, strict=True):
-                    self.merged_values[mode, value.operator, value.index] = merged, gap.position
+                    self.merged_values[mode][value] = merged, gap.position
 
     def _new_gap(self, module: str) -> _Gap:
         gap = _Gap(unique_name(f"{module}.training" if module else "training", self.names), module, len(self.entries))
@@ -144,9 +141,9 @@ class _Merger:
         """
         if not isinstance(argument, Value):
             return argument
-        value, _ = self.merged_values[mode, argument.operator, argument.index]
-        home = self.gaps.get((mode, argument.operator))
-        if home is None or home is gap:
+        value, position = self.merged_values[mode][argument]
+        home = self.entries[position]
+        if isinstance(home, Operator) or home is gap:
             return value
         return home.result(value, None) if mode == TRAINING else home.result(None, value)
 
@@ -154,12 +151,12 @@ class _Merger:
         """Join the training and evaluation arguments of an operator that both modes run."""
         if not isinstance(a, Value) or not isinstance(b, Value):
             return _by_mode(a, b)
-        keys = (TRAINING, a.operator, a.index), (EVALUATION, b.operator, b.index)
-        (value, at), (evaluated, evaluated_at) = (self.merged_values[key] for key in keys)
-        homes = [self.gaps.get(key[:2]) for key in keys]
-        if homes == [None, None] and value == evaluated:
+        (value, position), (evaluated, evaluated_position) = (
+            self.merged_values[mode][tensor] for mode, tensor in enumerate((a, b))
+        )
+        if value == evaluated:  # both modes run its operator
             return value
-        latest = self.entries[max(at, evaluated_at)]
+        latest = self.entries[max(position, evaluated_position)]
         gap = latest if isinstance(latest, _Gap) else self._new_gap(latest.module)
         return gap.result(self._seen(TRAINING, a, gap), self._seen(EVALUATION, b, gap))
 
