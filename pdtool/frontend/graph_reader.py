@@ -194,39 +194,36 @@ class GraphReader:
 
     def _region(self, node: fx.Node, kind: str) -> None:
         """Read the body of `with torch.no_grad()`, its inputs detached, or of a switched-off autocast as it is."""
-        body_index = next((i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr"), -1)
-        no_grad = kind == "wrap_with_set_grad_enabled" and node.args[0] is False
-        body = body_index >= 0 and getattr(self._program.graph_module, str(node.args[body_index].target))  # type: ignore[union-attr]
-        body_nodes = list(body.graph.nodes) if body else []
-        if not body or not (no_grad or (kind == "wrap_with_autocast" and node.args[2] is False)):
-            where = next(filter(None, map(location, (node, *body_nodes))), "")
-            what, remedy = kind.removeprefix("wrap_with_"), "keep enable_grad and control-flow operators out of forward"
-            if what == "autocast":
-                remedy = "leave it out, and pass --precision bf16 to profile and run"
-            raise TraceError(f"{what} in forward cannot be cut into stages", remedy, location=where)
-        taken: Any = node.args[body_index + 1 :]
+        args: Any = node.args
+        graph = next((a for a in args if isinstance(a, fx.Node) and a.op == "get_attr"), None)
+        body = list(getattr(self._program.graph_module, str(graph.target)).graph.nodes) if graph else []
+        no_grad = kind == "wrap_with_set_grad_enabled" and args[0] is False
+        if not body or not (no_grad or (kind == "wrap_with_autocast" and args[2] is False)):
+            raise _not_readable(kind.removeprefix("wrap_with_"), (node, *body))
+        taken = args[args.index(graph) + 1 :]
+        calls = [n for n in body if n.op == "call_function"]
         arguments = [self._values.argument(a) for a in taken]
         if no_grad:
-            if any(_written(n.target) for n in body_nodes):  # maybe a parameter into a buffer
-                arguments = [
-                    self._builder.detached_parameter(v.name, n.meta["val"])
-                    if isinstance(v, State) and v.name in self._builder.parameters
-                    else v
-                    for v, n in zip(arguments, taken, strict=True)
-                ]
-            arguments = [self._builder.detached(v) for v in arguments]
+            arguments = self._detached(arguments, taken, writes=any(_written(call.target) for call in calls))
         else:
-            lines = (location(n) for n in body_nodes if n.op == "call_function")
-            self._autocast_off.append(next(filter(None, lines), module_path(node) or "the model"))
-        for placeholder, argument in zip((n for n in body_nodes if n.op == "placeholder"), arguments, strict=True):
-            self._values[placeholder] = argument
-        for body_node in body_nodes:
-            if body_node.op == "call_function":
-                self._call(body_node)
-        results = list(self._values.argument(body_nodes[-1].args[0]))
-        if no_grad:  # a parameter that is used there would have a gradient
-            results = [self._builder.detached(v) for v in results]
-        self._values[node] = results
+            self._autocast_off.append(next(filter(None, map(location, calls)), module_path(node) or "the model"))
+        self._values.update(zip((n for n in body if n.op == "placeholder"), arguments, strict=True))
+        for call in calls:
+            self._call(call)
+        results = list(self._values.argument(body[-1].args[0]))
+        # a parameter that is used there would have a gradient
+        self._values[node] = [self._builder.detached(v) for v in results] if no_grad else results
+
+    def _detached(self, arguments: list[Any], taken: Sequence[fx.Node], *, writes: bool) -> list[Any]:
+        """Detach the arguments of a body; parameters only if it `writes` in place, maybe a parameter into a buffer."""
+        if writes:
+            arguments = [
+                self._builder.detached_parameter(v.name, n.meta["val"])
+                if isinstance(v, State) and v.name in self._builder.parameters
+                else v
+                for v, n in zip(arguments, taken, strict=True)
+            ]
+        return [self._builder.detached(v) for v in arguments]
 
     def _aten(self, node: fx.Node, target: torch._ops.OpOverload) -> None:
         """Read an ATen operator; one that writes into a tensor in place becomes its out-of-place form."""
@@ -400,3 +397,12 @@ def _written(target: Any) -> list[str]:
     """The names of the arguments that an operator writes into in place."""
     arguments = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else ()
     return [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _not_readable(what: str, nodes: Sequence[fx.Node]) -> TraceError:
+    """Make the error of a region with a body of its own, such as a branch; its line is the first that a node has."""
+    remedy = "keep enable_grad and control-flow operators out of forward"
+    if what == "autocast":
+        remedy = "leave it out, and pass --precision bf16 to profile and run"
+    where = next(filter(None, map(location, nodes)), "")
+    return TraceError(f"{what} in forward cannot be cut into stages", remedy, location=where)
