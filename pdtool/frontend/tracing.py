@@ -232,6 +232,17 @@ def _explained(
         minibatches: as profiled, and of other sizes.
         fixed: code that turned the minibatch size into a number or compared it.
     """
+    text = describe_error(error).removeprefix(f"{type(error).__name__}: ")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return (
+        _failure_of_model(model, minibatches, path)
+        or _size_that_is_fixed(lines, path, fixed)
+        or _untraceable(error, lines[0].partition(" (unhinted")[0], model, path)
+    )
+
+
+def _failure_of_model(model: nn.Module, minibatches: Sequence[ModelInputs], path: Path) -> TraceError | None:
+    """Make the error of a model that fails without torch.export, too."""
     try:
         for inputs in minibatches:
             with torch.no_grad(), unchanged(model):
@@ -247,35 +258,38 @@ def _explained(
         if inputs is not minibatches[0]:
             remedy = "let forward take any number of samples; the last minibatch of an epoch may have fewer"
         return TraceError(f"{user_line(failure, path)}{what}", remedy)
-    name = type(error).__name__
-    text = describe_error(error).removeprefix(f"{name}: ")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    is_about_sizes = "data-dependent" not in lines[0]
+    return None
+
+
+def _size_that_is_fixed(lines: Sequence[str], path: Path, fixed: Sequence[FixedSize]) -> TraceError | None:
+    """Make the error of a model that works for some minibatch sizes only, if torch.export says so in `lines`."""
     specialized = next((line for line in lines if "specialized" in line or line.startswith("- ")), "")
-    if is_about_sizes and (specialized or lines[0].startswith("Constraints violated")):
-        return TraceError(
-            f"{fixed[0].location if fixed else path.name}: the model works for some minibatch sizes only: "
-            f"{(specialized.removeprefix('- ') or lines[-1]).partition('. If you')[0]}",
-            "use x.shape[0] or -1 for the batch dimension, and keep no state in forward. If a line must branch on "
-            "the batch size, or compute more than sums and products of it, move that line into a module of its own",
-            module=fixed[0].module if fixed else None,
-        )
-    reason = lines[0].partition(" (unhinted")[0]
-    writers = modules_using_data(model) if "constant's list" in reason else []
-    module = next(iter(writers), None) or failing_module(error, model)
-    if writers:
-        what = f"{path.name}: forward of {writers[0] or 'the model'} uses .data, which torch.export cannot trace"
-        return TraceError(what, f"use .detach() to read a tensor without its gradient; or {OWN_MODULE}", module=module)
+    if "data-dependent" in lines[0] or not (specialized or lines[0].startswith("Constraints violated")):
+        return None
+    return TraceError(
+        f"{fixed[0].location if fixed else path.name}: the model works for some minibatch sizes only: "
+        f"{(specialized.removeprefix('- ') or lines[-1]).partition('. If you')[0]}",
+        "use x.shape[0] or -1 for the batch dimension, and keep no state in forward. If a line must branch on "
+        "the batch size, or compute more than sums and products of it, move that line into a module of its own",
+        module=fixed[0].module if fixed else None,
+    )
+
+
+def _untraceable(error: Exception, reason: str, model: nn.Module, path: Path) -> TraceError:
+    """Make the error of code that torch.export cannot trace for this reason."""
+    where, module = user_line(error, path), failing_module(error, model)
+    what, remedy = f"torch.export cannot trace this line: {type(error).__name__}: {reason}", OWN_MODULE
     if "constant's list" in reason:
-        what = f"{path.name}: forward takes a tensor from an object or cache where an earlier call has put it"
+        where = f"{path.name}: "  # the line is none of the causes
+        what = "forward takes a tensor from an object or cache where an earlier call has put it"
         remedy = f"make that tensor in __init__ and register it as a buffer; or {OWN_MODULE}"
-        return TraceError(what, remedy, module=module)
-    if "meta converter nyi" in reason or re.search(r"aten\._?(to_)?sparse", reason):
-        what = f"{user_line(error, path)}forward uses a sparse tensor, which torch.export cannot trace"
-        return TraceError(what, _NOT_SPARSE, module=module)
-    what = f"{user_line(error, path)}torch.export cannot trace this line: {name}: {reason}"
-    remedy = OWN_MODULE
-    if "SymIntArrayRef" in reason:  # of torch.randn(x.shape, generator=...), for one
+        if writers := modules_using_data(model):
+            module = writers[0] or module
+            what = f"forward of {writers[0] or 'the model'} uses .data, which torch.export cannot trace"
+            remedy = f"use .detach() to read a tensor without its gradient; or {OWN_MODULE}"
+    elif "meta converter nyi" in reason or re.search(r"aten\._?(to_)?sparse", reason):
+        what, remedy = "forward uses a sparse tensor, which torch.export cannot trace", _NOT_SPARSE
+    elif "SymIntArrayRef" in reason:  # of torch.randn(x.shape, generator=...), for one
         global_ones = "the global generators of torch, numpy or random, which pdtool seeds for each minibatch"
-        remedy = f"if it draws from a generator of its own, draw from {global_ones}; otherwise {remedy}"
-    return TraceError(what, remedy, module=module)
+        remedy = f"if it draws from a generator of its own, draw from {global_ones}; otherwise {OWN_MODULE}"
+    return TraceError(f"{where}{what}", remedy, module=module)
