@@ -96,6 +96,29 @@ class Executor:
         ]
 
 
+@dataclass(frozen=True)
+class _Backward:
+    """The backward of a node whose forward has run.
+
+    Attributes:
+        ends: the outputs that have a gradient.
+        leaves: the tensors that get one.
+        is_opaque: whether the node may checkpoint reentrantly, which allows only autograd.backward.
+    """
+
+    node: str
+    ends: list[Tensor]
+    leaves: list[Tensor]
+    is_opaque: bool = False
+
+    def work(self) -> Work:
+        """Return the call that computes it, with gradients of one."""
+        gradients = [torch.ones_like(t) for t in self.ends]
+        if self.is_opaque:
+            return partial(torch.autograd.backward, self.ends, gradients)
+        return partial(torch.autograd.grad, self.ends, self.leaves, gradients, allow_unused=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProfiledModel:
     """A traced model with one minibatch, of real or of fake tensors.
@@ -191,8 +214,7 @@ class ProfiledModel:
             The readings of the forward and of the backward, by node; a node without gradients has no backward.
         """
         environment = self.environment()
-        # (node, ends and leaves of its backward, whether it is opaque)
-        replayed: list[tuple[str, list[Tensor], list[Tensor], bool]] = []
+        backwards: list[_Backward] = []
         forward: dict[str, R] = {}
         for done, op in enumerate(self.computed):
             progress(done, len(self.computed))
@@ -205,23 +227,19 @@ class ProfiledModel:
             if not self.traced.with_gradient.isdisjoint(op.outputs):
                 taken = {id(t): t for t in (*inputs.values(), *(self.run.state[name] for name in op.parameters))}
                 leaves = requiring_gradients(taken.values())
-                replayed.append((op.name, requiring_gradients(outputs), leaves, op.opaque))
+                backwards.append(_Backward(op.name, requiring_gradients(outputs), leaves, is_opaque=op.opaque))
         if self.with_loss:
             returned = detached(self.outputs, environment)
             copies = {value: tensor.clone() for value, tensor in returned.items()}  # a loss may change them in place
             output = self.output(copies)
             loss, forward["loss"] = measure("loss", lambda: self.loss(output))
-            replayed.append(("loss", requiring_gradients([loss]), requiring_gradients(returned.values()), False))
+            backwards.append(_Backward("loss", requiring_gradients([loss]), requiring_gradients(returned.values())))
         backward: dict[str, R] = {}
-        while replayed:
-            name, ends, leaves, is_opaque = replayed.pop()
-            if ends and leaves:
-                gradients = [torch.ones_like(t) for t in ends]
-                work: Callable[[], Any] = partial(torch.autograd.grad, ends, leaves, gradients, allow_unused=True)
-                if is_opaque:  # it may checkpoint reentrantly, which allows only this form
-                    work = partial(torch.autograd.backward, ends, gradients)
-                _, backward[name] = measure(f"{name} backward", work)
-                for leaf in leaves:
+        while backwards:  # each is dropped when it is done, and with it the tensors that it saved
+            last = backwards.pop()
+            if last.ends and last.leaves:
+                _, backward[last.node] = measure(f"{last.node} backward", last.work())
+                for leaf in last.leaves:
                     leaf.grad = None
         progress(len(self.computed), len(self.computed))
         return forward, backward
