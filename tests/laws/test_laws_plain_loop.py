@@ -356,7 +356,7 @@ def test_a_sampler_chooses_the_samples_of_each_epoch(tmp_path: Path) -> None:
         results.append(harness.without_statistics(weights(harness.run(spec))))
         file = ModelFile.load(spec.model, trusted=True)
         data = file.dataset("train")
-        orders.append([MinibatchLoader(file, "train", ()).sample_order(spec.seed, epoch) for epoch in (1, 2)])
+        orders.append([MinibatchLoader(file, "train", ()).order_by_sampler(spec.seed, epoch) for epoch in (1, 2)])
     assert orders[0] == orders[1]
     assert [len(order) for order in orders[0]] == [14, 14]
     assert orders[0][0] != orders[0][1]
@@ -413,7 +413,7 @@ def test_a_dataset_that_a_sampler_tells_the_epoch_gives_the_samples_of_that_epoc
     file = ModelFile.load(spec.model, trusted=True)
     data, epochs = file.dataset("train"), []
     for epoch in (1, 2):
-        order = MinibatchLoader(file, "train", ()).sample_order(spec.seed, epoch)
+        order = MinibatchLoader(file, "train", ()).order_by_sampler(spec.seed, epoch)
         minibatches = [order[i : i + 4] for i in range(0, len(order), 4)]
         epochs.append([(data.x[chosen] + epoch, data.y[chosen]) for chosen in minibatches])
     expected = replay.synchronous(file.build(spec.seed), epochs, file.loss, file.optimizer, 4)

@@ -248,7 +248,7 @@ def test_the_seed_fixes_numpys_random_numbers_too(tmp_path):
 def test_samples_that_cannot_be_chosen_are_refused(tmp_path, returned, match):
     loader = MinibatchLoader(load(tmp_path, more=f"def sampler(data, epoch): return {returned}\n"), "train", INPUTS)
     with pytest.raises(ModelError, match=f"^user.py:.*{match}"):
-        loader.sample_order(0, 2)
+        loader.order_by_sampler(0, 2)
 
 
 def test_numbers_in_a_target_reach_the_loss_as_numbers(tmp_path):
@@ -265,7 +265,7 @@ def test_numbers_in_a_target_reach_the_loss_as_numbers(tmp_path):
 def test_a_sampler_draws_from_seed_and_epoch(tmp_path):
     more = "def sampler(data, epoch): return [*torch.randint(2, (9,)) + torch.tensor(numpy.random.randint(3))]\n"
     loader = MinibatchLoader(load(tmp_path, more=more), "train", INPUTS)
-    first, again, other_epoch, other_seed = (loader.sample_order(*at) for at in ((0, 1), (0, 1), (0, 2), (1, 1)))
+    first, again, other_epoch, other_seed = (loader.order_by_sampler(*at) for at in ((0, 1), (0, 1), (0, 2), (1, 1)))
     assert first == again
     assert first not in (other_epoch, other_seed)
 
@@ -749,9 +749,9 @@ def test_a_sampler_must_choose_as_many_samples_in_each_epoch(tmp_path):
     data = TrainingData(
         config, file, {"train": DatasetSplit(9, Structure.of(()))}, lambda epoch: file.sampler(None, epoch)
     )
-    assert data.sample_order(1, 0) == [0]
+    assert data.order_of_epoch(1, 0) == [0]
     with pytest.raises(ModelError, match=r"^user.py: sampler\(\) gives 2 samples in epoch 2, but 1 in epoch 1; return"):
-        data.sample_order(2, 1)
+        data.order_of_epoch(2, 1)
 
 
 LATE_IMPORTS = """

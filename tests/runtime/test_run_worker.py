@@ -45,7 +45,7 @@ def worker_of(stages: Any = MappingProxyType({1: None}), *, kind: Any = SCHEDULE
     assignment: Any = SimpleNamespace(stage=1, replica=0)
     unused: Any = None
     place = Place(assignment=assignment, device=CPU, local_workers=1, groups=unused, meter=WorkerMeter(CPU))
-    data: Any = SimpleNamespace(epoch_samples=6, sample_order=lambda epoch, trained: range(6))
+    data: Any = SimpleNamespace(epoch_samples=6, order_of_epoch=lambda epoch, trained: range(6))
     return Worker(config, place, data, stages, Progress(), {})
 
 

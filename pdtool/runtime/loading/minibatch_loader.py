@@ -83,7 +83,7 @@ class MinibatchLoader:
         self.load(range(min(batch_size, samples or batch_size)), 0, VALIDATION_PASS)
         self._stream.close()
 
-    def sample_order(self, run_seed: int, epoch: int) -> list[int]:
+    def order_by_sampler(self, run_seed: int, epoch: int) -> list[int]:
         """Return the samples that the user's sampler() chooses for an epoch: a function of seed and epoch only.
 
         Raises:

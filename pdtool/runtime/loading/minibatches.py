@@ -148,7 +148,7 @@ class TrainingData:
         self.epoch_minibatches = -(-self.epoch_samples // config.plan.batch_size)
         self._epochs_go_on = epochs_go_on(splits["train"], config)
 
-    def sample_order(self, epoch: int, trained: int) -> Sequence[int]:
+    def order_of_epoch(self, epoch: int, trained: int) -> Sequence[int]:
         """Return the samples of an epoch, in order; all workers call it together.
 
         A worker that loads nothing gets a range of the same length.

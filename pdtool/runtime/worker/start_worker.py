@@ -192,7 +192,7 @@ def open_data(config: RunConfig, place: Place, file: ModelFile) -> tuple[Trainin
 
     def sampled(epoch: int) -> Sequence[int]:
         """Call each worker's sampler(), which may tell its dataset the epoch; the first worker's chooses for all."""
-        own = loaders["train"].sample_order(config.seed, epoch) if loaders else []
+        own = loaders["train"].order_by_sampler(config.seed, epoch) if loaders else []
         return broadcast(own, list[int], first_rank, "the order of the samples")
 
     sampler = sampled if file.has("sampler") else None

@@ -213,7 +213,7 @@ class Worker:
     def _train_epoch(self, epoch: int) -> None:
         """Train an epoch, validate, and step learning-rate schedules of epochs."""
         meter, progress, samples = self._place.meter, self.progress, self._data.epoch_samples
-        order = self._data.sample_order(epoch, sum(progress.samples))
+        order = self._data.order_of_epoch(epoch, sum(progress.samples))
         minibatches = Minibatches(order, self._config.plan.batch_size)
         start_s = time.perf_counter()
         if self._log:
