@@ -1,4 +1,16 @@
-"""The plan and options of a resumed run: the run's own, unless others are given; changes are noted."""
+"""The plan and options of a resumed run: the run's own, unless others are given; changes are noted.
+
+An option has the first of these values that there is:
+
+    (1)  the one given on the command line, or in the call of the API
+    (2)  that of the resumed run, if a resumed run keeps the option (`_lasting_options`)
+    (3)  that of pdtool.toml, which click takes as a default
+    (4)  that of the plan, for options of a plan (`Option.of_plan`), which `rescheduled` leaves alone if they are None
+    (5)  the declared default
+
+A schedule of (1) also drops values of (2) and (3) that have no effect with it (`excluded_by`; for pdtool.toml,
+`prefer_typed` in cli/click_options.py). A plan of (1) that is not the run's own drops the options of a plan of (2).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +27,7 @@ from pdtool.errors import ArtifactError, UsageError
 from pdtool.files import quoted
 from pdtool.machines import is_first_worker
 from pdtool.options.declaration import Option, declared
-from pdtool.options.run_options import SAME_FOLDER, RunOptions, excluded_by
+from pdtool.options.run_options import SAME_FOLDER, RunOptions, excluded_by, not_replaced
 from pdtool.units import counted
 
 if TYPE_CHECKING:
@@ -60,9 +72,7 @@ def as_asked(plan: str | None, asked: RunOptions, given: Collection[str]) -> Run
     known = {name: options[name].value.read(options[name].flag, lasting[name]) for name in lasting.keys() & options}
     changes = {name: value for name, value in known.items() if name not in left_out}
     if _SETTINGS in known:
-        named = {setting.partition("=")[0] for setting in asked.model_settings}
-        earlier = (setting for setting in known[_SETTINGS] if setting.partition("=")[0] not in named)
-        changes[_SETTINGS] = (*earlier, *asked.model_settings)
+        changes[_SETTINGS] = (*not_replaced(known[_SETTINGS], asked.model_settings), *asked.model_settings)
     if not run.checkpoints() and asked.output in (None, str(run.path)):
         changes |= {"resume": None, "output": str(run.path)}
     return replace(asked, **changes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -149,6 +150,12 @@ def excluded_by(schedule: str) -> set[str]:
     of a resumed run are left out."""
     of_kind = {"update_every", "correction"} if SCHEDULES[schedule].flushes else {"microbatches"}
     return of_kind if len(SCHEDULES[schedule].policies) > 1 else of_kind | {"weights"}
+
+
+def not_replaced(earlier: Iterable[str], later: Iterable[str]) -> list[str]:
+    """Return the settings `NAME=VALUE` of `earlier` whose names `later` does not set."""
+    names = {setting.partition("=")[0] for setting in later}
+    return [setting for setting in earlier if setting.partition("=")[0] not in names]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)

@@ -16,7 +16,7 @@ from pdtool.cli.commands.steps import partition, profile, run
 from pdtool.cli.terminal import note
 from pdtool.options.declaration import declared
 from pdtool.options.plan_options import PartitionOptions, ProfileOptions
-from pdtool.options.run_options import RunOptions, excluded_by
+from pdtool.options.run_options import RunOptions, excluded_by, not_replaced
 from pdtool.schedule import SCHEDULES
 from pdtool.units import counted
 
@@ -123,8 +123,7 @@ def _step(ctx: click.Context, step: click.Command, argument: str) -> click.Conte
 def _forget_what_the_plan_has(running: click.Context, ctx: click.Context) -> None:
     """Let the plan, which follows the options of `train`, override the defaults of `run` and those of a resumed run."""
     settings = ctx.params["model_settings"]
-    named = {setting.partition("=")[0] for setting in settings}
-    kept = [each for each in running.params["model_settings"] if each.partition("=")[0] not in named]
+    kept = not_replaced(running.params["model_settings"], settings)
     running.params["model_settings"] = (*kept, *(settings if running.params["resume"] else ()))
     of_plan = {name for name, option in declared(RunOptions).items() if option.of_plan}
     in_plan = of_plan & _OF_PLAN - {"model", "model_settings"}
