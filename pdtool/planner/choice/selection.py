@@ -30,25 +30,25 @@ from pdtool.planner.simulator.engine import PATIENT, is_too_large, steady_state_
 from pdtool.planner.simulator.job import action_count
 from pdtool.planner.stage_costs import stage_loads
 
-# If the fastest plan of the shortlist is slower than its formulas say, also search as if links were twice as slow:
-# such plans communicate less.
-_LINK_SLOWDOWNS = (1.0, 2.0)
-# With a flush, workers wait for all messages while the pipeline fills and drains, whatever is in flight.
-_LINK_SLOWDOWNS_OF_FLUSH = (1.0, 2.0, 4.0, 8.0)
-# A simulation sees some 32 minibatches of the steady state. The first and the last may be early or late.
-_SIMULATION_ERROR = 1.01
-# Plans with the smallest lower bounds, for each slowdown: many are simulated where that takes milliseconds. The borders
-# of as many plans are moved to where shared links carry less.
+# Factors between formulas and simulation
+_SIMULATION_ERROR = 1.01  # it sees some 32 minibatches of the steady state; the first and the last may be early or late
+_EXCESS_OF_SKIPS = 1.6  # about, of the formulas, which count a tensor at each border that it crosses
+# (1) If the fastest plan of the shortlist is slower than its formulas say, also search as if links were slower: such
+# plans communicate less. With a flush, workers wait for all messages while the pipeline fills and drains.
+_LINK_SLOWDOWNS, _LINK_SLOWDOWNS_OF_FLUSH = (1.0, 2.0), (1.0, 2.0, 4.0, 8.0)
+# Plans for each slowdown, those with the smallest lower bounds: more on few workers, where a simulation takes
+# milliseconds. (4) moves the borders of as many plans to where shared links carry less.
 _MIN_PLANS_PER_SEARCH, _PLANS_TIMES_WORKERS = 8, 120
-_EXCESS_OF_SKIPS = 1.6  # formulas over simulation, about, if a tensor counts at each border that it crosses
-_STEPS_TO_FREER_LINKS = 4  # borders that are moved one after the other for that
-_MAX_ACTIONS_LISTED = 180_000  # times workers, in all simulations of the plans of one schedule and slowdown
-_MAX_ACTIONS_MOVED = 60_000  # times workers, in all simulations of plans with moved borders
-_MAX_ACTIONS_OF_CONFIGURATIONS = 180_000  # the same, where each configuration is looked at by itself
-_MAX_WORKERS_BY_CONFIGURATION = 6  # with more, that takes seconds and finds little
-_PLANS_PER_CONFIGURATION = 4  # plans of each to begin with
+# (4) How borders are moved
+_STEPS_TO_FREER_LINKS = 4  # borders, one after the other
+_MAX_WORKERS_BY_CONFIGURATION = 6  # with more, a look at each configuration takes seconds and finds little
+_PLANS_PER_CONFIGURATION = 4  # to begin with
 _MAX_SLOWDOWN_OF_CONFIGURATION = 1.5  # times the fastest plan so far: moved borders do not make up for more
-_STEPS_WITHOUT_GAIN = 6  # without a gain, after which the next configuration has its turn
+_STEPS_WITHOUT_GAIN = 6  # until the next configuration has its turn
+# Limits of effort: actions times workers, in all simulations of a step
+_MAX_ACTIONS_LISTED = 180_000  # (3) of the plans of one schedule and slowdown
+_MAX_ACTIONS_MOVED = 60_000  # (4) with moved borders
+_MAX_ACTIONS_OF_CONFIGURATIONS = 180_000  # (4) of all configurations
 
 
 @dataclass(frozen=True)
