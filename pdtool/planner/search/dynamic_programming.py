@@ -202,27 +202,32 @@ class DynamicProgram:
                 self._prepend_at(i, source, target)
 
     def _prepend_at(self, i: int, source: Array, target: Array) -> None:
-        """(4) for the stages that begin at cut i; source and target may be the same array."""
+        """(4) for the stages that begin at cut i; source and target may be the same array.
+
+        Few stages need a value for each q, because the border (3) is seldom the slowest part of a plan:
+
+            replicas q before cut i     1   2   3  ...
+            fast border                 v   v   v  ...     v: max((1), (2))
+            slow border                 max(v, (3) for each q)
+        """
         stages = self.candidates[i]
         values = self._with_following(stages, source)
         within = np.flatnonzero(values <= self.bound_s)
+        values, first = values[within], stages.first[within]
         if i == 0:
-            np.minimum.at(target[0, :, 0], stages.first[within], values[within])
+            np.minimum.at(target[0, :, 0], first, values)
             return
-        first, replicas, bytes_before = (x[within] for x in (stages.first, stages.replicas, stages.border_bytes))
+        replicas, bytes_before = stages.replicas[within], stages.border_bytes[within]
         is_slow = bytes_before > 0
         if is_slow.any() and self._overlaps:
-            slowest = self._slowest_border[first % self._period, replicas]
-            is_slow = self.model.border_s(bytes_before, slowest) > values[within]
-        unaffected = within[~is_slow]  # whatever stands before them, the border is not the slowest part
-        np.minimum.at(target[i, :, 1], stages.first[unaffected], values[unaffected])
+            is_slow = self.model.border_s(bytes_before, self._slowest_border[first % self._period, replicas]) > values
+        np.minimum.at(target[i, :, 1], first[~is_slow], values[~is_slow])
         target[i, :, 2:] = target[i, :, 1:2]
         if is_slow.any():
             slots = first * (self.workers + 1) + replicas
-            kept = _pareto_front(slots, values[within], bytes_before, np.flatnonzero(is_slow))
-            first, replicas, bytes_before = first[kept], replicas[kept], bytes_before[kept, None]
-            borders = self.model.border_s(bytes_before, self._border[first % self._period, replicas, 1:])
-            with_border = self.combine(values[within[kept], None], borders)
+            kept = _pareto_front(slots, values, bytes_before, np.flatnonzero(is_slow))  # ordered by first worker
+            first, borders = first[kept], self._border[first[kept] % self._period, replicas[kept], 1:]
+            with_border = self.combine(values[kept, None], self.model.border_s(bytes_before[kept, None], borders))
             starts = np.flatnonzero(np.diff(first, prepend=-1))
             best = np.minimum.reduceat(with_border, starts, axis=0)
             target[i, first[starts], 1:] = np.minimum(target[i, first[starts], 1:], best)
@@ -251,11 +256,10 @@ class DynamicProgram:
         """
         model = self.model
         ends, load = self.space.stages_from[i]
-        first, replicas, slot, end = self._possible(i, np.flatnonzero(is_continued[ends] & self._may_fit(load)))
-        follows = values[ends[end], (first + replicas)[slot], replicas[slot]] <= self.bound_s
-        slot, end = slot[follows], end[follows]
+        first, replicas, end = self._possible(i, np.flatnonzero(is_continued[ends] & self._may_fit(load)))
+        follows = values[ends[end], first + replicas, replicas] <= self.bound_s
+        first, replicas, end = first[follows], replicas[follows], end[follows]
         load = load.select(end)
-        first, replicas = first[slot], replicas[slot]
         in_flight = model.in_flight(replicas, self.workers - first)
         spans = np.full(len(end), i), ends[end], first, replicas
         if self.minimize_memory:
@@ -276,25 +280,31 @@ class DynamicProgram:
         may_fit: Array = np.minimum(*least) <= limit
         return may_fit
 
-    def _possible(self, i: int, candidates: Array) -> tuple[Array, Array, Array, Array]:
-        """Slots (first worker, replicas), and the pairs of a slot and one of the `candidates` for the end of the stage
-        that the bound allows."""
-        work_s, (ends, load) = self.space.forward_backward_s, self.space.stages_from[i]
+    def _possible(self, i: int, ends: Array) -> tuple[Array, Array, Array]:
+        """Return first worker, replicas and end of each stage that may begin at cut i within the bound.
+
+        It fills a table with a row for each end and a column for each slot, which is a pair (first worker, replicas).
+
+        Args:
+            ends: where the stage may end, as positions in `stages_from[i]`; the result has these, too.
+        """
+        work_s, (cuts, load) = self.space.forward_backward_s, self.space.stages_from[i]
+        cuts = cuts[ends, None]
+        is_last = cuts == len(work_s) - 1
         first, replicas = self._slots[bool(i)]
         after = self.workers - first - replicas
-        is_last = ends[candidates] == len(work_s) - 1
-        pairs = np.where(is_last[:, None], after <= self.spare, after > 0)
+        is_possible = np.where(is_last, after <= self.spare, after > 0)
         if i == 0 and self.min_stages > 1:
-            pairs &= ~is_last[:, None]
+            is_possible &= ~is_last
         if np.isfinite(self.bound_s) and not self.minimize_memory:
             per_worker_s = self.bound_s * self.model.execution.copies * TOLERANCE
-            before_s, after_s = work_s[i], work_s[-1] - work_s[i]
-            fits = (before_s <= first * per_worker_s) & (after_s <= (self.workers - first) * per_worker_s)
-            first, replicas, after, pairs = first[fits], replicas[fits], after[fits], pairs[:, fits]
-            pairs &= (work_s[-1] - work_s[ends[candidates]])[:, None] <= after * per_worker_s
-            pairs &= (self._stage_lower_bound_s(load.select(candidates[:, None])) <= self.bound_s)[:, replicas - 1]
-        slot, end = np.nonzero(pairs.T)
-        return first, replicas, slot, candidates[end]
+            before_s, left_s = work_s[i], work_s[-1] - work_s[i]
+            fits = (before_s <= first * per_worker_s) & (left_s <= (self.workers - first) * per_worker_s)
+            first, replicas, after, is_possible = first[fits], replicas[fits], after[fits], is_possible[:, fits]
+            is_possible &= work_s[-1] - work_s[cuts] <= after * per_worker_s
+            is_possible &= (self._stage_lower_bound_s(load.select(ends[:, None])) <= self.bound_s)[:, replicas - 1]
+        slot, end = np.nonzero(is_possible.T)
+        return first[slot], replicas[slot], ends[end]
 
     def _stage_lower_bound_s(self, load: StageLoad) -> Array:
         """[end, replicas - 1] seconds of a stage on the first workers: nowhere does its ring cross fewer links."""
