@@ -6,7 +6,7 @@ enumerated over blocks. A graph with more cuts than can be searched is coarsened
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -181,6 +181,11 @@ def _dead_ends(
             yield list(blocks[b]), neighbours[0]
 
 
+def _bits(blocks: Iterable[int]) -> int:
+    """Return an int with the bits of these blocks set."""
+    return sum(1 << b for b in blocks)
+
+
 def _computes(profile: Profile, block: Sequence[str]) -> bool:
     return any(profile.by_name[name].op not in NOT_OPERATORS for name in block)
 
@@ -210,24 +215,25 @@ class _BlockGraph:
         Blocks pinned to the first stage are in every cut but the empty one. Blocks pinned to the last stage are only in
         the whole. A cut without an operator on one side is left out, because a stage there would compute nothing.
         """
-        needs = [sum(1 << a for a in sources) for sources in self.before]
-        start = self._closure({b for b, pins in enumerate(self.pins) if 0 in pins})
-        last = sum(1 << b for b, pins in enumerate(self.pins) if -1 in pins)
-        ready = [b for b, need in enumerate(needs) if not start >> b & 1 and need & ~start == 0]
-        queue = [] if start & last else [(start, ready)]
+        last = {b for b, pins in enumerate(self.pins) if -1 in pins}
+        smallest = self._closure({b for b, pins in enumerate(self.pins) if 0 in pins})
+        sources = [_bits(before) for before in self.before]
+        # Cuts grow by one block at a time. A block may be next if the cut holds its sources: `sources[b] & ~cut` is 0.
+        next_blocks = [b for b, needed in enumerate(sources) if not smallest >> b & 1 and not needed & ~smallest]
+        queue = [] if smallest & _bits(last) else [(smallest, [b for b in next_blocks if b not in last])]
         cuts = {cut for cut, _ in queue}
-        for cut, ready in queue:
-            for b in ready:
+        for cut, next_blocks in queue:
+            for b in next_blocks:
                 larger = cut | 1 << b
-                if not last >> b & 1 and larger not in cuts:
+                if larger not in cuts:
                     cuts.add(larger)
-                    now_ready = [c for c in self.after[b] if needs[c] & ~larger == 0]
-                    queue.append((larger, [c for c in ready if c != b] + now_ready))  # the loop comes to it too
+                    more = [c for c in self.after[b] if c not in last and not sources[c] & ~larger]
+                    queue.append((larger, [c for c in next_blocks if c != b] + more))  # the loop comes to it too
             if len(cuts) > limit:
                 return None
-        computing = sum(1 << b for b, block in enumerate(self.members) if _computes(self.profile, block))
+        computing = _bits(b for b, block in enumerate(self.members) if _computes(self.profile, block))
         inner = [cut for cut in cuts if cut & computing and ~cut & computing]
-        return [0, *sorted(inner, key=lambda cut: (cut.bit_count(), cut)), (1 << len(self.members)) - 1]
+        return [0, *sorted(inner, key=lambda cut: (cut.bit_count(), cut)), _bits(range(len(self.members)))]
 
     def _closure(self, blocks: Collection[int]) -> int:
         """Return the smallest cut that holds `blocks`."""
