@@ -14,8 +14,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
@@ -84,16 +85,17 @@ def verify_values(
             minibatches.
     """
     minibatches = [ModelInputs.of(inputs) for inputs in batches]
-    model, stages = _model_and_stages(build, texts, bundle)
+    comparison = _StageComparison.of(build, texts, bundle)
+    model = comparison.model
     _refuse_listed_parameters(model, bundle)
     _fill_zeros(model)
-    copy_state(model, stages, bundle)
+    comparison.copy_state()
     before = kept_state(model)
     state = named_state(model)
     shared = {tuple(names): state[names[0]].detach().clone() for names in shared_memory(state)}
     try:
         for training in (True, False):
-            _compare_minibatches(model, stages, bundle, minibatches, training=training)
+            comparison.compare_minibatches(minibatches, training=training)
     except VerificationError:  # state may be why the values differ
         _refuse_kept_state(kept_attributes(model, before), build, minibatches)
         _refuse_changed_memory(model, shared)
@@ -101,8 +103,163 @@ def verify_values(
     _refuse_kept_state(kept_attributes(model, before), build, minibatches)
     _refuse_hidden_paths(model.train(), bundle, minibatches[0], after_forward or {})
     if several_in_flight and _runs_user_code(model, texts, bundle):
-        _compare_in_flight(model, stages, bundle, (minibatches[0], minibatches[-1]))
-    return one_sample is not None and _differ_for(ModelInputs.of(one_sample), model, stages, bundle)
+        comparison.compare_in_flight((minibatches[0], minibatches[-1]))
+    return one_sample is not None and comparison.differs_for(ModelInputs.of(one_sample))
+
+
+@dataclass(frozen=True)
+class _StageComparison:
+    """The model and its stages, whose outputs, gradients and buffers are compared."""
+
+    model: nn.Module
+    stages: Sequence[nn.Module]
+    bundle: Bundle
+
+    @classmethod
+    def of(cls, build: Callable[[], nn.Module], texts: Mapping[str, str], bundle: Bundle) -> Self:
+        """Make the model and stages; opaque modules of both draw the same random numbers."""
+        model, stages = build(), load_stages(texts, bundle, build=build)
+        for stage, spec in zip(stages, bundle.stages, strict=True):
+            _seed_by_path(model, spec.opaque)
+            _seed_by_path(stage, spec.opaque)
+        return cls(model, stages, bundle)
+
+    @property
+    def _modules(self) -> Sequence[nn.Module]:
+        return self.model, *self.stages
+
+    def copy_state(self) -> None:
+        """Give the stages the model's parameters and buffers."""
+        copy_state(self.model, self.stages, self.bundle)
+
+    def compare_minibatches(self, batches: Sequence[ModelInputs], *, training: bool) -> None:
+        """Compare outputs, gradients and buffers in one mode; evaluation leaves out the first minibatch."""
+        after_first: dict[str, Tensor] = {}
+        for module in self._modules:
+            module.train(training)
+        mode = "training" if training else "evaluation"
+        first, *rest = enumerate(batches)
+        for number, inputs in [first, *rest] if training else rest:
+            where = f"{mode}, minibatch {number} of {len(batches)}"
+            with torch.set_grad_enabled(training):
+                with _hooks_noted() as in_model:
+                    expected = self._expected(inputs, where)
+                with _hooks_noted() as in_stages:
+                    composed = self._composed(inputs, where)
+            if lost := sorted(in_model - in_stages):
+                remedy = 'move this line into a module of its own, and name that module in HINTS = {"opaque": [...]}'
+                what = f"{lost[0]}: forward puts a hook on a tensor, but no stage would call it"
+                raise VerificationError(what, remedy)
+            _compare_outputs(expected, composed, where)
+            has_new_size = number != 1  # the second has the size of the first
+            if training and has_new_size and _compare_gradients(self._gradients(expected, composed, where), where):
+                self._compare_in_double(inputs, where)
+            self._compare_buffers(where)
+            after_first = after_first or {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        changed = [name for name, p in self.model.named_parameters() if not torch.equal(after_first[name], p)]
+        if changed:  # at each call: a mask applied to a weight in the first call changes nothing later
+            raise VerificationError(
+                f"forward changes parameter {changed[0]} at each call: minibatches in flight together cannot share it",
+                "let after_update() change it, or keep what forward changes in a buffer of the module that uses it",
+            )
+
+    def differs_for(self, inputs: ModelInputs) -> bool:
+        """Whether the stages differ from the model in a mode in which the model itself does not fail, as batch norm
+        does in training."""
+        for training, minibatches in ((True, [inputs]), (False, [inputs, inputs])):
+            self.copy_state()  # a model that has failed may have changed its buffers
+            try:
+                self.compare_minibatches(minibatches, training=training)
+            except ModelFailedError:
+                continue
+            except VerificationError:
+                return True
+        return False
+
+    def compare_in_flight(self, batches: Sequence[ModelInputs]) -> None:
+        """Compare the gradients of two minibatches: in the model one after the other, in the stages in flight
+        together."""
+        self.copy_state()
+        for module in self._modules:
+            module.train().zero_grad()
+        where = "training, two minibatches in flight"
+        for inputs in batches:
+            _backward("the backward of the model", self._expected(inputs, where), where)
+        try:
+            for output in [self._composed(inputs, where) for inputs in batches]:
+                _backward(_STAGES, output, where)
+            _compare_gradients(self._gradient_pairs(where), where)
+        except VerificationError as error:
+            what = f"{error.what}: the backward of one minibatch needs a value that the forward of the next one changes"
+            remedy = (
+                "keep what backward needs in ctx or in a local variable of forward, and compute with a copy of a "
+                "buffer that forward changes, such as self.scale.clone()"
+            )
+            raise VerificationError(what, remedy) from error
+
+    def _expected(self, inputs: ModelInputs, where: str) -> Any:
+        """Return the model's output."""
+        with repeatable():
+            return _run_model(self.model, inputs, where)
+
+    def _composed(self, inputs: ModelInputs, where: str) -> Any:
+        """Return the output of the stages."""
+        with repeatable():
+            return _run(_STAGES, partial(compose, self.stages, self.bundle, _copy(inputs).tensors), where)
+
+    def _compare_in_double(self, inputs: ModelInputs, where: str) -> None:
+        """Compare gradients in double precision, in which rounding is much smaller."""
+        inputs = inputs.map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+        try:
+            copies = _run("the model", lambda: [deepcopy(module).double() for module in self._modules], where)
+            double = replace(self, model=copies[0], stages=copies[1:])
+            expected, composed = double._expected(inputs, where), double._composed(inputs, where)
+            gradients = double._gradients(expected, composed, where)
+        except VerificationError:  # the user's code, or the trace, has a dtype of its own, or modules cannot be copied
+            return
+        pairs = zip(tensors_of(expected), tensors_of(composed), strict=True)
+        if all(torch.allclose(a, b, rtol=_EQUAL, atol=_EQUAL * _largest(a), equal_nan=True) for a, b in pairs):
+            _compare_gradients(gradients, where)  # else they have drawn different random numbers
+
+    def _gradients(self, expected: Any, composed: Any, where: str) -> dict[str, tuple[Tensor, Tensor]]:
+        """Run both backwards, and return each parameter's gradients: the model's, and that of the stages."""
+        for module in self._modules:
+            module.zero_grad()
+        _backward("the backward of the model", expected, where)
+        _backward(f"the backward of {_STAGES}", composed, where)
+        return self._gradient_pairs(where)
+
+    def _gradient_pairs(self, where: str) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return each parameter's gradients: the model's, and that of the stages."""
+        stage_gradients = self._stage_gradients()
+        gradients = {}
+        for name, parameter in self.model.named_parameters():
+            in_model, in_stages = parameter.grad, stage_gradients.get(id(parameter))
+            if in_stages is None and (in_model is None or not in_model.any()):
+                continue
+            if in_stages is None or in_model is None:
+                only, other = ("the model", _STAGES) if in_stages is None else (_STAGES, "the model")
+                raise VerificationError(f"{name} gets a gradient in {only}, but not in {other} ({where})", _CHECK_STATE)
+            dense = [g.to_dense() if g.is_sparse else g for g in (in_model, in_stages)]
+            gradients[name] = dense[0], dense[1]
+        return gradients
+
+    def _stage_gradients(self) -> dict[int, Tensor]:
+        """Sum up the gradients of the stages for each parameter of the model, by its id."""
+        original = dict(self.model.named_parameters(remove_duplicate=False))
+        gradients: dict[int, Tensor] = {}
+        for stage in self.stages:
+            for name, parameter in stage.named_parameters():  # one tied inside the stage counts once
+                if parameter.grad is not None:
+                    key = id(original[name])
+                    gradients[key] = gradients[key] + parameter.grad if key in gradients else parameter.grad
+        return gradients
+
+    def _compare_buffers(self, where: str) -> None:
+        original = named_state(self.model)
+        for stage in self.stages:
+            for name, buffer in stage.named_buffers(remove_duplicate=False):
+                _compare(original[name], buffer, f"buffer {name} ({where})", TOLERANCE["atol"])
 
 
 def _refuse_listed_parameters(model: nn.Module, bundle: Bundle) -> None:
@@ -130,64 +287,6 @@ def _fill_zeros(model: nn.Module) -> None:
                 parameter.fill_(0.1)
 
 
-def _differ_for(inputs: ModelInputs, model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle) -> bool:
-    """Whether the stages differ from the model in a mode in which the model itself does not fail, as batch norm does
-    in training."""
-    for training, minibatches in ((True, [inputs]), (False, [inputs, inputs])):
-        copy_state(model, stages, bundle)  # a model that has failed may have changed its buffers
-        try:
-            _compare_minibatches(model, stages, bundle, minibatches, training=training)
-        except ModelFailedError:
-            continue
-        except VerificationError:
-            return True
-    return False
-
-
-def _model_and_stages(
-    build: Callable[[], nn.Module], texts: Mapping[str, str], bundle: Bundle
-) -> tuple[nn.Module, list[nn.Module]]:
-    """Make the model and stages; opaque modules of both draw the same random numbers."""
-    model, stages = build(), load_stages(texts, bundle, build=build)
-    for stage, spec in zip(stages, bundle.stages, strict=True):
-        _seed_by_path(model, spec.opaque)
-        _seed_by_path(stage, spec.opaque)
-    return model, stages
-
-
-def _compare_minibatches(
-    model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle, batches: Sequence[ModelInputs], *, training: bool
-) -> None:
-    """Compare outputs, gradients and buffers in one mode; evaluation leaves out the first minibatch."""
-    after_first: dict[str, Tensor] = {}
-    for module in (model, *stages):
-        module.train(training)
-    mode = "training" if training else "evaluation"
-    first, *rest = enumerate(batches)
-    for number, inputs in [first, *rest] if training else rest:
-        where = f"{mode}, minibatch {number} of {len(batches)}"
-        with torch.set_grad_enabled(training), repeatable(), _hooks_noted() as in_model:
-            expected = _run("the model", partial(_call, model, inputs), where)
-        with torch.set_grad_enabled(training), repeatable(), _hooks_noted() as in_stages:
-            composed = _run(_STAGES, partial(compose, stages, bundle, _copy(inputs).tensors), where)
-        if lost := sorted(in_model - in_stages):
-            remedy = 'move this line into a module of its own, and name that module in HINTS = {"opaque": [...]}'
-            raise VerificationError(f"{lost[0]}: forward puts a hook on a tensor, but no stage would call it", remedy)
-        _compare_outputs(expected, composed, where)
-        if training and number != 1:  # the second has the size of the first
-            gradients = _gradients(model, stages, expected, composed, where)
-            if _compare_gradients(gradients, where):
-                _compare_in_double(model, stages, bundle, inputs, where)
-        _compare_buffers(model, stages, where)
-        after_first = after_first or {name: p.detach().clone() for name, p in model.named_parameters()}
-    changed = [name for name, p in model.named_parameters() if not torch.equal(after_first[name], p)]
-    if changed:  # at each call: a mask applied to a weight in the first call changes nothing later
-        raise VerificationError(
-            f"forward changes parameter {changed[0]} at each call: minibatches in flight together cannot share it",
-            "let after_update() change it, or keep what forward changes in a buffer of the module that uses it",
-        )
-
-
 def _runs_user_code(model: nn.Module, texts: Mapping[str, str], bundle: Bundle) -> bool:
     """Whether stages call code that may change, in the next forward, what a backward reads: opaque modules and
     functions of the user, or a forward that writes into a buffer. The modules of torch do not."""
@@ -197,35 +296,6 @@ def _runs_user_code(model: nn.Module, texts: Mapping[str, str], bundle: Bundle) 
     return any(not type(module).__module__.startswith("torch.nn.") for module in has_buffers)
 
 
-def _compare_in_flight(
-    model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle, batches: Sequence[ModelInputs]
-) -> None:
-    """Compare the gradients of two minibatches: in the model one after the other, in the stages in flight together."""
-    copy_state(model, stages, bundle)
-    for module in (model, *stages):
-        module.train().zero_grad()
-    where = "training, two minibatches in flight"
-    for inputs in batches:
-        with repeatable():
-            expected = _run("the model", partial(_call, model, inputs), where)
-        _run("the backward of the model", partial(_backward, tensors_of(expected)), where)
-    try:
-        outputs = []
-        for inputs in batches:
-            with repeatable():
-                outputs.append(_run(_STAGES, partial(compose, stages, bundle, _copy(inputs).tensors), where))
-        for output in outputs:
-            _run(_STAGES, partial(_backward, tensors_of(output)), where)
-        _compare_gradients(_gradient_pairs(model, stages, where), where)
-    except VerificationError as error:
-        what = f"{error.what}: the backward of one minibatch needs a value that the forward of the next one changes"
-        remedy = (
-            "keep what backward needs in ctx or in a local variable of forward, and compute with a copy of a buffer "
-            "that forward changes, such as self.scale.clone()"
-        )
-        raise VerificationError(what, remedy) from error
-
-
 def set_by_first_minibatch(build: Callable[[], nn.Module], batches: Sequence[Any]) -> list[str]:
     """Return the parameters that the first forward in training sets from its minibatch, as ActNorm does."""
     changed: list[dict[str, Tensor]] = []
@@ -233,7 +303,7 @@ def set_by_first_minibatch(build: Callable[[], nn.Module], batches: Sequence[Any
         model = build().train()
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         with repeatable():
-            _run("the model", partial(_call, model, ModelInputs.of(inputs)), "the first minibatch")
+            _run_model(model, ModelInputs.of(inputs), "the first minibatch")
         after = ((name, p.detach()) for name, p in model.named_parameters() if name in before)
         changed.append({name: weight for name, weight in after if not torch.equal(weight, before[name])})
     first, other = changed  # a mask that is applied to a weight changes both alike
@@ -253,7 +323,7 @@ def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batche
         fresh = kept.value(new)
         with torch.set_grad_enabled(training), random_state_kept():
             for inputs in before:
-                _run("the model", partial(_call, old, inputs), "a minibatch before")
+                _run_model(old, inputs, "a minibatch before")
         with torch.no_grad():
             for parameter in (parameter for parameter in old.parameters() if parameter.requires_grad):
                 parameter.add_(0.01)
@@ -265,7 +335,7 @@ def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batche
             results = []
             for model, value in ((old, kept.value(old)), (new, fresh)):
                 kept.restore(model, value)
-                output = _run("the model", partial(_call, model, last), "the last minibatch")
+                output = _run_model(model, last, "the last minibatch")
                 results.append((kept.value(model), *tensors_of(output)))
         if not has_same_content(results[0], results[1]):
             return True
@@ -302,7 +372,7 @@ def _refuse_hidden_paths(
     for path in opaque if len(opaque) > 1 else ():
         readers[path] = {name for kind in user_classes(model.get_submodule(path)) for name in names_read(kind)}
     before = kept_state(model)
-    _run("the model", partial(_call, model, inputs), "a further minibatch")
+    _run_model(model, inputs, "a further minibatch")
     for changed in changed_attributes(model, before):
         reading = [reader for reader, names in readers.items() if changed.name in names]
         if len(reading) > 1 or (reading and reading[0] not in opaque):
@@ -354,12 +424,12 @@ def outputs_in_both_modes(model: nn.Module, batch: Any) -> list[list[Tensor]]:
     for training in (True, False):
         model.train(training)
         with torch.no_grad(), repeatable():
-            outputs.append(tensors_of(_run("the model", partial(_call, model, inputs), "a minibatch")))
+            outputs.append(tensors_of(_run_model(model, inputs, "a minibatch")))
     return outputs
 
 
-def _call(model: nn.Module, inputs: ModelInputs) -> Any:
-    return _copy(inputs).call(model)
+def _run_model(model: nn.Module, inputs: ModelInputs, where: str) -> Any:
+    return _run("the model", lambda: _copy(inputs).call(model), where)
 
 
 def _copy(inputs: ModelInputs) -> ModelInputs:
@@ -398,33 +468,6 @@ def _paired(expected: Any, composed: Any, where: str) -> list[tuple[str, Any, An
     return [(name, a, b) for (name, a), (_, b) in zip(in_model, in_stages, strict=True)]
 
 
-def _gradients(
-    model: nn.Module, stages: Sequence[nn.Module], expected: Any, composed: Any, where: str
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Run both backwards, and return each parameter's gradients: the model's, and that of the stages."""
-    for module in (model, *stages):
-        module.zero_grad()
-    for what, output in (("the model", expected), (_STAGES, composed)):
-        _run(f"the backward of {what}", partial(_backward, tensors_of(output)), where)
-    return _gradient_pairs(model, stages, where)
-
-
-def _gradient_pairs(model: nn.Module, stages: Sequence[nn.Module], where: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return each parameter's gradients: the model's, and that of the stages."""
-    stage_gradients = _stage_gradients(model, stages)
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        in_model, in_stages = parameter.grad, stage_gradients.get(id(parameter))
-        if in_stages is None and (in_model is None or not in_model.any()):
-            continue
-        if in_stages is None or in_model is None:
-            only, other = ("the model", _STAGES) if in_stages is None else (_STAGES, "the model")
-            raise VerificationError(f"{name} gets a gradient in {only}, but not in {other} ({where})", _CHECK_STATE)
-        dense = [g.to_dense() if g.is_sparse else g for g in (in_model, in_stages)]
-        gradients[name] = dense[0], dense[1]
-    return gradients
-
-
 def _compare_gradients(gradients: Mapping[str, tuple[Tensor, Tensor]], where: str) -> bool:
     """Compare gradients, and return whether the comparison is unclear for some.
 
@@ -445,52 +488,16 @@ def _compare_gradients(gradients: Mapping[str, tuple[Tensor, Tensor]], where: st
     return bool(unclear)
 
 
-def _compare_in_double(
-    model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle, inputs: ModelInputs, where: str
-) -> None:
-    """Compare gradients in double precision, in which rounding is much smaller."""
-    inputs = inputs.map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
-    try:
-        model, *stages = _run("the model", lambda: [deepcopy(module).double() for module in (model, *stages)], where)
-        with repeatable():
-            expected = _run("the model", partial(_call, model, inputs), where)
-        with repeatable():
-            composed = _run(_STAGES, partial(compose, stages, bundle, _copy(inputs).tensors), where)
-        gradients = _gradients(model, stages, expected, composed, where)
-    except VerificationError:  # the user's code, or the trace, has a dtype of its own, or modules cannot be copied
-        return
-    pairs = zip(tensors_of(expected), tensors_of(composed), strict=True)
-    if all(torch.allclose(a, b, rtol=_EQUAL, atol=_EQUAL * _largest(a), equal_nan=True) for a, b in pairs):
-        _compare_gradients(gradients, where)  # else they have drawn different random numbers
-
-
-def _backward(outputs: Sequence[Tensor]) -> None:
-    """Run the backward from random gradients that are the same at each call."""
+def _backward(what: str, output: Any, where: str) -> None:
+    """Run the backward of an output, from random gradients that are the same at each call."""
     generator = torch.Generator().manual_seed(0)
-    differentiable = [t for t in outputs if t.requires_grad]
-    gradients = [torch.randn(t.shape, generator=generator, dtype=torch.float32).to(t) for t in differentiable]
+    differentiable = tuple(t for t in tensors_of(output) if t.requires_grad)
+    gradients = tuple(torch.randn(t.shape, generator=generator, dtype=torch.float32).to(t) for t in differentiable)
     if differentiable:
-        with repeatable():  # torch.autograd.backward would leave that mode for checkpoints that compute again
-            _engine_run_backward(tuple(differentiable), tuple(gradients), False, False, (), True, True)
-
-
-def _stage_gradients(model: nn.Module, stages: Sequence[nn.Module]) -> dict[int, Tensor]:
-    """Sum up the gradients of the stages for each parameter of the model, by its id."""
-    original = dict(model.named_parameters(remove_duplicate=False))
-    gradients: dict[int, Tensor] = {}
-    for stage in stages:
-        for name, parameter in stage.named_parameters():  # one tied inside the stage counts once
-            if parameter.grad is not None:
-                key = id(original[name])
-                gradients[key] = gradients[key] + parameter.grad if key in gradients else parameter.grad
-    return gradients
-
-
-def _compare_buffers(model: nn.Module, stages: Sequence[nn.Module], where: str) -> None:
-    original = named_state(model)
-    for stage in stages:
-        for name, buffer in stage.named_buffers(remove_duplicate=False):
-            _compare(original[name], buffer, f"buffer {name} ({where})", TOLERANCE["atol"])
+        # torch.autograd.backward would leave the mode of `repeatable` for checkpoints that compute again
+        run = partial(_engine_run_backward, differentiable, gradients, False, False, (), True, True)
+        with repeatable():
+            _run(what, run, where)
 
 
 def _compare(expected: Tensor, composed: Tensor, what: str, rounding: float = 0.0) -> None:
