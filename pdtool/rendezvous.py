@@ -168,7 +168,7 @@ class _Meeting:
             did = "did not answer at" if 0 in self.missing else "did not connect to"
             raise WorkerDiedError(
                 f"{self._whom()} {did} {self.endpoint} within {timeout_s:g} s{self._because()}",
-                f"start {'them' if len(self.missing) > 1 else 'it'} with --node-rank {_list(self.missing, 'and')}, and "
+                f"start {'them' if len(self.missing) > 1 else 'it'} with --node-rank {_listed(self.missing)}, and "
                 f"check that every machine can reach {self.endpoint}",
             ) from None
         finally:
@@ -190,7 +190,7 @@ class _Meeting:
         return f" ({self.hint})" if self.hint else ""
 
     def _whom(self) -> str:
-        return f"machine{'s' * (len(self.missing) > 1)} {_list(self.missing, 'and')} of {self.own.count}"
+        return f"machine{'s' * (len(self.missing) > 1)} {_listed(self.missing)} of {self.own.count}"
 
 
 class _MeetingServer(_Meeting):
@@ -374,9 +374,9 @@ def _refusal(error: PdtoolError) -> dict[str, object]:
     return {"error": type(error).__name__, "what": error.what, "remedy": error.remedy}
 
 
-def _list(numbers: Sequence[int], conjunction: str) -> str:
+def _listed(numbers: Sequence[int]) -> str:
     *first, last = map(str, numbers)
-    return f"{', '.join(first)} {conjunction} {last}" if first else last
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def gloo_address() -> str:
