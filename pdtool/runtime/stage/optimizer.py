@@ -84,7 +84,7 @@ class NamedOptimizer:
         self._named = {name: made for name, value in vars(file.module).items() if made and value is made}
         trains = made and (any(group["params"] for group in made.param_groups) or _may_add_groups(file))
         self.optimizer = made if trains else None
-        self.settings = _settings_of(self.optimizer) if self.optimizer else ""
+        self.settings = {"optimizer()": _settings_of(self.optimizer)} if self.optimizer else {}
         stepped = list(self.parameters.values()) if self.optimizer else []
         self.steps = CompensatedSteps(compensation, stepped, delay)
         is_step_by_user = self.optimizer is not None and bool(user_code_in_step(file, self.optimizer))

@@ -245,9 +245,7 @@ class StageBuilder:
         stages = {s: self._replica(s, module, channels) for s, module in self.modules.items()}
         settings = user_code_settings(self._file.training)
         for optimizer in (replica.optimizer for replica in stages.values()):
-            settings |= optimizer.schedule.settings | (
-                {"optimizer()": optimizer.settings} if optimizer.settings else {}
-            )
+            settings |= optimizer.schedule.settings | optimizer.settings
         check_agreement(settings, self.place.groups.world, missing=None)
         warning = next(replica.optimizer.schedule.length_warning for replica in stages.values())
         if warning and self.place.assignment.rank == 0:
