@@ -165,6 +165,28 @@ def collected(file: ModuleType, function: str, reader: str, *, builds: bool = Fa
             for part in _changed_by(node):
                 if isinstance(part, ast.Name) and part.id in read and _is_global(part.id, defined, file):
                     yield f"{file_name}:{part.lineno}", part.id
+    if not builds and reader != "optimizer":
+        yield from _collected_in_objects(file, function, reader)
+
+
+def _collected_in_objects(file: ModuleType, function: str, reader: str) -> Iterator[tuple[str, str]]:
+    """Do `collected` for objects of the file's classes: `function` calls a method that sets what `reader` reads."""
+    changing, reading = names_used(file, function), names_used(file, reader)
+    tree, _, file_name = _tree(file)
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    for variable in sorted(changing & reading):
+        kind = type(getattr(file, variable, None))
+        if kind.__module__ != file.__name__ or kind.__name__ not in classes:
+            continue
+        methods = {node.name: node for node in classes[kind.__name__].body if isinstance(node, ast.FunctionDef)}
+        read_by = [node for name in methods.keys() & reading for node in ast.walk(methods[name])]
+        read = reading | {node.attr for node in read_by if isinstance(node, ast.Attribute)}
+        for name in sorted(methods.keys() & changing - reading - _BUILDING):
+            for part in (part for node in ast.walk(methods[name]) for part in _changed_by(node)):
+                match part:
+                    case ast.Attribute(value=ast.Name(id=owner), attr=attribute) if attribute in read:
+                        if owner == next((argument.arg for argument in methods[name].args.args), None):
+                            yield f"{file_name}:{part.lineno}", f"{variable}.{attribute}"
 
 
 def kept_between_calls(file: ModuleType, function: str) -> Iterator[tuple[str, str]]:

@@ -131,6 +131,25 @@ def after_update(named, update):
     for name, parameter in named:
         parameter.add_(0.01 * LOAD["now"])
 """
+OBJECT = """
+class Config:
+    def __init__(self):
+        self.smoothing, self.calls = 0.0, 0
+    def begin(self, epoch):
+        self.count()
+        self.smoothing = 0.1 * epoch
+    def count(self):
+        self.calls += 1
+    def smooth(self):
+        return self.smoothing
+CONFIG = Config()
+def sampler(dataset, epoch):
+    CONFIG.begin(epoch)
+    return range(len(dataset))
+def loss(output, target):
+    CONFIG.count()
+    return nn.functional.cross_entropy(output, target, label_smoothing=CONFIG.smooth())
+"""
 HOOKED = """
 def model(of=model):
     net = of()
@@ -179,6 +198,10 @@ PASSED = {
     "a helper of loss to the optimizer's class": (
         {"after": HELPERS},
         r"model\.py:\d+: loss\(\) changes STEEPNESS, which the optimizer's step reads",
+    ),
+    "method of an object to loss": (
+        {"after": OBJECT},
+        r"model\.py:\d+: sampler\(\) changes CONFIG\.smoothing, which loss\(\) reads",
     ),
     "sampler to loss": ({"after": EPOCH}, r"sampler\(\) changes EPOCH, which loss\(\) reads"),
     "forward to after_update": (

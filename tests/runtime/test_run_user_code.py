@@ -317,6 +317,26 @@ def test_lists_of_numbers_in_attributes_are_saved_and_tensors_there_are_told(tmp
     assert "keeps tensors in its attribute slow, which no checkpoint holds" in capsys.readouterr().err
 
 
+def test_the_state_of_a_wrapped_optimizer_is_saved_whatever_its_name(tmp_path, capsys):
+    """As Lookahead has it in the version that is copied most; once, it was said that no checkpoint holds it."""
+    more = """
+class Ahead(torch.optim.Optimizer):
+    def __init__(self, base):
+        self.base, self.param_groups, self.state, self.defaults = base, base.param_groups, {}, {}
+        self.fast_state = base.state
+    def step(self, closure=None):
+        self.base.step()
+def optimizer(named): return Ahead(torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9))
+"""
+    first = optimizer_of(load(tmp_path, more=more))
+    for parameter in first.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    first.step()
+    saved = [entry for _, entry, _ in first.state_dict()]
+    assert any("momentum_buffer" in entry for entry in saved)
+    assert not capsys.readouterr().err
+
+
 def test_what_an_optimizer_keeps_is_packed_as_it_is():
     """Of all types, under any names; two names that differ in where their dots are stay two."""
     nested = {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(3), "": torch.ones(()), 3: [torch.ones(1), (1, 2.5)]}

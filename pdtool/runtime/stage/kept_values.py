@@ -200,10 +200,10 @@ def variables_kept(file: ModelFile) -> dict[str, str]:
     kept: dict[str, str] = {}
     for reader in filter(file.has, _READERS if file.has("after_update") else ()):
         for line, variable in collected(file.module, "after_update", reader):
-            kept.setdefault(variable, line)
+            kept.setdefault(variable.partition(".")[0], line)
     for function in filter(file.has, _KEEPERS):
         for line, variable in kept_between_calls(file.module, function):
-            kept.setdefault(variable, line)
+            kept.setdefault(variable.partition(".")[0], line)
     return kept
 
 

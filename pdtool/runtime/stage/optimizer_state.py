@@ -69,8 +69,11 @@ class OptimizerState:
         return records
 
     def _of_whole_optimizer(self) -> dict[str, Any]:
+        saved = {id(wrapped.state) for wrapped in self._wrapped.values()}  # Lookahead has another name for it
         for name, value in vars(self._optimizer).items():
-            if name not in _SAVED_APART and any(not isinstance(t, nn.Parameter) for t in tensors_in(value)):
+            if name in _SAVED_APART or id(value) in saved:
+                continue
+            if any(not isinstance(t, nn.Parameter) for t in tensors_in(value)):
                 self._warn_once(
                     f"keeps tensors in its attribute {name}, which no checkpoint holds: a resumed run starts without "
                     "them; keep them in self.state[parameter]"
