@@ -227,7 +227,8 @@ def _state_of(value: Any, of_model: Collection[int]) -> _Snapshot | None:
 
 
 def _are_same(entries: _Entries, other: _Entries) -> bool:
-    """Whether two dicts have the same tensors."""
-    return entries.keys() == other.keys() and all(
-        tensor is other[key] or torch.equal(tensor, other[key]) for key, tensor in entries.items()
-    )
+    """Whether two dicts have the same tensors; user code may have moved some to another device."""
+    if entries.keys() != other.keys():
+        return False
+    pairs = [(tensor, other[key]) for key, tensor in entries.items()]
+    return all(a is b or (a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())) for a, b in pairs)
