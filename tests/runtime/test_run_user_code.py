@@ -106,6 +106,32 @@ def test_a_resumed_run_tells_of_values_that_the_checkpoint_has_not_for_its_stage
         assert (0.9, [] if more else [1.0]) == (file.module.SCALE, file.module.NORMS)
 
 
+CENTERED = """
+class Loss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.BatchNorm1d(1)
+    def forward(self, output, target):
+        return self.inner(output).sum()
+loss = Loss()
+"""
+
+
+def test_a_resumed_run_tells_of_values_that_an_edited_object_has_not(tmp_path):
+    model, cpu = torch.nn.Linear(1, 1), torch.device("cpu")
+    file = load(tmp_path, more=CENTERED)
+    first = kept_values.KeptValues(file, model, [["weight"]], 0, cpu)
+    file.module.loss(torch.ones(2, 1), None)
+    saved: dict[str, dict[str, torch.Tensor]] = {"loss": {}}
+    for name, entry, tensor in first.state_dict():
+        saved[name][entry] = tensor
+    assert saved["loss"]
+    for edited, lost in ((CENTERED, []), (CENTERED.replace("inner", "norm"), ["loss"])):
+        resumed = kept_values.KeptValues(load(tmp_path, more=edited), model, [["weight"]], 0, cpu)
+        resumed.load_state_dict(saved)
+        assert resumed.lost == lost
+
+
 def test_a_length_that_cannot_be_told_names_its_line(tmp_path):
     file = load(tmp_path, more="class Broken(Data):\n    def __len__(self): return 1 // 0\nData = Broken\n")
     with pytest.raises(ModelError, match=r"^user.py:11: the length of dataset\('train'\) raised ZeroDivisionError"):

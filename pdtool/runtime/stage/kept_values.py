@@ -85,10 +85,14 @@ class KeptValues:
                 by_stage.setdefault(int(number), {})[key] = tensor
             records = {number: unpack(of_stage) for number, of_stage in by_stage.items()}
             values = self._chosen(by_stage, records)
-            if values is None or any(record["is_lost"] for record in records.values()):
-                self.lost.append(f"{name} ({self._lines[name]})" if name in self._lines else name)
+            is_lost = values is None or any(record["is_lost"] for record in records.values())
             for path, value in (values or {}).items():
-                self._variables[name].set(path, value)
+                try:
+                    self._variables[name].set(path, value)
+                except (AttributeError, TypeError):  # model.py was edited: its object has no such attribute now
+                    is_lost = True
+            if is_lost:
+                self.lost.append(f"{name} ({self._lines[name]})" if name in self._lines else name)
 
     def _chosen(
         self, by_stage: Mapping[int, _Entries], records: Mapping[int, Mapping[str, Any]]
@@ -200,10 +204,10 @@ def variables_kept(file: ModelFile) -> dict[str, str]:
     kept: dict[str, str] = {}
     for reader in filter(file.has, _READERS if file.has("after_update") else ()):
         for line, variable in collected(file.module, "after_update", reader):
-            kept.setdefault(variable.partition(".")[0], line)
+            kept.setdefault(variable.partition(".")[0], line)  # of an attribute, the object
     for function in filter(file.has, _KEEPERS):
         for line, variable in kept_between_calls(file.module, function):
-            kept.setdefault(variable.partition(".")[0], line)
+            kept.setdefault(variable, line)
     return kept
 
 
