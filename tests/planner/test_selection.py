@@ -202,9 +202,6 @@ def test_no_plan_is_simulated_faster_than_its_bound():
                 plan = layout_search.candidate(layout_search.fastest)
                 time_s, bound_s = simulated_s(search, plan), lower_bound_s(search.evaluator, plan)
                 shared += bound_s > plan.time_per_minibatch_s * 1.01
-                if time_s is not None and bound_s > time_s * WINDOW:  # the averages of tied weights fall behind slowly
-                    job = SimulationJob.of(plan.placement, search.profile, search.cluster, 1000)
-                    time_s = simulate(job).time_per_minibatch_s
                 assert time_s is None or bound_s <= time_s * WINDOW, f"seed {seed}: {plan.placement.config}"
     assert shared, "links that several stages share are what the formulas leave out"
 

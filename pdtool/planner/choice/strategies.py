@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any
 
 from pdtool.artifacts.cluster import Cluster
@@ -44,9 +46,10 @@ from pdtool.schedule import (
 from pdtool.units import counted, format_bytes, format_seconds
 
 Baseline = tuple[str, Candidate]  # with its label
-# Try the best GPipe of another number of stages if its time by the formulas is at most this factor of the best one's:
-# the formulas hide messages, but stages wait for them while the pipeline fills and drains.
+# With a flush, try plans whose time by the formulas is at most this factor of the best one's: the formulas hide
+# messages, but stages wait for them while the pipeline fills and drains.
 _MAX_SLOWDOWN = 2.0
+_MOST_MOVED = 4  # plans, the fastest of different configurations, whose borders are moved
 _BISECTIONS = 12  # of the memory of a worker
 _MAX_WORKERS_WITH_ALL_MINIBATCHES = 8  # hybrid parallelism is searched with any number of minibatches up to here
 _NOT_IN_SIMULATION = ", but not in the simulation"
@@ -384,7 +387,26 @@ class _ModelParallelPlanner(Planner):
         return ", but its fullest worker holds more"
 
 
-class _GPipePlanner(Planner):
+class _FlushingPlanner(Planner):
+    """The formulas only guess how long pipelines fill and drain, so more plans are simulated, and borders moved."""
+
+    def choose(self, search: PlanSearch, candidates: Sequence[Candidate], named: Sequence[Baseline]) -> Selected:
+        """Return the fastest in the simulation of the candidates and of the best plans of each configuration, with the
+        borders of the fastest ones moved."""
+        choose = super().choose
+        if not search.options.simplest:
+            return choose(search, candidates, named)
+        bound_s, plans = candidates[0].time_per_minibatch_s * _MAX_SLOWDOWN, defaultdict(list)
+        executions = dict.fromkeys(replace(plan.placement.execution, copies=1) for plan in candidates)
+        others = (search.plans_by_stage_count(execution, bound_s, slower=1.0) for execution in executions)
+        for plan in chain(candidates, *others):
+            plans[plan.placement.config].append(plan)
+        of_each = [choose(search, alike, named) for alike in plans.values()]
+        moved = [move_to_faster_cuts(search, plan) for plan in sorted(of_each, key=_simulated_s)[:_MOST_MOVED]]
+        return replace(min(moved, key=_simulated_s), simulated_plans=sum(plan.simulated_plans for plan in of_each))
+
+
+class _GPipePlanner(_FlushingPlanner):
     """An update takes as many microbatches as there are workers: the same samples as with data parallelism."""
 
     def rival_minibatches(self, minibatches: int | None, workers: int) -> int | None:
@@ -408,11 +430,11 @@ class _GPipePlanner(Planner):
         return f", {counted(placement.execution.microbatches, 'microbatch')}"
 
 
-class _HybridPlanner(Planner):
+class _HybridPlanner(_FlushingPlanner):
     """An update averages as many minibatches as the first stage has replicas."""
 
     def candidates(self, search: PlanSearch) -> list[Candidate]:
-        """Return the best plan of each number of minibatches in an update, if it is within the margin of the best so
+        """Return the best plan of each number of minibatches in an update, unless it is much slower than the best so
         far.
 
         On many workers, search only numbers that divide them, or that leave a divisor of them to the other stages.
@@ -423,7 +445,7 @@ class _HybridPlanner(Planner):
             is_usual = workers % microbatches == 0 or workers % (workers - microbatches) == 0
             if is_usual or self.searches_all_updates(search):
                 options = replace(search.options, microbatches=microbatches)
-                found = super().candidates(replace(search, options=options, bound_s=best_s))[:1]
+                found = super().candidates(replace(search, options=options, bound_s=best_s * _MAX_SLOWDOWN))[:1]
                 best_s = min([best_s, *map(_time_s, found)])
                 candidates += found
         return sorted(candidates, key=_time_s)
@@ -543,6 +565,10 @@ def best_candidates(search: PlanSearch) -> list[Candidate]:
 def _flushes(schedule: str | None) -> bool:
     """Whether a schedule always flushes; `auto` may choose one that does not."""
     return schedule in SCHEDULES and SCHEDULES[schedule].flushes
+
+
+def _simulated_s(plan: Selected) -> float:
+    return math.inf if plan.simulated_s is None else plan.simulated_s
 
 
 def _time_s(plan: Candidate) -> float:

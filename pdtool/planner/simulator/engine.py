@@ -10,15 +10,16 @@ pdtool.runtime.stage.averaging).
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
+from itertools import chain
 
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ScheduleError
 from pdtool.planner.placement import Placement
 from pdtool.planner.simulator.job import SimulationJob, action_count
-from pdtool.planner.simulator.network import EventQueue, Network
+from pdtool.planner.simulator.network import EventQueue, Link, Network
 from pdtool.planner.simulator.result import NullRecorder, Recorder, SimulationResult, WorkerMemory, WorkerUsage
 from pdtool.planner.simulator.traffic import GradientAllReduces, MessageDelivery
 from pdtool.schedule import Action, ActionKind, grid, steady_minibatches
@@ -117,13 +118,21 @@ class _Simulation:
 
     def _least_s(self) -> float:
         """Seconds per minibatch of the busiest worker: its actions, and the last bucket of gradients, which exists only
-        after the last backward of a round and delays the update."""
+        after the last backward of a round and delays the update. With tied parameters, whose steps come later, averages
+        may fall behind for hundreds of minibatches before a worker waits, so the busiest link counts, too."""
         shape, busy_s = self.job.shape, [0.0] * self.job.shape.pipeline_depth
         for s, work in enumerate(self.job.stages):
             round_s = work.seconds[ActionKind.UPDATE] + self.allreduces.bucket_s(s)
             pass_s = work.seconds[ActionKind.FORWARD] + work.seconds[ActionKind.BACKWARD]
             busy_s[s % shape.pipeline_depth] += pass_s / shape.replicas[s] + round_s / shape.update_every[s]
-        return max(busy_s)
+        return max(*busy_s, self._busiest_link_s() if self.job.tied else 0.0)
+
+    def _busiest_link_s(self) -> float:
+        busy_s: defaultdict[Link, float] = defaultdict(float)
+        for links, sent_bytes in chain(self.allreduces.per_minibatch(), self.messages.per_minibatch()):
+            for link, messages in links.items():
+                busy_s[link] += messages * sent_bytes / link.bandwidth
+        return max(busy_s.values(), default=0.0)
 
     def _resume(self, w: int) -> None:
         self.workers[w].resume()
@@ -133,8 +142,8 @@ class _Completion:
     """When each minibatch was done at all stages.
 
     Args:
-        least_s: seconds per minibatch of the busiest worker. Workers that fell behind while the pipeline filled may
-            catch up for the whole simulation, so minibatches may finish faster than this.
+        least_s: seconds per minibatch of the busiest worker or link. Workers that fell behind while the pipeline filled
+            may catch up for the whole simulation, so minibatches may finish faster than this.
         limit_s: stop as soon as the time per minibatch is known or known to be above it; None: go on to the end.
 
     Attributes:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice
 from typing import TypeAlias
 
 from pdtool.artifacts.plan import ASKED_AHEAD
@@ -59,6 +60,16 @@ class MessageDelivery:
         self.needs = Counter(
             (to, is_gradient) for (_, is_gradient), takers in self.outgoing.items() for to, _ in takers
         )
+
+    def per_minibatch(self) -> Iterator[tuple[Counter[Link], float]]:
+        """Yield links, and the bytes on each of them for one minibatch, of all messages."""
+        workers, numbers = self.job.stage_workers, self.job.workers
+        for (stage, _), takers in self.outgoing.items():
+            for to, size_bytes in takers:
+                count = math.lcm(len(workers[stage]), len(workers[to]))
+                for a, b in islice(zip(cycle(workers[stage]), cycle(workers[to])), count):
+                    links = self.network.path(numbers[a], numbers[b])[0] if a != b else ()
+                    yield Counter(links), size_bytes / count
 
     def ready(self, action: Action) -> float | None:
         """Return when the last tensor that the action takes was sent; None while one has not arrived."""
@@ -166,6 +177,12 @@ class GradientAllReduces:
         ring = self.rings[averaged]
         rate = min((link.bandwidth / messages for link, messages in ring.links.items()), default=math.inf)
         return ring.sent_bytes / rate + ring.latency_s
+
+    def per_minibatch(self) -> Iterator[tuple[Counter[Link], float]]:
+        """Yield links, and the bytes of each message over them for one minibatch, of all averages."""
+        for averaged, ring in self.rings.items():
+            stage = averaged if isinstance(averaged, int) else averaged.stages[0]
+            yield ring.links, ring.sent_bytes * ring.buckets / self.job.shape.update_every[stage]
 
     def offer(self, averaged: Averaged, number: int, w: int, buckets: int) -> None:
         """Worker `w` has so many buckets of round `number` ready: start those that all members have."""
