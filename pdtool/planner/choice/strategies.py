@@ -49,7 +49,7 @@ Baseline = tuple[str, Candidate]  # with its label
 # With a flush, try plans whose time by the formulas is at most this factor of the best one's: the formulas hide
 # messages, but stages wait for them while the pipeline fills and drains.
 _MAX_SLOWDOWN = 2.0
-_MOST_MOVED = 4  # plans, the fastest of different configurations, whose borders are moved
+_MOVED_TIMES_WORKERS = 32  # plans whose borders are moved, the fastest of different configurations, times workers
 _BISECTIONS = 12  # of the memory of a worker
 _MAX_WORKERS_WITH_ALL_MINIBATCHES = 8  # hybrid parallelism is searched with any number of minibatches up to here
 _NOT_IN_SIMULATION = ", but not in the simulation"
@@ -396,13 +396,16 @@ class _FlushingPlanner(Planner):
         choose = super().choose
         if not search.options.simplest:
             return choose(search, candidates, named)
-        bound_s, plans = candidates[0].time_per_minibatch_s * _MAX_SLOWDOWN, defaultdict(list)
-        executions = dict.fromkeys(replace(plan.placement.execution, copies=1) for plan in candidates)
-        others = (search.plans_by_stage_count(execution, bound_s, slower=1.0) for execution in executions)
+        plans, others = defaultdict(list), []
+        if not search.options.straight:  # then each number of stages is one configuration
+            bound_s = candidates[0].time_per_minibatch_s * _MAX_SLOWDOWN
+            executions = dict.fromkeys(replace(plan.placement.execution, copies=1) for plan in candidates)
+            others = [search.plans_by_stage_count(execution, bound_s, slower=1.0) for execution in executions]
         for plan in chain(candidates, *others):
             plans[plan.placement.config].append(plan)
         of_each = [choose(search, alike, named) for alike in plans.values()]
-        moved = [move_to_faster_cuts(search, plan) for plan in sorted(of_each, key=_simulated_s)[:_MOST_MOVED]]
+        fastest = sorted(of_each, key=_simulated_s)[: max(1, _MOVED_TIMES_WORKERS // search.workers)]
+        moved = [move_to_faster_cuts(search, plan) for plan in fastest]
         return replace(min(moved, key=_simulated_s), simulated_plans=sum(plan.simulated_plans for plan in of_each))
 
 
