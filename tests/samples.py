@@ -314,6 +314,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         step_s=draw(_seconds),
         coverage=draw(_seconds),
         optimizer_state_bytes=draw(_seconds),
+        step_scratch_bytes=draw(_seconds),
         nodes=nodes,
         shared=tuple(draw(st.lists(shared, max_size=2))),
         together=tuple(draw(st.lists(some, max_size=2))),

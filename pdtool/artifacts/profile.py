@@ -97,6 +97,8 @@ class Profile(Artifact):
         coverage: sum of all nodes' forward, backward and update over step_s.
         loading_s: seconds of loading one minibatch with one thread; None if not measured.
         optimizer_state_bytes: bytes of optimizer state for each byte of parameters.
+        step_scratch_bytes: bytes that a step of the optimizer holds only while it runs, for each byte of parameters:
+            measured on a GPU, where torch steps all parameters at once. 0: it steps one after the other.
         opaque: path of an opaque module, which cannot be cut -> why its operators cannot be seen.
         asked: the options that it was made with; None: an earlier pdtool, which did not record them, made it.
     """
@@ -117,6 +119,7 @@ class Profile(Artifact):
     coverage: Seconds
     loading_s: Seconds | None = None
     optimizer_state_bytes: Seconds = 0.0
+    step_scratch_bytes: Seconds = 0.0
     nodes: Annotated[tuple[Node, ...], Field(min_length=1)]
     shared: tuple[SharedParameter, ...] = ()
     together: tuple[tuple[Name, ...], ...] = ()

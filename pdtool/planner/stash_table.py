@@ -70,6 +70,8 @@ class StashTable:
             np.maximum(held_bytes, self._step[columns], out=held_bytes)
             held_bytes *= is_held
             peaks[rows] = held_bytes.max(axis=1)
+            if self.profile.step_scratch_bytes:
+                peaks[rows] = np.maximum(peaks[rows], (is_held * self._whole_step[columns]).sum(axis=1))
         return stash_bytes, np.maximum(peaks - stash_bytes, 0)
 
     @cached_property
@@ -151,7 +153,13 @@ class StashTable:
         """[runs] the most bytes of temporary memory of an optimizer step on a node; the minibatch has no stash then.
 
         It is as large as the optimizer's state, as in PyTorch's own optimizers that step one parameter after the other,
-        which is usual on a CPU.
+        which is usual on a CPU; see also `_whole_step`.
         """
         largest = [max(node.parameter_bytes for node in run) for run in self._runs]
         return np.ceil(np.array(largest, dtype=float) * self.profile.optimizer_state_bytes)
+
+    @cached_property
+    def _whole_step(self) -> Array:
+        """[runs] bytes of temporary memory of an optimizer step that takes all parameters at once, as on a GPU."""
+        parameter_bytes = [sum(node.parameter_bytes for node in run) for run in self._runs]
+        return np.array(parameter_bytes, dtype=float) * self.profile.step_scratch_bytes

@@ -205,7 +205,7 @@ def _estimated(
             forward[op.name], backward[op.name], stash_bytes[op.name] = recurrent_costs(module, inputs)
             saved_by = {name: saver for name, saver in saved_by.items() if saver != op.name}
     # outside the mode: an optimizer may read its step count; without launches: it is fused over all parameters
-    update_s, state_bytes = model.update(lambda step: seconds(_recorded(step)[1], "update", launch_s=0.0))
+    update_s, state_bytes, _ = model.update(lambda step: (seconds(_recorded(step)[1], "update", launch_s=0.0), 0.0))
     costs = GraphCosts(
         forward_s={name: seconds(kernels, kinds[name]) for name, kernels in forward.items()},
         backward_s={name: seconds(kernels, kinds[name]) for name, kernels in backward.items()},

@@ -288,21 +288,21 @@ class ProfiledModel:
                     return False
         return bool(losses[1]) and math.isclose(losses[0], 2 * losses[1], rel_tol=1e-3)
 
-    def update(self, measure: Callable[[Work], float]) -> tuple[float, float]:
+    def update(self, measure: Callable[[Work], tuple[float, float]]) -> tuple[float, float, float]:
         """Measure a step of the user's optimizer over all parameters, with gradients of zero.
 
         Args:
-            measure: called with the second step, which allocates no state; returns its seconds.
+            measure: called with the second step, which allocates no state; returns its seconds and its scratch memory.
 
         Returns:
-            The seconds, and the bytes of state per byte of parameters; zeros without an optimizer. Scalars of the
-            state, such as a step count, are left out.
+            The seconds, and the bytes of state and of scratch memory per byte of parameters; zeros without an
+            optimizer. Scalars of the state, such as a step count, are left out.
 
         Raises:
             ModelError: its step fails, or needs a closure.
         """
         if not self.model_file.has("optimizer"):
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         named = list(self.traced.model.named_parameters())
         optimizer = self.model_file.optimizer(named)
         for _, parameter in named:
@@ -312,12 +312,12 @@ class ProfiledModel:
             optimizer.step()
         except Exception as error:
             raise self.model_file.error_at(error, f"a step of {type(optimizer).__name__}") from error
-        seconds = measure(optimizer.step)
+        seconds, scratch_bytes = measure(optimizer.step)
         optimizer.zero_grad()
         optimizers = (optimizer, *wrapped_optimizers(optimizer).values())
         state = [t for each in optimizers for t in tensors_in(list(each.state.values())) if t.dim()]
-        trained = sum(p.nbytes for p in self._trained_parameters)
-        return seconds, sum(t.nbytes for t in state) / max(1, trained)
+        trained = max(1, sum(p.nbytes for p in self._trained_parameters))
+        return seconds, sum(t.nbytes for t in state) / trained, scratch_bytes / trained
 
 
 def _no_gradient(model_file: ModelFile) -> ModelError:

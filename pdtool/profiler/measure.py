@@ -130,7 +130,7 @@ class _Measurement:
         with host.keeping_freed_memory():
             times = self._times()
             times, segments = self._compiled_times(times, note) if compiled else (times, ())
-            update_s, state_bytes = self.model.update(self._optimizer_step)
+            update_s, state_bytes, step_scratch_bytes = self.model.update(self._optimizer_step)
             loss_is_a_sum = self.model.with_loss and self.model.loss_is_a_sum()
         if loss_is_a_sum:
             note(
@@ -156,6 +156,7 @@ class _Measurement:
             segments=segments,
             reserved_bytes=_reserved_bytes(self.device),
             launch_s=times.launch_s,
+            step_scratch_bytes=step_scratch_bytes,
         )
 
     def _compiled_times(self, one_by_one: _StepTimes, note: OnNote) -> tuple[_StepTimes, tuple[tuple[str, ...], ...]]:
@@ -233,9 +234,10 @@ class _Measurement:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _optimizer_step(self, step: Work) -> float:
-        """Measure the seconds of one step over all parameters."""
-        return statistics.median(self._seconds("optimizer step", step) for _ in range(_MIN_ROUNDS))
+    def _optimizer_step(self, step: Work) -> tuple[float, float]:
+        """Measure the seconds of one step over all parameters and, on a GPU, its scratch memory."""
+        seconds = statistics.median(self._seconds("optimizer step", step) for _ in range(_MIN_ROUNDS))
+        return seconds, measure_scratch_bytes(self.device, step)[1]() if self.device.type == "cuda" else 0.0
 
 
 def _agree(steps: Sequence[float], passes: Sequence[tuple[Readings, Readings]]) -> bool:

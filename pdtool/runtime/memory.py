@@ -122,7 +122,9 @@ def expand_segments(device: torch.device) -> None:
     set_options = torch._C._accelerator_setAllocatorSettings
     set_options(f"{given},expandable_segments:True".lstrip(","))
     try:
-        torch.empty(1 << 21, dtype=torch.uint8, device=device)
+        new_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device), torch.cuda.stream(new_stream):  # which has no free memory yet
+            torch.empty(1 << 21, dtype=torch.uint8, device=device)
     except RuntimeError:
         set_options(f"{given},expandable_segments:False".lstrip(","))
 

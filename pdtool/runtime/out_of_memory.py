@@ -13,8 +13,16 @@ from pdtool.errors import WorkerDiedError, describe_error
 from pdtool.runtime.ranks import RankAssignment
 from pdtool.units import format_bytes
 
-# Messages of allocators: CUDA's, torch's for CPU tensors, C++'s and cuBLAS's.
-_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
+# Messages of allocators: CUDA's, torch's for CPU tensors, C++'s and cuBLAS's. The last one is of CUDA's for a part of a
+# GPU, where it cannot ask NVML who else uses the memory.
+_TEXTS = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "bad_alloc",
+    "alloc_failed",
+    "nvml_success",
+)
 _PLACE = re.compile(r"^\[enforce fail at [^]]*\] err == 0\. ")  # in torch's sources
 _REMEDY = (
     "partition with a smaller --memory, to get more stages or recomputation. Or profile with a smaller --batch-size, "

@@ -85,7 +85,7 @@ def answered(seed):
 
 def randomly_sent(rng, profile):
     """The profile with frozen parameters, outputs that are not float32, and outputs that others save, for any wire
-    format."""
+    format; some with an optimizer that takes all parameters at once."""
     nodes = []
     for node in profile.nodes:
         exact, gradient = (
@@ -100,7 +100,8 @@ def randomly_sent(rng, profile):
             k = nodes.index(rng.choice(takers))
             nodes[k] = nodes[k].model_copy(update={"stash_bytes": nodes[k].stash_bytes + node.output_bytes})
             nodes[i] = nodes[i].model_copy(update={"saved_by": nodes[k].name})
-    return with_nodes(profile, nodes).sent_as(rng.choice(["fp32", "fp32", "fp16", "bf16"]))
+    sent = with_nodes(profile, nodes).sent_as(rng.choice(["fp32", "fp32", "fp16", "bf16"]))
+    return sent.model_copy(update={"step_scratch_bytes": rng.choice([0.0, 0.0, 1.0])})
 
 
 def plans_of(seeds):

@@ -122,7 +122,8 @@ class ReferenceCost:
             for s in range(here + 1, max(stages) + 1) if node.op != "input" else ():
                 work[s].passing += self._sent(node, node.output_bytes, node.exact_bytes)
         for one, step_bytes in zip(work, step, strict=True):
-            one.peak = max(one.peak, step_bytes, one.stash)
+            of_all = one.parameters * self.profile.step_scratch_bytes
+            one.peak = max(one.peak, step_bytes, of_all, one.stash)
         for shared in self.profile.shared:
             users = [home[name] for name in shared.nodes]
             for s in set(users):

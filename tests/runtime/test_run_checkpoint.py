@@ -28,6 +28,7 @@ from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.options.target import Target
 from pdtool.runtime.launch.launcher import launch
+from pdtool.runtime.stage.optimizer_state import OptimizerState
 from pdtool.runtime.worker import checkpoint
 
 DROPOUT = replace(
@@ -525,3 +526,19 @@ def test_values_that_share_memory_are_saved_each(tmp_path: Path) -> None:
     checkpoint._write(path, state)
     assert_same(load_file(path), state, rtol=0, atol=0)
     assert os.listdir(tmp_path) == ["stage-0.safetensors"]
+
+
+def test_the_numbers_of_an_optimizers_state_return_to_the_device_that_they_were_on() -> None:
+    """One on the GPU came back on the CPU, where the next step failed."""
+    parameter = torch.nn.Parameter(torch.empty(3, device="meta"))  # stands for a GPU
+    numbers = {"norm": torch.empty((), device="meta"), "mean": torch.tensor(2.0), "step": torch.tensor(3.0)}
+    file: Any = None
+    saved, loaded = (OptimizerState(file, torch.optim.SGD([parameter], lr=0.1), steps_by_user=False) for _ in range(2))
+    saved._optimizer.state[parameter] = numbers
+    record = saved.records([parameter], ())[parameter]
+    on_the_cpu = {name: torch.zeros(()) for name in numbers}
+    loaded.load({parameter: record | {"state": on_the_cpu}})
+    found = {name: number.device for name, number in loaded._optimizer.state[parameter].items()}
+    assert found == {name: number.device for name, number in numbers.items()}
+    loaded.load({parameter: {"state": on_the_cpu, "optimizer": {}}})  # an older checkpoint, or one of a CPU
+    assert all(number.is_cpu for number in loaded._optimizer.state[parameter].values())

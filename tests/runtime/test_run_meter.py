@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -395,10 +396,21 @@ def test_segments_of_gpu_memory_grow_unless_the_user_or_the_driver_decides_other
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", given)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
     monkeypatch.setattr(torch, "empty", allocated)
+    for name in ("device", "stream", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, nullcontext)
     memory.expand_segments(CPU)
     assert found == []
     memory.expand_segments(torch.device("cuda", 0))
     assert found == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_driver_is_asked_whether_segments_can_grow_although_memory_is_free() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    del (_ := [torch.empty(1 << 22, dtype=torch.uint8, device=device)])[:]
+    memory.expand_segments(device)
+    assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,9 @@ from pdtool.frontend.model_io import Structure
 from pdtool.options.plan_options import WIRE_BYTES
 from pdtool.runtime.groups import ProcessGroups
 from pdtool.runtime.loading.minibatches import DataPass, DatasetSplit, Minibatches
+from pdtool.runtime.messages import pinned
 from pdtool.runtime.messages import shared_memory as shared_memory_setup
+from pdtool.runtime.messages.distributed import DistributedReceiver, DistributedSender
 from pdtool.runtime.messages.open_channels import Channels, open_channels
 from pdtool.runtime.messages.pinned import PinnedReceiver, PinnedSender
 from pdtool.runtime.messages.routes import WIRE_DTYPES, Edge, LocalChannel, Route, list_edges, list_routes
@@ -546,6 +549,75 @@ def test_narrow_messages_leave_what_the_dataset_gives_as_it_is(tmp_path: Path, w
     harness.run(harness.job(tmp_path, toy, optimizer="plain", wire_dtype=wire_dtype))
 
 
+def test_in_a_validation_no_more_messages_are_under_way_than_the_channel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There nothing else holds up the first stage: its tensors filled the GPU, and pinned memory."""
+
+    class Download:
+        """Stands in for DeviceDownload without a GPU."""
+
+        def __init__(self, *_: object) -> None:
+            self.thread = ThreadPoolExecutor(1)
+
+        def start(self, tensors: Any, dtypes: Any, work: Any) -> Any:
+            return self.thread.submit(work, tensors)
+
+    class Inner:
+        """Receives slowly; counts the messages that were received."""
+
+        received = 0
+
+        def send(self, minibatch: int, parts: Any) -> int:
+            time.sleep(0.01)
+            self.received += 1
+            return 0
+
+    monkeypatch.setattr(pinned, "DeviceDownload", Download)
+    [route] = list_routes([edge("a", torch.float32, 2)], [[0], [1]])
+    inner: Any = Inner()
+    sender = PinnedSender(route, inner, 3, torch.device("cpu"), nullcontext())
+    for i in range(20):
+        sender.send(i, [torch.zeros(BATCH, 2)])
+        assert i + 1 - inner.received <= 3
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        torch.arange(6, dtype=torch.int16).reshape(2, 3),
+        torch.tensor([True, False]),
+        torch.tensor(1.5, dtype=torch.float64),
+        torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        torch.empty(0, 3),
+        torch.arange(6.0).reshape(2, 3).t(),
+    ],
+    ids=lambda tensor: f"{tensor.dtype} {list(tensor.shape)}",
+)
+def test_by_torch_distributed_a_message_is_its_bytes(monkeypatch: pytest.MonkeyPatch, sent: Tensor) -> None:
+    """NCCL does not send int16, and no backend a conjugated view."""
+    under_way: list[Tensor] = []
+    work = SimpleNamespace(wait=lambda: None)
+
+    def isend(tensor: Tensor, *_: object, **__: object) -> Any:
+        assert tensor.dtype == torch.uint8
+        under_way.append(tensor)
+        return work
+
+    def irecv(tensor: Tensor, *_: object, **__: object) -> Any:
+        tensor.copy_(under_way.pop())
+        return work
+
+    monkeypatch.setattr(distributed, "isend", isend)
+    monkeypatch.setattr(distributed, "irecv", irecv)
+    ends: Any = SimpleNamespace(dtypes=[sent.dtype], sender=0, receiver=1, number=0)
+    ends.parts = lambda samples: [(sent.shape, sent.dtype)]
+    CPU = torch.device("cpu")
+    assert DistributedSender(ends, None, 2, CPU, nullcontext()).send(0, [sent]) == sent.nbytes
+    receiver = DistributedReceiver(ends, None, CPU)
+    receiver.expect(0, BATCH)
+    [found] = receiver.receive(0, BATCH)
+    assert torch.equal(found, sent)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("wire_dtype", ["fp32", "fp16"])
@@ -554,7 +626,7 @@ def test_what_goes_through_pinned_memory_is_as_it_was_when_it_was_sent(wire_dtyp
     device = torch.device("cuda", torch.cuda.current_device())
     [route] = list_routes([edge("a", torch.float32, 1 << 20)], [[0], [1]], wire_dtype=wire_dtype)
     local = LocalChannel()
-    sender, receiver = PinnedSender(route, local, device), PinnedReceiver(local, device)
+    sender, receiver = PinnedSender(route, local, 2, device, nullcontext()), PinnedReceiver(local, device)
     slow = torch.randn(2048, 2048, device=device)
     for i in range(10):
         for _ in range(5):

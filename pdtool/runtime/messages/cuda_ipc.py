@@ -24,6 +24,7 @@ from torch.multiprocessing import reductions
 
 from pdtool.errors import printable
 from pdtool.runtime.groups import all_gather
+from pdtool.runtime.messages.pinned import in_pinned_memory
 from pdtool.runtime.messages.routes import Route
 from pdtool.runtime.messages.shared_memory import SharedMemory
 from pdtool.runtime.messages.slots import PartView, SlotLayout, SlotPipes, SlotReceiver, SlotSender
@@ -80,7 +81,7 @@ class CudaIpcSender(SlotSender):
         """Enqueue the copies; keep the parts until they are read."""
         while self._under_way and self._under_way[0][0].query():  # type: ignore[no-untyped-call]
             self._under_way.popleft()
-        sources = [_pinned(part) for part in parts]
+        sources = [in_pinned_memory(part) for part in parts]
         self._copies.wait_stream(torch.cuda.current_stream(self._device))
         self._copies.wait_event(self._shared.freed[slot])
         with torch.cuda.stream(self._copies):
@@ -135,11 +136,6 @@ class _DeviceArray:
             "data": (slot.address + view.start, False),  # False: it may be written to
             "version": 2,
         }
-
-
-def _pinned(tensor: Tensor) -> Tensor:
-    """The first stage's loaded tensors in pinned memory, so that copies do not make the host wait."""
-    return tensor if tensor.is_cuda else tensor.pin_memory()
 
 
 class _Offer(NamedTuple):

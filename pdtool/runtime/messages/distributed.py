@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pdtool.runtime.groups import PeerErrorContext
+from pdtool.runtime.messages.pinned import in_pinned_memory
 from pdtool.runtime.messages.routes import Route
 
 _TAGS = 2**31
@@ -97,8 +98,9 @@ class DistributedSender:
         sends, size_bytes = [], 0
         try:
             for part, dtype in zip(parts, self._route.dtypes, strict=True):
-                is_pinned = part.is_cpu and self._device.type == "cuda"  # for the data; the host need not wait
-                sent = part.to(self._device, dtype, non_blocking=is_pinned).contiguous()
+                is_uploaded = part.is_cpu and self._device.type == "cuda"  # as data are; the host need not wait
+                part = in_pinned_memory(part) if is_uploaded else part
+                sent = _as_bytes(part.to(self._device, dtype, non_blocking=is_uploaded))
                 work = dist.isend(sent, self._route.receiver, group=self._group, tag=_tag(self._route, minibatch))
                 sends.append((work, sent))
                 size_bytes += sent.nbytes
@@ -140,7 +142,8 @@ class DistributedReceiver:
         try:
             for shape, dtype in self._route.parts(samples):
                 buffer = torch.empty(shape, dtype=dtype, device=self._device, pin_memory=self._pinned)
-                work = dist.irecv(buffer, self._route.sender, group=self._group, tag=_tag(self._route, minibatch))
+                tag = _tag(self._route, minibatch)
+                work = dist.irecv(_as_bytes(buffer), self._route.sender, group=self._group, tag=tag)
                 posted.append((work, buffer))
         except RuntimeError as error:
             raise self._route.not_received(minibatch, error) from error
@@ -167,6 +170,11 @@ class NcclReceiver(DistributedReceiver):
         """Post the receives of the message."""
         super().expect(minibatch, samples)
         return super().receive(minibatch, samples)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, in its memory if it is contiguous. NCCL does not send each dtype."""
+    return tensor.contiguous().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 
 def _tag(route: Route, minibatch: int) -> int:

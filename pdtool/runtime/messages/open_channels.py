@@ -153,7 +153,9 @@ class _ChannelOpener:
             sender: Sender = SharedMemorySender(route, layout, self.memory[number], waiting)
         else:
             sender = distributed.DistributedSender(route, self.by_gloo[number], layout.depth, _HOST, waiting)
-        return PinnedSender(route, sender, self.device) if is_pinned else sender
+        if not is_pinned:
+            return sender
+        return PinnedSender(route, sender, layout.depth, self.device, self.meter.waiting)
 
     def receiver(self, route: Route) -> Receiver:
         number = route.number

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -54,15 +55,21 @@ class DeviceDownload:
                 for tensor, dtype in zip(tensors, dtypes, strict=True)
             ]
             copied.record(self._stream)
-        kept = tensors  # the stream still reads them: nobody else may get their memory
+        kept = list(tensors)  # the stream still reads them: nobody else may get their memory
         return self._thread.submit(_work_when_copied, copied, pinned, kept, work)
 
 
 def _work_when_copied(
-    copied: torch.cuda.Event, pinned: list[Tensor], kept: object, work: Callable[[list[Tensor]], Result]
+    copied: torch.cuda.Event, pinned: list[Tensor], kept: list[Tensor], work: Callable[[list[Tensor]], Result]
 ) -> Result:
     copied.synchronize()
+    kept.clear()
     return work(pinned)
+
+
+def in_pinned_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor of a GPU itself, and one of the host in pinned memory, so that no copy makes the host wait."""
+    return tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory()
 
 
 class DeviceUpload:
@@ -82,9 +89,9 @@ class DeviceUpload:
         Pinned memory is not reused before it is copied, because torch's allocator of pinned memory knows of the copies.
 
         Args:
-            tensors: by any keys, in CPU memory, of any shapes.
+            tensors: by any keys, of any shapes.
         """
-        pinned = {key: tensor if tensor.is_pinned() else tensor.pin_memory() for key, tensor in tensors.items()}
+        pinned = {key: in_pinned_memory(tensor) for key, tensor in tensors.items()}
         with torch.cuda.stream(self._stream):
             self._copies = {key: tensor.to(self._device, non_blocking=True) for key, tensor in pinned.items()}
 
@@ -99,16 +106,27 @@ class DeviceUpload:
 
 
 class PinnedSender:
-    """Copies from the device to pinned memory, then sends by `inner`."""
+    """Copies from the device to pinned memory, then sends by `inner`.
 
-    def __init__(self, route: Route, inner: Sender, device: torch.device) -> None:
-        self._route, self._inner, self._download = route, inner, DeviceDownload(device, "pdtool-send")
+    Args:
+        depth: messages that may be under way. In a validation nothing else holds up the first stage.
+        waiting: context that times a wait for the receiver.
+    """
+
+    def __init__(
+        self, route: Route, inner: Sender, depth: int, device: torch.device, waiting: AbstractContextManager[None]
+    ) -> None:
+        self._route, self._inner, self._depth, self._waiting = route, inner, depth, waiting
+        self._download = DeviceDownload(device, "pdtool-send")
         self._under_way: deque[Future[int]] = deque()
 
     def send(self, minibatch: int, parts: Sequence[Tensor]) -> int:
-        """Start the copies; raises an earlier message's error."""
+        """Start the copies; wait only when `depth` messages are under way. Raises an earlier message's error."""
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft().result()
+        while len(self._under_way) >= self._depth:
+            with self._waiting:
+                self._under_way.popleft().result()
         dtypes = self._route.dtypes
         self._under_way.append(self._download.start(parts, dtypes, partial(self._inner.send, minibatch)))
         return sum(part.numel() * dtype.itemsize for part, dtype in zip(parts, dtypes, strict=True))

@@ -15,12 +15,13 @@ Checkpoints of pdtool before 0.1 have an entry for each value of the state inste
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pdtool.artifacts.bundle import Bundle
 from pdtool.errors import FieldError, with_article
@@ -113,6 +114,17 @@ class ModuleState:
                 raise FieldError(f"{name} has shape {shape}", described)
             with torch.no_grad():
                 without_repetition(current[name]).copy_(without_repetition(value, current[name]))
+
+
+def tensors_on_cpu(values: Any, device: torch.device) -> list[bool]:
+    """For each tensor in the values of a stage on a GPU, return whether it is on the CPU; [] for a stage on the CPU."""
+    return [] if device.type == "cpu" else [leaf.is_cpu for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def moved_to(device: torch.device, values: Any, on_cpu: Iterable[bool]) -> Any:
+    """Return loaded values, with their tensors on `device` or, by `tensors_on_cpu`, on the CPU."""
+    stay = iter(on_cpu)
+    return tree_map(lambda leaf: leaf if not isinstance(leaf, Tensor) or next(stay, False) else leaf.to(device), values)
 
 
 class CannotPackError(ValueError):

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.variable_uses import collected, kept_between_calls, names_used
-from pdtool.runtime.stage.component import CannotPackError, pack, unpack
+from pdtool.runtime.stage.component import CannotPackError, moved_to, pack, tensors_on_cpu, unpack
 
 _READERS = ("loss", "collate", "dataset", "scheduler")  # of variables that after_update() changes
 _KEEPERS = ("loss", "after_update", "scheduler")
@@ -71,7 +71,7 @@ class KeptValues:
             values, is_lost = variable.changed()
             is_lost &= name in self._lines
             if values or is_lost:
-                on_cpu = [leaf.is_cpu for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+                on_cpu = tensors_on_cpu(values, self._device)
                 record = {"stages": len(self._stages), "values": values, "on_cpu": on_cpu, "is_lost": is_lost}
                 for key, tensor in pack(record):
                     yield name, f"{self._number}.{key}" if key else f"{self._number}", tensor
@@ -98,9 +98,11 @@ class KeptValues:
         self, by_stage: Mapping[int, _Entries], records: Mapping[int, Mapping[str, Any]]
     ) -> Mapping[str, Any] | None:
         """Return the values of a variable for this stage, by path; None if those of other stages differ."""
-        values = {number: self._on_device(record) for number, record in records.items()}
+        values: dict[int, Any] = {
+            number: moved_to(self._device, record["values"], record["on_cpu"]) for number, record in records.items()
+        }
         if any(record["stages"] == len(self._stages) for record in records.values()):
-            return values.get(self._number, {})
+            return dict(values.get(self._number, {}))
         dicts = [of_stage.get("") for of_stage in values.values()]
         merged = {key: value for each in dicts if isinstance(each, dict) for key, value in each.items()}
         parameters = {name for names in self._stages for name in names}
@@ -108,16 +110,6 @@ class KeptValues:
             return {"": {key: value for key, value in merged.items() if key in self._stages[self._number]}}
         first, *others = by_stage.values()
         return next(iter(values.values())) if all(_are_same(first, other) for other in others) else None
-
-    def _on_device(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of a record by path, with tensors on the CPU or on the device of the stage, as they were."""
-        on_cpu = iter(record["on_cpu"])
-
-        def moved(leaf: Any) -> Any:
-            return leaf if not isinstance(leaf, Tensor) or next(on_cpu) else leaf.to(self._device)
-
-        values: dict[str, Any] = tree_map(moved, record["values"])
-        return values
 
 
 class _Snapshot(NamedTuple):

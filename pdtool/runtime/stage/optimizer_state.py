@@ -6,6 +6,7 @@ longer what optimizer() and scheduler() of model.py made it. So edits of model.p
 The record of a parameter has these entries:
 
     state       the optimizer's state of the parameter
+    on_cpu      for each tensor in it, whether it was on the CPU although the parameter was not
     group       changed settings of its parameter group
     optimizer   of the whole optimizer, and equal in all records: its class, its number of groups, its state of no
                 parameter, and its changed attributes
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import tensors_in
 from pdtool.frontend.update_proof import NAMES_OF_GROUP, wrapped_optimizers
-from pdtool.runtime.stage.component import CannotPackError, pack
+from pdtool.runtime.stage.component import CannotPackError, pack, tensors_on_cpu
 
 NO_STATE: Mapping[str, Any] = {"state": {}, "group": {}, "optimizer": {}}  # the record of a parameter that never moves
 _PLAIN = (bool, int, float, str)
@@ -62,7 +63,8 @@ class OptimizerState:
         records = {}
         for p in parameters:
             state = self._packable(self._optimizer.state.get(p, {}))
-            records[p] = {"state": state, "group": group_of.get(p, {}), "optimizer": whole}
+            group, on_cpu = group_of.get(p, {}), tensors_on_cpu(state, p.device)
+            records[p] = {"state": state, "on_cpu": on_cpu, "group": group, "optimizer": whole}
             if self._wrapped:
                 states = {attribute: wrapped.state.get(p, {}) for attribute, wrapped in self._wrapped.items()}
                 records[p]["wrapped"] = {attribute: self._packable(state) for attribute, state in states.items()}
@@ -135,12 +137,17 @@ class OptimizerState:
             self._load_whole_optimizer(whole)
         for p, record in records.items():
             if record["state"]:
-                self._optimizer.state[p] = self._placed(record["state"], p)
+                self._optimizer.state[p] = self._placed(record["state"], p, iter(record.get("on_cpu", ())))
             for attribute, state in record.get("wrapped", {}).items():
                 if state and attribute in self._wrapped:
-                    self._wrapped[attribute].state[p] = self._placed(state, p)
+                    self._wrapped[attribute].state[p] = self._placed(state, p, iter(()))
         for group in self._optimizer.param_groups:
-            group |= next((records[p].get("group", {}) for p in group["params"] if p in records), {})
+            changed: Mapping[str, Any] = next(
+                (records[p].get("group", {}) for p in group["params"] if p in records), {}
+            )
+            for key, value in changed.items():
+                are_tensors = isinstance(value, Tensor) and isinstance(group.get(key), Tensor)
+                group[key] = value.to(group[key].device) if are_tensors else value
 
     def _load_whole_optimizer(self, saved: Mapping[str, Any]) -> None:
         groups = len(self._optimizer.param_groups)
@@ -151,17 +158,23 @@ class OptimizerState:
         self._optimizer.state.update(saved["state"])
         vars(self._optimizer).update(saved["attributes"])
 
-    def _placed(self, value: Any, parameter: nn.Parameter, key: Any = None) -> Any:
+    def _placed(self, value: Any, parameter: nn.Parameter, on_cpu: Iterator[bool], key: Any = None) -> Any:
         """Move a value of a state, by its key, to where the optimizer had it: its parameter's device, with its
-        strides."""
+        strides, or the CPU.
+
+        Args:
+            on_cpu: for each tensor whether it was on the CPU; at its end, numbers of larger parameters were.
+        """
         if isinstance(value, dict):
-            return {key: self._placed(v, parameter, key) for key, v in value.items()}
+            return {key: self._placed(v, parameter, on_cpu, key) for key, v in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(self._placed(v, parameter, key) for v in value)
+            return type(value)(self._placed(v, parameter, on_cpu) for v in value)
         if not isinstance(value, Tensor):
             return value
-        is_count = not value.dim() and (parameter.dim() or key == "step")
-        if is_count and not self._keeps_counts_on_device(parameter):
+        stays = next(on_cpu, not value.dim() and parameter.dim() > 0)
+        if key == "step" and not value.dim():
+            stays = not self._keeps_counts_on_device(parameter)
+        if stays:
             return value
         if value.shape != parameter.shape:
             return value.to(parameter.device)
