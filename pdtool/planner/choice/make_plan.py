@@ -34,15 +34,14 @@ def make_plan(profile: Profile, profile_path: str, cluster: Cluster, options: Pl
     if (kind := SCHEDULES.get(options.schedule)) and not kind.has_formulas:
         return plan_without_formulas(profile, profile_path, cluster, options)
     search, planner = PlanSearch(profile, cluster, options), PLANNERS[options.strategy]
-    choice = choose_plan(search)
-    candidates, selected = choice.candidates, choice.selected
+    selected, candidates, named = choose_plan(search)
     chosen = selected.candidate
     plan = chosen.placement.to_plan(profile, profile_path, cluster)
     is_searched = planner.strategy.is_searched and not options.in_flight  # the search uses the usual numbers
     why = Why(
         bottleneck=chosen.cost.bottleneck,
         certificate=_certificate(search, candidates[0], selected) if is_searched else None,
-        rivals=tuple(planner.rejected(search, selected, choice.named, candidates)),
+        rivals=tuple(planner.rejected(search, selected, named, candidates)),
         faster=_passed_over(selected),
     )
     figures = predicted_figures(plan, search.evaluator, chosen.cost, chosen.time_per_minibatch_s, selected.simulated_s)

@@ -534,25 +534,12 @@ def _straight_pipeline(search: PlanSearch, execution: ExecutionConfig) -> Candid
     return layout_search.candidate(fastest) if is_possible else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChosenPlan:
-    """The plan that was chosen, and what it was chosen from.
-
-    Attributes:
-        candidates: the best plans by the formulas, the fastest first.
-        named: plans that everyone asks about.
-    """
-
-    candidates: list[Candidate]
-    named: list[Baseline]
-    selected: Selected
-
-
-def choose_plan(search: PlanSearch) -> ChosenPlan:
-    """Return the plan that the strategy of a search chooses; raises NoPlanError if no plan is possible."""
+def choose_plan(search: PlanSearch) -> tuple[Selected, list[Candidate], list[Baseline]]:
+    """Return the plan that the strategy of a search chooses, and what it was chosen from: the best plans by the
+    formulas, the fastest first, and plans that everyone asks about. Raises NoPlanError if no plan is possible."""
     planner, candidates = PLANNERS[search.options.strategy], best_candidates(search)
     named = planner.baselines(search, candidates[0])
-    return ChosenPlan(candidates=candidates, named=named, selected=planner.choose(search, candidates, named))
+    return planner.choose(search, candidates, named), candidates, named
 
 
 def best_candidates(search: PlanSearch) -> list[Candidate]:

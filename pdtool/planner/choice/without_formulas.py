@@ -227,7 +227,8 @@ def _rescheduled(evaluator: Evaluator, options: PlanOptions) -> _Simulated:
 
     def plan_within(memory_bytes: int | None) -> _Simulated:
         within = replace(evaluator.cluster, memory_bytes=memory_bytes)
-        found = choose_plan(PlanSearch(evaluator.profile, within, searched)).selected.candidate.placement
+        selected, *_ = choose_plan(PlanSearch(evaluator.profile, within, searched))
+        found = selected.candidate.placement
         return _simulated(evaluator, found, _own_execution(found, options))
 
     try:
