@@ -34,7 +34,7 @@ class Borders:
         placement = candidate.placement
         self._search = search
         self._cuts = search.space(placement.used_workers // placement.execution.copies)
-        self._work_s = self._cuts.forward_backward_s
+        self._work_s = self._cuts.loads.forward_backward_s
         self._replicas = placement.replicas
         is_found = self._numbers(candidate) and placement.execution.chunks == 1
         self.inner = range(1, len(placement.stages)) if is_found else range(0)

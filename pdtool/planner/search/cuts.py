@@ -77,19 +77,15 @@ class CutSpace:
         return len(self.inside)
 
     @cached_property
-    def _table(self) -> StageLoadTable:
+    def loads(self) -> StageLoadTable:
+        """The loads of the stages between any two cuts."""
         return StageLoadTable(self.profile, self.blocks, self.inside)
-
-    @property
-    def forward_backward_s(self) -> Array:
-        """[c] seconds of all that lies inside each cut."""
-        return self._table.forward_backward_s
 
     @cached_property
     def stages_from(self) -> list[tuple[Array, StageLoad]]:
         """For each cut that a stage may begin at: the cuts where it may end [j], and its load then, each field [j]."""
         ends = [np.flatnonzero(row) for row in self.contains]
-        return [(row, self._table.stages_from(i, row)) for i, row in enumerate(ends)]
+        return [(row, self.loads.stages_from(i, row)) for i, row in enumerate(ends)]
 
     def coarser(self, max_cuts: int) -> CutSpace:
         """Return a space of at most `max_cuts` cuts along one order of the operators; itself if it has no more."""

@@ -288,7 +288,7 @@ class DynamicProgram:
         Args:
             ends: where the stage may end, as positions in `stages_from[i]`; the result has these, too.
         """
-        work_s, (cuts, load) = self.space.forward_backward_s, self.space.stages_from[i]
+        work_s, (cuts, load) = self.space.loads.forward_backward_s, self.space.stages_from[i]
         cuts = cuts[ends, None]
         is_last = cuts == len(work_s) - 1
         first, replicas = self._slots[bool(i)]

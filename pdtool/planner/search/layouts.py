@@ -196,7 +196,7 @@ class LayoutSearch:
     def fastest(self) -> Solution:
         """The best of all `solutions`. Skip the loop over numbers of stages if nothing depends on them, and everything
         if there are too few workers to compute within the bound."""
-        work_s = float(self.space.forward_backward_s[-1])
+        work_s = float(self.space.loads.forward_backward_s[-1])
         if work_s / (self.layout.workers * self.layout.copies) > self.bound_s:
             return Solution(np.inf, [])
         program = self.program
