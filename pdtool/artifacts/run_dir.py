@@ -369,15 +369,6 @@ class RunDir:
         with suppress(OSError):
             os.replace(self.report_file, self.path / f"report.epoch-{epochs_done}.json")
 
-    def remove_damaged_copy(self, plan: Artifact) -> None:
-        """Remove the copy of the resumed run's plan if it is no longer one; `plan` is saved in its place."""
-        with suppress(OSError):
-            try:
-                plan.check_target(self.plan_file)
-            except UsageError:
-                if self.plan_file.is_file() and not self.plan_file.is_symlink():
-                    self.plan_file.unlink()
-
     def read(self) -> RunRecord:
         """Read the run's folder; a report with fewer epochs than the metrics belongs to an earlier run.
 

@@ -22,7 +22,7 @@ from pdtool.artifacts.metrics import MetricsLine, following_metrics
 from pdtool.artifacts.report import Report
 from pdtool.artifacts.run_dir import UNWRITABLE, RunDir, RunState
 from pdtool.errors import PdtoolError, StaleError, UsageError, WorkerDiedError, describe_error
-from pdtool.files import write_remedy
+from pdtool.files import write_atomically, write_remedy
 from pdtool.frontend.compute_mode import check_autocast
 from pdtool.host import check_may_start_processes, end_with_parent, usable_cores
 from pdtool.machines import rank_variables, worker_environment
@@ -100,7 +100,6 @@ def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterat
     with run_dir.held():
         run_dir.check_no_other_run(config.resume)  # one may have begun and ended since the first check
         run_dir.put_report_aside(epochs_done)
-        run_dir.remove_damaged_copy(plan)
         state = RunState(
             plan=plan.name,
             plan_path=config.plan_path,
@@ -115,7 +114,7 @@ def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterat
         with suppress(*UNWRITABLE):
             state.save(run_dir.state_file)
         try:
-            plan.save(run_dir.plan_file)
+            write_atomically(run_dir.plan_file, plan.dump())  # also over a damaged copy
             config.bundle.copy_files(config.bundle_dir, run_dir.stages)
             yield replace(config, stage_files=run_dir.stages)
         except KeyboardInterrupt:  # perhaps before there was a worker
