@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -95,11 +96,9 @@ class ReplicaAverager:
             numbers = [weight, *losses, is_late, *(id(p) in self._with_gradient for p in self.parameters)]
             weight, total, loss_weight, late, *replicas_with_gradient = self._sum(numbers)
             loss = replace(loss, total=total, weight=loss_weight) if loss else None
-            late_sums = self._sum_late_gradients() if late else []
+            for _ in self._buckets if late else ():  # at some replica, more came after its bucket had left
+                self._start_bucket()
             self._take_sums()
-            for p, gradient in late_sums:
-                assert p.grad is not None
-                p.grad += gradient
             for p, n in zip(self.parameters, replicas_with_gradient, strict=True):
                 p.grad = p.grad if n else None
         gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -154,33 +153,25 @@ class ReplicaAverager:
 
     def _start_bucket(self) -> None:
         self._started_s = self._started_s or time.perf_counter()
-        bucket = self._buckets[len(self._started)]
+        bucket = self._buckets[len(self._started) % len(self._buckets)]
         flat = torch.cat([flat_gradient(p) for p in bucket])
         self._started.append((self._all_reduce(flat), flat))
         self._with_gradient |= {id(p) for p in bucket if p.grad is not None}
         for p in bucket:
             p.grad = None
 
-    def _sum_late_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Sum additions to gradients that came at any replica after their buckets had left."""
-        sums = []
-        for p, late in zip(self.parameters, self._sum([p.grad is not None for p in self.parameters]), strict=True):
-            if late:
-                flat = flat_gradient(p)
-                self._all_reduce(flat).wait()
-                sums.append((p, shaped_gradient(flat, p)))
-        return sums
-
     def _take_sums(self) -> None:
+        """Wait for all sums, and give each parameter its gradient; late additions are in a second sum of its bucket."""
         with self._meter.averaging, self._peer_error("gradients"):
             for work, _ in self._started:
                 work.wait()
         if self._started:
             size_bytes = sum(self._ring_bytes(flat) for _, flat in self._started)
             self._meter.all_reduce_ended(self._started_s, size_bytes)
-        for bucket, (_, flat) in zip(self._buckets, self._started, strict=True):
+        for bucket, (_, flat) in zip(cycle(self._buckets), self._started, strict=False):
             for p, gradient in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
-                p.grad = shaped_gradient(gradient, p)
+                total = shaped_gradient(gradient, p)
+                p.grad = total if p.grad is None else p.grad.add_(total)
         self._begin_round()
 
     def _sum(self, numbers: Sequence[float]) -> list[float]:
