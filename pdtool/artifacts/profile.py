@@ -254,4 +254,4 @@ class Profile(Artifact):
 
 
 def _sent(size_bytes: int, exact_bytes: int, wire_dtype: str) -> int:
-    return exact_bytes + WIRE_BYTES[wire_dtype](size_bytes - exact_bytes)
+    return exact_bytes + (size_bytes - exact_bytes) * WIRE_BYTES[wire_dtype] // WIRE_BYTES["fp32"]

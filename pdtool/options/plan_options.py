@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -20,13 +19,9 @@ MICROBATCHES = (
     "profiled batch size."
 )
 MAX_MINIBATCHES = 10_000  # in an update; more is a slip
-# What `--wire-dtype` may be -> the bytes in messages between stages of so many of a float32 tensor; how it is sent,
+# What `--wire-dtype` may be -> the bytes of a float32 number in messages between stages; how it is sent,
 # runtime/messages/routes.py says.
-WIRE_BYTES: dict[str, Callable[[int], int]] = {
-    "fp32": lambda size_bytes: size_bytes,
-    "fp16": lambda size_bytes: size_bytes // 2,
-    "bf16": lambda size_bytes: size_bytes // 2,
-}
+WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 _model = partial(option, section="Model", artifact="profile")
 _computing = partial(option, section="Computing", artifact="profile")

@@ -293,7 +293,7 @@ def test_what_stays_on_a_worker_is_not_converted() -> None:
 def test_the_sizes_that_the_formulas_take_are_those_of_the_formats() -> None:
     assert WIRE_BYTES.keys() == WIRE_DTYPES.keys()
     for name, dtype in WIRE_DTYPES.items():
-        assert 30 * dtype.itemsize == WIRE_BYTES[name](120)
+        assert dtype.itemsize == WIRE_BYTES[name]
 
 
 # several processes
