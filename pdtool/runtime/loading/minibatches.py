@@ -81,11 +81,7 @@ class Minibatches:
 
     def samples(self, minibatch: int) -> int:
         """Return the number of samples in a minibatch."""
-        return self.size if minibatch < self._full_ones else len(self.order) - minibatch * self.size
-
-    @cached_property
-    def _full_ones(self) -> int:
-        return len(self.order) // self.size
+        return min(self.size, len(self.order) - minibatch * self.size)
 
     def weight(self, minibatch: int) -> float:
         """Return the number of samples in a minibatch as a fraction of a full one."""

@@ -43,6 +43,7 @@ class KeptValues:
         number: the stage.
 
     Attributes:
+        names: variables that may have changed.
         lost: variables of which the checkpoint has no value for this stage, although they had changed.
     """
 
@@ -56,14 +57,9 @@ class KeptValues:
         modules = (name for name, m in file.modules.items() if not any(id(p) in own for p in m.parameters()))
         used = {"loss", *(name for keeper in filter(file.has, _KEEPERS) for name in names_used(file.module, keeper))}
         objects = (name for name in used if type(vars(file.module).get(name)).__module__ == file.module.__name__)
-        names = sorted({*self._lines, *modules, *objects})
-        self._variables = {name: _Variable(file.module, name, model) for name in names}
+        self.names = sorted({*self._lines, *modules, *objects})
+        self._variables = {name: _Variable(file.module, name, model) for name in self.names}
         self.lost: list[str] = []
-
-    @property
-    def names(self) -> Collection[str]:
-        """The variables that may have changed."""
-        return self._variables.keys()
 
     def state_dict(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield a record of each variable that has changed; its entries begin with the number of the stage."""

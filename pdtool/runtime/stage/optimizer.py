@@ -8,7 +8,7 @@ gets the user's parameter groups. Each part of the model then keeps its own para
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +53,7 @@ class NamedOptimizer:
 
     Attributes:
         optimizer: None if the user's optimizer takes none of the parameters.
+        names: the names that the parameters are saved under.
         settings: its class and the values of its parameter groups as optimizer() makes them, for comparison.
         schedule: schedule of its learning rate.
         steps: the optimizer's steps, corrected for their delay.
@@ -75,6 +76,7 @@ class NamedOptimizer:
     ) -> None:
         self._file, self.parameters = file, dict(parameters)
         self._saved = {(first_names or {}).get(name, name): p for name, p in parameters.items()}
+        self.names = self._saved.keys()
         self._seed = derive_seed(seed, "update", *parameters)
         self.updates, self._resumed_after = 0, -1
         self._has_after_update = file.has("after_update")
@@ -162,11 +164,6 @@ class NamedOptimizer:
         """Make the error for user code that changed a parameter; it names the function."""
         function = "after_update" if self.updates and self._has_after_update else "optimizer"
         return self._file.error_in(function, f"the parameter {fault.field} {fault}")
-
-    @property
-    def names(self) -> Collection[str]:
-        """The names that the parameters are saved under."""
-        return self._saved.keys()
 
     def state_dict(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield the checkpoint's content: for each parameter the updates, its state, and whether the user's code has
