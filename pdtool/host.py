@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,19 +158,13 @@ def return_freed_memory() -> None:
 
 
 @contextmanager
-def returning_freed_memory() -> Iterator[None]:
-    """In this context, return each freed large tensor to the system, so that resident memory is memory in use."""
-    return_freed_memory()
-    try:
-        yield
-    finally:
-        _set_malloc_options(_DEFAULTS)
+def freed_memory(treat: Callable[[], None]) -> Iterator[None]:
+    """In this context, treat freed memory as a worker does; return it at the end.
 
-
-@contextmanager
-def keeping_freed_memory() -> Iterator[None]:
-    """In this context, keep all freed memory, as workers do; return it at the end."""
-    keep_freed_memory()
+    Args:
+        treat: `keep_freed_memory`, or `return_freed_memory`, so that resident memory is memory in use.
+    """
+    treat()
     try:
         yield
     finally:

@@ -78,8 +78,8 @@ def why_not_reused(path: str, ref: ModelRef, asked: ProfileOptions) -> str:
     return why
 
 
-def fresh_profile(model: str, output: str | None, asked: ProfileOptions) -> str:
-    """Return the file that `profile` would write if it exists and is up to date; otherwise "", and note why.
+def fresh_profile(model: str, output: str | None, asked: ProfileOptions) -> Profile | None:
+    """Return the profile that `profile` would write if it exists and is up to date; otherwise None, and note why.
 
     Args:
         model: in the form for the command.
@@ -92,7 +92,7 @@ def fresh_profile(model: str, output: str | None, asked: ProfileOptions) -> str:
     why = why_not_reused(target, ref, asked)
     if why:
         note(f"profile: making {target}: {why}")
-    return "" if why else target
+    return None if why else Profile.load(target)
 
 
 def other_profile(profile: Profile, ref: ModelRef, asked: ProfileOptions) -> str:
@@ -141,8 +141,8 @@ def why_plan_not_reused(path: str, request: PlanRequest) -> str:
     return why
 
 
-def fresh_plan(profiles: Sequence[str], output: str | None, asked: PartitionOptions) -> str:
-    """Return the file that `partition` would write if it exists and is up to date; otherwise "", and note why.
+def fresh_plan(profiles: Sequence[str], output: str | None, asked: PartitionOptions) -> Plan | None:
+    """Return the plan that `partition` would write if it exists and is up to date; otherwise None, and note why.
 
     Args:
         profiles: paths of the profiles, as `partition` gets them.
@@ -161,7 +161,7 @@ def fresh_plan(profiles: Sequence[str], output: str | None, asked: PartitionOpti
     why = why_plan_not_reused(target, request)
     if why:
         note(f"partition: making {target}: {why}")
-    return "" if why else target
+    return None if why else Plan.load(target)
 
 
 def other_plan(plan: Plan, request: PlanRequest) -> str:

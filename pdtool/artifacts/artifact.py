@@ -88,6 +88,7 @@ class Artifact(FrozenModel):
     MAKER: ClassVar[str]
     SEALED: ClassVar[bool] = True
     VERSION: ClassVar[int] = 1
+    _encode = staticmethod(write_json)
 
     format: str = ""
     tool_version: str = __version__
@@ -237,10 +238,6 @@ class Artifact(FrozenModel):
         return f"pdtool/{cls.KIND}/{version}"
 
     @classmethod
-    def _encode(cls, content: dict[str, Any]) -> str:
-        return write_json(content)
-
-    @classmethod
     def _decode(cls, text: str, path: Path | str) -> Any:
         try:
             return read_json(text)
@@ -266,9 +263,7 @@ class Artifact(FrozenModel):
 class YamlArtifact(Artifact):
     """Base of artifacts kept as YAML, read only with the safe loader; they can also be read as JSON."""
 
-    @classmethod
-    def _encode(cls, content: dict[str, Any]) -> str:
-        return write_yaml(content)
+    _encode = staticmethod(write_yaml)
 
     @classmethod
     def _decode(cls, text: str, path: Path | str) -> Any:

@@ -125,9 +125,9 @@ class _Measurement:
     def profile(self, compiled: bool, note: OnNote) -> Profile:
         """Measure all nodes, the whole step and the optimizer step; with `compiled`, the memory as without it."""
         stash_bytes, saved_by, flops = count_stash_and_flops(self.model)
-        with host.returning_freed_memory():
+        with host.freed_memory(host.return_freed_memory):
             forward, backward = self._pass(lambda _, work: measure_scratch_bytes(self.device, work))
-        with host.keeping_freed_memory():
+        with host.freed_memory(host.keep_freed_memory):
             times = self._times()
             times, segments = self._compiled_times(times, note) if compiled else (times, ())
             update_s, state_bytes, step_scratch_bytes = self.model.update(self._optimizer_step)
@@ -339,7 +339,7 @@ def measure_scratch_bytes(device: torch.device, work: Work) -> tuple[Any, Readin
     The base is the larger of two: the bytes held before plus the result, or the bytes held afterwards. A backward frees
     its forward's stash, which is counted separately, so after a backward the first is larger. The reading is 0 if the
     system does not report memory. On a CPU resident pages count, which includes memory that libraries such as oneDNN
-    take past torch's allocator; `host.returning_freed_memory` excludes pages of freed tensors.
+    take past torch's allocator; `host.return_freed_memory` excludes pages of freed tensors.
     """
     held = torch.cuda.memory_allocated if device.type == "cuda" else _held_on_host
     before = held(device)

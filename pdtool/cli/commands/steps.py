@@ -66,11 +66,10 @@ def partition(
     profiles = profile or [given_or_only("profile", None)]
     if if_stale:
         from pdtool.api.reuse import fresh_plan
-        from pdtool.artifacts.plan import Plan
 
-        if path := fresh_plan(profiles, output, asked):
+        if known := fresh_plan(profiles, output, asked):
             if as_json:
-                print_json(Plan.load(path))
+                print_json(known)
             return
     plan = planned_for(profiles, asked)
     path = output or default_plan_path(plan.name)
@@ -99,11 +98,10 @@ def profile(model: str, output: str | None, asked: ProfileOptions, as_json: bool
 
     if if_stale:
         from pdtool.api.reuse import fresh_profile
-        from pdtool.artifacts.profile import Profile
 
-        if path := fresh_profile(model, output, asked):
+        if known := fresh_profile(model, output, asked):
             if as_json:
-                print_json(Profile.load(path))
+                print_json(known)
             return
     result, target = profiled(model, output, asked)
     write_artifact(result, target, as_json=as_json, view=measured_view(result), is_named=output is not None)
