@@ -80,14 +80,8 @@ def emulate(
         PdtoolError: this machine cannot make such links, or the workers would not fit in its memory.
         WorkerDiedError: a worker ended or did not answer.
     """
-    given = {
-        "against": strategies_text(against),
-        "compute": compute,
-        "minibatches": minibatches,
-        "epochs": epochs,
-        "target": target,
-    }
-    given |= {"seed": seed, "model": optional_text(model)}
+    given: dict[str, Any] = {"against": strategies_text(against), "compute": compute, "minibatches": minibatches}
+    given |= {"epochs": epochs, "target": target, "seed": seed, "model": optional_text(model)}
     asked = read_options("emulate", EmulateOptions, given | options)
     check_emulation(asked)
     return emulated(plan, optional_text(output), asked)[0]

@@ -22,11 +22,7 @@ from pdtool.errors import ArtifactError, PdtoolError, WorkerDiedError, revived
 from pdtool.files import check_no_link, open_in_place
 
 ANY_PEER, NOBODY = -1, -2  # in place of a peer's rank
-_HEADER = struct.Struct("<iqdi")  # fields of LastStatus: pid, oom_kills, since_s, waits_for
-_STATUS_BYTES = 160
-_STATE = struct.Struct("<di")  # since_s, waits_for
-_STATE_AT = _HEADER.size - _STATE.size
-_STATE_AND_TEXT = struct.Struct(f"<di{_STATUS_BYTES - _HEADER.size}s")
+_STATUS = struct.Struct("<iqdi136s")  # fields of LastStatus: pid, oom_kills, since_s, waits_for, text
 _FAILURE_BYTES = 4096
 
 
@@ -39,8 +35,8 @@ class Status:
 
     of_this_process: ClassVar[Status]
 
-    def __init__(self, memory: mmap.mmap | bytearray) -> None:
-        self._memory = memory
+    def __init__(self, memory: mmap.mmap | bytearray, pid: int = 0, oom_kills: int = 0) -> None:
+        self._memory, self._of_process = memory, (pid, oom_kills)
         self.set("the start")
 
     @classmethod
@@ -48,18 +44,17 @@ class Status:
         """Make this process the worker of a rank, with a status in the run's folder."""
         _make_files(out, rank)
         with open_in_place(RunDir(out).worker_file(rank, "status")) as file:
-            memory = mmap.mmap(file.fileno(), _STATUS_BYTES)
-        _HEADER.pack_into(memory, 0, os.getpid(), host.oom_kills() or 0, time.time(), NOBODY)
-        cls.of_this_process = cls(memory)
+            memory = mmap.mmap(file.fileno(), _STATUS.size)
+        cls.of_this_process = cls(memory, os.getpid(), host.oom_kills() or 0)
 
     def set(self, text: str) -> None:
         """Set what begins now: `1F7 of epoch 2`."""
-        self._waits = 0
-        _STATE_AND_TEXT.pack_into(self._memory, _STATE_AT, time.time(), NOBODY, text.encode())
+        self._waits, self._text = 0, text.encode()
+        self.waits_for(NOBODY)
 
     def waits_for(self, peer: int) -> None:
         """Set whom it waits for: a rank, ANY_PEER or NOBODY."""
-        _STATE.pack_into(self._memory, _STATE_AT, time.time(), peer)
+        _STATUS.pack_into(self._memory, 0, *self._of_process, time.time(), peer, self._text)
 
     def wait_begins(self, peer: int = ANY_PEER) -> None:
         """Begin a wait for a rank or for one of several; a nested wait is part of the outer one."""
@@ -74,7 +69,7 @@ class Status:
             self.waits_for(NOBODY)
 
 
-Status.of_this_process = Status(bytearray(_STATUS_BYTES))
+Status.of_this_process = Status(bytearray(_STATUS.size))
 
 
 @dataclass(frozen=True)
@@ -167,11 +162,10 @@ def read_status(out: Path, rank: int) -> LastStatus:
     """Return what the worker was last doing."""
     try:
         content = RunDir(out).worker_file(rank, "status").read_bytes()
-        pid, oom_kills, since_s, waits_for = _HEADER.unpack_from(content)
+        pid, oom_kills, since_s, waits_for, text = _STATUS.unpack_from(content)
     except (OSError, struct.error):
         return LastStatus()
-    text = content[_HEADER.size :].rstrip(b"\0").decode(errors="replace")
-    return LastStatus(text or "the start", pid, since_s, waits_for, oom_kills)
+    return LastStatus(text.rstrip(b"\0").decode(errors="replace") or "the start", pid, since_s, waits_for, oom_kills)
 
 
 def process_state(pid: int) -> str:
@@ -207,7 +201,7 @@ def _make_files(out: Path, rank: int) -> None:
     run_dir = RunDir(out)
     check_no_link(run_dir.workers, is_folder=True)
     run_dir.workers.mkdir(parents=True, exist_ok=True)
-    for kind, content in (("status", bytes(_STATUS_BYTES)), ("failure", b" " * _FAILURE_BYTES)):
+    for kind, content in (("status", bytes(_STATUS.size)), ("failure", b" " * _FAILURE_BYTES)):
         with open_in_place(run_dir.worker_file(rank, kind)) as file:
             file.truncate(0)
             file.write(content)

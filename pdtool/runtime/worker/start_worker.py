@@ -171,10 +171,8 @@ def open_data(config: RunConfig, place: Place, file: ModelFile) -> tuple[Trainin
     if loaders:
         workers, warning = usable_workers(config.loader_workers, loaders.values())
         if workers and (changed := _changed_by_updates(file)):
-            workers, warning = (
-                0,
-                f"{changed}, and loader workers would not see this. So the worker itself loads the data",
-            )
+            workers = 0
+            warning = f"{changed}, and loader workers would not see this. So the worker itself loads the data"
         if warning and place.is_replica_0:
             sys.stderr.write(f"warning: {warning}\n")
         source = MinibatchSource(
