@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,19 +136,13 @@ def offer_memory(address: bytes, number: int, layout: SlotLayout) -> SharedMemor
         try:
             connection.connect(address)
             own, other = open_pipes(layout.slots)
-        except OSError:
-            return None
-        try:
-            with open(os.memfd_create("pdtool"), "r+b") as file:
+            with closing(other), open(os.memfd_create("pdtool"), "r+b") as file:
                 file.truncate(layout.total_bytes)
                 memory = mmap.mmap(file.fileno(), layout.total_bytes)
                 socket.send_fds(connection, [ROUTE_NUMBER.pack(number)], [file.fileno(), *other.descriptors])
                 return SharedMemory(memory, own)
         except OSError:
-            own.close()
             return None
-        finally:
-            other.close()
 
 
 def accept_memory(listener: socket.socket, expected: Mapping[int, SlotLayout]) -> dict[int, SharedMemory]:

@@ -149,16 +149,11 @@ def open_pipes(slots: int) -> tuple[SlotPipes, SlotPipes]:
         OSError: the system allows no more pipes, or none of this size.
     """
     there, back = os.pipe(), os.pipe()
-    ends = SlotPipes(back[0], there[1]), SlotPipes(there[0], back[1])
-    try:
-        pages = 1 + -(-slots // (mmap.PAGESIZE // _HEADER.size))  # one may be partly read
-        for _, written in (there, back):
-            if fcntl.fcntl(written, fcntl.F_GETPIPE_SZ) < pages * mmap.PAGESIZE:
-                fcntl.fcntl(written, fcntl.F_SETPIPE_SZ, pages * mmap.PAGESIZE)
-    except OSError:
-        for end in ends:
-            end.close()
-        raise
+    ends = SlotPipes(back[0], there[1]), SlotPipes(there[0], back[1])  # which close themselves after an error
+    pages = 1 + -(-slots // (mmap.PAGESIZE // _HEADER.size))  # one may be partly read
+    for _, written in (there, back):
+        if fcntl.fcntl(written, fcntl.F_GETPIPE_SZ) < pages * mmap.PAGESIZE:
+            fcntl.fcntl(written, fcntl.F_SETPIPE_SZ, pages * mmap.PAGESIZE)
     return ends
 
 
