@@ -79,6 +79,11 @@ def user_modules_importable() -> Iterator[None]:
             del sys.modules[name]
 
 
+def user_modules() -> dict[str, ModuleType]:
+    """Return the user's modules that this process has imported, by name."""
+    return {name: sys.modules[name] for name in _places()}
+
+
 def imported_digests() -> dict[str, str]:
     """Return the digest of each of the user's files that this process has imported, by its module's name."""
     places = {user_module(name): place for name, place in _places().items()}

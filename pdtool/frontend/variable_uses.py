@@ -7,10 +7,10 @@ import dis
 import inspect
 import textwrap
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -189,12 +189,25 @@ def _collected_in_objects(file: ModuleType, function: str, reader: str) -> Itera
                             yield f"{file_name}:{part.lineno}", f"{variable}.{attribute}"
 
 
-def kept_between_calls(file: ModuleType, function: str) -> Iterator[tuple[str, str]]:
-    """Yield (line, variable) for each variable of the user's file that a function both changes and reads, or functions
-    and classes of the file that it uses: what one call leaves there, the next one may read. An assignment that does not
-    read the variable keeps nothing."""
-    names = {each.__name__ for each in _used_by(getattr(file, function), file)}
-    tree, _, file_name = _tree(file)
+def kept_between_calls(
+    file: ModuleType, function: str, modules: Mapping[str, ModuleType]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (line, name of the module, variable) for each variable that a function both changes and reads, or functions
+    and classes that it uses: what one call leaves there, the next one may read. An assignment that does not read the
+    variable keeps nothing.
+
+    Args:
+        modules: the user's modules, by name.
+    """
+    used = _used_by(getattr(file, function), file, modules)
+    for name in sorted({each.__module__ for each in used} & modules.keys()):
+        names = {each.__name__ for each in used if each.__module__ == name}
+        yield from ((line, name, variable) for line, variable in _kept_in(modules[name], names))
+
+
+def _kept_in(module: ModuleType, names: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield (line, variable) for each variable that these functions and classes of a module change and read."""
+    tree, _, file_name = _tree(module)
     defined = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name in names]
     nodes = [(node, each) for each in defined for node in ast.walk(each)]
     changed = {id(part): (part, each) for node, each in nodes for part in _changed_by(node)}
@@ -206,8 +219,19 @@ def kept_between_calls(file: ModuleType, function: str) -> Iterator[tuple[str, s
     for part, each in changed.values():
         if not isinstance(part, ast.Name) or id(part) in anew:
             continue
-        if part.id in read and _is_global(part.id, each, file):
+        if part.id in read and _is_global(part.id, each, module):
             yield f"{file_name}:{part.lineno}", part.id
+
+
+def variables_used(file: ModuleType, function: str, modules: Mapping[str, ModuleType]) -> Iterator[tuple[str, str]]:
+    """Yield (name of the module, variable) for each variable that a function reads, or functions and classes that it
+    uses.
+
+    Args:
+        modules: the user's modules, by name.
+    """
+    for each in _used_by(getattr(file, function), file, modules):
+        yield from ((module.__name__, name) for module, name in _variables_read(each, file, modules))
 
 
 def names_used(file: ModuleType, function: str) -> set[str]:
@@ -225,13 +249,38 @@ def _names_in(target: ast.AST) -> Iterator[ast.Name]:
     yield from (part for part in _parts_of(target) if isinstance(part, ast.Name))
 
 
-def _used_by(source: Any, file: ModuleType, *, builds: bool = False) -> set[type | FunctionType]:
-    """Return a function, or the class of a callable object, with the functions and classes of its file that it uses."""
-    used = [source if isinstance(source, FunctionType) else type(source)]
+def _used_by(
+    source: Any, file: ModuleType, modules: Mapping[str, ModuleType] | None = None, *, builds: bool = False
+) -> set[type | FunctionType]:
+    """Return a function, or the class of a callable object or bound method, with the functions and classes of its file
+    that it uses.
+
+    Args:
+        modules: the user's modules, by name: then with those of all these, and with the classes of objects.
+    """
+    kinds = (type, FunctionType)
+    source = source.__self__ if isinstance(source, MethodType) else source
+    used = [source if isinstance(source, kinds) else type(source)]
     for each in used:  # which grows
-        named = (getattr(file, name, None) for name in names_read(each, _GLOBALS, builds=builds))
-        used += {n for n in named if isinstance(n, (type, FunctionType)) and n.__module__ == file.__name__} - {*used}
+        variables = _variables_read(each, file, modules or {file.__name__: file}, builds=builds)
+        values = [getattr(module, name) for module, name in variables]
+        named = [type(value) if modules and not isinstance(value, kinds) else value for value in values]
+        used += {n for n in named if isinstance(n, kinds) and n.__module__ in (modules or [file.__name__])} - {*used}
     return {*used}
+
+
+def _variables_read(
+    source: type | FunctionType, file: ModuleType, modules: Mapping[str, ModuleType], *, builds: bool = False
+) -> Iterator[tuple[ModuleType, str]]:
+    """Yield (module, variable) for each variable that a function or class reads: in its own module, or as an attribute
+    of another one of these modules."""
+    own = modules.get(source.__module__, file)
+    for name in names_read(source, _GLOBALS, builds=builds):
+        if hasattr(own, name):
+            yield own, name
+        other = getattr(own, name, None)
+        if isinstance(other, ModuleType) and other.__name__ in modules:
+            yield from ((other, attribute) for attribute in names_read(source) if hasattr(other, attribute))
 
 
 def _is_global(name: str, function: ast.FunctionDef | ast.ClassDef, file: ModuleType) -> bool:

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from pdtool.artifacts.bundle import TensorSpec
 from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import Structure
+from pdtool.frontend.user_code import undoing_user_changes
 from pdtool.runtime.groups import user_code_settings
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatches import DatasetSplit, TrainingData
@@ -68,8 +70,10 @@ def loss(output, target):
 
 def test_variables_are_kept_that_a_later_call_reads(tmp_path):
     """Not those that are computed anew in each call, or never read."""
-    assert [*kept_values.variables_kept(load(tmp_path, more=KEPT))] == ["TAU", "CALLS", "AVERAGE"]
-    assert not kept_values.variables_kept(load(tmp_path))
+    for more, expected in ((KEPT, ["TAU", "CALLS", "AVERAGE"]), ("", [])):
+        file = load(tmp_path, more=more)
+        found = kept_values.variables_kept(file, {file.module.__name__: file.module})
+        assert [name for _, name in found] == expected
 
 
 QUEUED = """
@@ -86,7 +90,7 @@ def after_update(named_parameters, update):
 
 
 def test_a_resumed_run_tells_of_values_that_the_checkpoint_has_not_for_its_stages(tmp_path):
-    """A deque is not saved, nor is the model's own memory. Under another plan, no stage has these stages' sums."""
+    """The model's own memory is not saved. Under another plan, no stage has these stages' sums."""
     made = {name: torch.ones(()) * (i + 1) for i, name in enumerate("ab")}
     model = torch.nn.ParameterDict({name: torch.nn.Parameter(value) for name, value in made.items()})
     saved: dict[str, dict[str, torch.Tensor]] = {}
@@ -97,13 +101,75 @@ def test_a_resumed_run_tells_of_values_that_the_checkpoint_has_not_for_its_stage
         for variable, entry, tensor in kept.state_dict():
             saved.setdefault(variable, {})[entry] = tensor
     of = {variable: {} for variable in kept.names} | saved
-    lost = {"QUEUE (user.py:15)", "WEIGHTS (user.py:19)"}
+    lost = {"WEIGHTS (user.py:19)"}
     for stages, more in (([["a"], ["b"]], set()), ([["a", "b"]], {"NORMS (user.py:16)"})):
         file = load(tmp_path, more=QUEUED)
         kept = kept_values.KeptValues(file, model, stages, 0, torch.device("cpu"))
         kept.load_state_dict(of)
         assert {*kept.lost} == lost | more
         assert (0.9, [] if more else [1.0]) == (file.module.SCALE, file.module.NORMS)
+        assert deque([0]) == file.module.QUEUE
+
+
+AVERAGING = """
+from collections import deque
+import numpy as np
+class Mean:
+    def __init__(self):
+        self.sum, self.count = 0.0, 0
+class EMA:
+    def __init__(self, model):
+        self.model, self.mean, self.shadow = model, Mean(), {}
+        self.recent, self.center = deque(maxlen=2), np.zeros(2, dtype=np.float32)
+    def update(self, named_parameters, update):
+        for name, p in named_parameters:
+            self.shadow[name] = p.detach() * 2
+        self.mean.sum, self.mean.count = self.mean.sum + update, self.mean.count + 1
+        self.recent.append(update)
+        self.center = self.center + update
+    def kept(self):
+        return self.mean.sum, self.mean.count, [*self.recent], self.center.tolist(), {**self.shadow}
+"""
+FUNCTION = """
+ema = EMA(NET)
+def after_update(named_parameters, update):
+    ema.update(named_parameters, update)
+"""
+EACH_WAY = {
+    "a function of model.py": FUNCTION,
+    "a bound method": "ema = EMA(NET)\nafter_update = ema.update",
+    "an object": "EMA.__call__ = EMA.update\nafter_update = ema = EMA(NET)",
+}
+
+
+@pytest.mark.parametrize("is_imported", [False, True])
+@pytest.mark.parametrize("way", EACH_WAY)
+def test_what_objects_keep_is_in_the_checkpoint_however_they_are_called(tmp_path, way, is_imported):
+    """A resumed run began with a new average. Objects in objects, a deque and an array of numpy count, too."""
+    name = f"averaging_{abs(hash((way, is_imported)))}"
+    (tmp_path / f"{name}.py").write_text(AVERAGING)
+    text = f"from {name} import EMA" if is_imported else AVERAGING
+    text += f"\nNET = torch.nn.Linear(1, 1)\n{EACH_WAY[way]}\n"
+    model, saved = torch.nn.Linear(1, 1), dict[str, dict[str, torch.Tensor]]()
+    with undoing_user_changes():
+        file = load(tmp_path, more=text)
+        file.module.ema.model = model
+        kept = kept_values.KeptValues(file, model, [["weight", "bias"]], 0, torch.device("cpu"))
+        first = file.module.ema.kept()
+        for update in (1, 2, 3):
+            file.module.after_update([("weight", model.weight)], update)
+        for variable, entry, tensor in kept.state_dict():
+            saved.setdefault(variable, {})[entry] = tensor
+        expected = file.module.ema.kept()
+        kept.restore_first()
+        assert file.module.ema.kept() == first
+    with undoing_user_changes():
+        file = load(tmp_path, more=text)
+        file.module.ema.model = model
+        kept = kept_values.KeptValues(file, model, [["weight", "bias"]], 0, torch.device("cpu"))
+        kept.load_state_dict({variable: {} for variable in kept.names} | saved)
+        assert file.module.ema.kept() == expected
+        assert not kept.lost
 
 
 CENTERED = """

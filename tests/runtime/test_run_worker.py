@@ -8,6 +8,7 @@ import re
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import harness
 import pytest
 import torch
+from harness import CONV2
 from torch import nn
 
 from pdtool.artifacts.bundle import Bundle, StageModule, TensorSpec
@@ -275,3 +277,13 @@ def test_other_loggers_go_on_while_a_run_lasts(tmp_path: Path) -> None:
         logger.removeHandler(handler)
     assert lines
     assert len(records) == len(lines)
+
+
+def test_inputs_of_a_stage_require_gradients_in_training_only(tmp_path: Path) -> None:
+    """In a plain validation no tensor does, and a loss may ask for that; the stage's file asks here."""
+    first, (source, inputs, outputs) = CONV2.stages
+    asking = source.replace(
+        "        return", "        assert a.requires_grad == torch.is_grad_enabled()\n        return"
+    )
+    assert asking != source
+    harness.run(harness.job(tmp_path, replace(CONV2, stages=(first, (asking, inputs, outputs)))))

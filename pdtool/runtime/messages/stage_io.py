@@ -103,11 +103,11 @@ class StageIO:
         Raises PeerError.
 
         Returns:
-            The module's inputs, [samples, ...] each, with requires_grad if the stage before needs a gradient; and at
-            the last stage the target in the form for the user's loss, else None.
+            The module's inputs, [samples, ...] each, in training with requires_grad if the stage before needs a
+            gradient; and at the last stage the target in the form for the user's loss, else None.
         """
-        received = self._receive(self._forward, minibatch)
-        by_name = {edge.name: tensor.requires_grad_(edge.tensor.gradient) for edge, tensor in received}
+        received, is_training = self._receive(self._forward, minibatch), self._data.split_name == "train"
+        by_name = {edge.name: tensor.requires_grad_(is_training and edge.tensor.gradient) for edge, tensor in received}
         if self._source:
             if not self._loaded:
                 self._load(self._source, minibatch)

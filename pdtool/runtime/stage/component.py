@@ -15,6 +15,7 @@ Checkpoints of pdtool before 0.1 have an entry for each value of the state inste
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -176,10 +177,14 @@ def _packed(value: object, key: str, tensors: dict[str, Tensor]) -> Any:
         return _packed(value.item(), key, tensors)
     if type(value) in _NUMBERS.values():
         return [type(value).__name__, repr(value)]  # exact, even for infinity
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return ["array", _packed(torch.as_tensor(value.copy()), key, tensors)[1]]
     dot = "." if key else ""
     if isinstance(value, dict):
         items = [(_packed(k, key, tensors), _packed(v, f"{key}{dot}{k}", tensors)) for k, v in value.items()]
         return ["dict", items]
+    if type(value) is deque:
+        return ["deque", [value.maxlen, _packed([*value], key, tensors)]]
     if type(value) in _CONTAINERS.values() and isinstance(value, (list, tuple, set, frozenset)):
         return [type(value).__name__, [_packed(v, f"{key}{dot}{i}", tensors) for i, v in enumerate(value)]]
     raise CannotPackError(with_article(type(value).__name__))
@@ -189,10 +194,13 @@ def _unpacked(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
     if not isinstance(packed, list):
         return packed
     kind, content = packed
-    if kind == "tensor":
-        return tensors[content]
+    if kind in ("tensor", "array"):
+        return tensors[content] if kind == "tensor" else tensors[content].numpy()
     if kind in _NUMBERS:
         return _NUMBERS[kind](content)
+    if kind == "deque":
+        maxlen, values = content
+        return deque(_unpacked(values, tensors), maxlen)
     if kind == "dict":
         return {_unpacked(key, tensors): _unpacked(value, tensors) for key, value in content}
     return _CONTAINERS[kind](_unpacked(value, tensors) for value in content)

@@ -10,9 +10,11 @@ Each change is found by comparing a value with what it was when the worker start
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from types import ModuleType
+from functools import reduce
+from types import MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +22,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.variable_uses import collected, kept_between_calls, names_used
+from pdtool.frontend.user_modules import CODE, user_module, user_modules
+from pdtool.frontend.variable_uses import collected, kept_between_calls, variables_used
 from pdtool.runtime.stage.component import CannotPackError, moved_to, pack, tensors_on_cpu, unpack
 
 _READERS = ("loss", "collate", "dataset", "scheduler")  # of variables that after_update() changes
-_KEEPERS = ("loss", "after_update", "scheduler")
+_KEEPERS = ("loss", "metrics", "summarize_metrics", "after_update", "scheduler")
 _OF_MODULES = vars(nn.Module()).keys()
 _Entries = Mapping[str, Tensor]
 
@@ -52,13 +55,20 @@ class KeptValues:
     def __init__(
         self, file: ModelFile, model: nn.Module, stages: Sequence[Collection[str]], number: int, device: torch.device
     ) -> None:
-        self._stages, self._number, self._device, self._lines = stages, number, device, variables_kept(file)
-        own = {id(parameter) for parameter in model.parameters()}
-        modules = (name for name, m in file.modules.items() if not any(id(p) in own for p in m.parameters()))
-        used = {"loss", *(name for keeper in filter(file.has, _KEEPERS) for name in names_used(file.module, keeper))}
-        objects = (name for name in used if type(vars(file.module).get(name)).__module__ == file.module.__name__)
-        self.names = sorted({*self._lines, *modules, *objects})
-        self._variables = {name: _Variable(file.module, name, model) for name in self.names}
+        self._stages, self._number, self._device = stages, number, device
+        modules = user_modules() | {file.module.__name__: file.module}
+        self._lines, self._variables, objects = dict[str, str](), dict[str, _Variable](), set[int]()
+        lines, keepers = variables_kept(file, modules), [*filter(file.has, _KEEPERS)]
+        used = {each for keeper in keepers for each in variables_used(file.module, keeper, modules)}
+        used |= {(file.module.__name__, name) for name in (*file.modules, *keepers)}
+        for module, name in dict.fromkeys([*lines, *sorted(used)]):
+            variable, line = _Variable(modules[module], name, modules, model), lines.get((module, name))
+            if line or (variable.is_object and id(variable.value) not in objects):
+                objects.add(id(variable.value))
+                label = name if modules[module] is file.module else f"{user_module(module)}.{name}"
+                self._variables[label] = variable
+                self._lines |= {label: line} if line else {}
+        self.names = self._variables.keys()
         self.lost: list[str] = []
 
     def state_dict(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -84,7 +94,7 @@ class KeptValues:
             is_lost = values is None or any(record["is_lost"] for record in records.values())
             for path, value in (values or {}).items():
                 try:
-                    self._variables[name].set(path, value)
+                    self._variables[name].assign(path, value)
                 except (AttributeError, TypeError):  # model.py was edited: its object has no such attribute now
                     is_lost = True
             if is_lost:
@@ -99,13 +109,27 @@ class KeptValues:
         }
         if any(record["stages"] == len(self._stages) for record in records.values()):
             return dict(values.get(self._number, {}))
-        dicts = [of_stage.get("") for of_stage in values.values()]
-        merged = {key: value for each in dicts if isinstance(each, dict) for key, value in each.items()}
-        parameters = {name for names in self._stages for name in names}
-        if all(isinstance(each, dict) for each in dicts) and merged.keys() <= parameters:
-            return {"": {key: value for key, value in merged.items() if key in self._stages[self._number]}}
-        first, *others = by_stage.values()
-        return next(iter(values.values())) if all(_are_same(first, other) for other in others) else None
+        chosen = {}
+        for path in dict.fromkeys(path for of_stage in values.values() for path in of_stage):
+            found = [of_stage[path] for of_stage in values.values() if path in of_stage]
+            merged = {key: value for each in found if isinstance(each, dict) for key, value in each.items()}
+            if all(isinstance(each, dict) for each in found) and merged.keys() <= self._all_parameters:
+                chosen[path] = {key: value for key, value in merged.items() if key in self._stages[self._number]}
+            else:
+                first, *others = (dict(pack({"value": each})) for each in found)
+                if not all(_are_same(first, other) for other in others):
+                    return None
+                chosen[path] = found[0]
+        return chosen
+
+    @property
+    def _all_parameters(self) -> set[str]:
+        return {name for names in self._stages for name in names}
+
+    def restore_first(self) -> None:
+        """Set all values to those of the start."""
+        for variable in self._variables.values():
+            variable.restore_first()
 
 
 class _Snapshot(NamedTuple):
@@ -114,6 +138,11 @@ class _Snapshot(NamedTuple):
     numbers: bytes
     tensors: dict[str, Tensor]
     versions: list[int]  # of parameters, which may be too large to be copied
+
+    @property
+    def value(self) -> Any:
+        """The value itself, with the tensors of the snapshot."""
+        return unpack({"": torch.frombuffer(bytearray(self.numbers), dtype=torch.uint8)} | self.tensors)["value"]
 
     def copied(self) -> _Snapshot:
         """Return the same, with copies of tensors that may change."""
@@ -127,17 +156,30 @@ class _Snapshot(NamedTuple):
 
 
 class _Variable:
-    """A variable of the user's file: its value, or the attributes of an object whose class is a module or in the file.
+    """A variable of the user's: its value or, of an object, the values of its attributes and of those of objects in it.
 
-    Values have a path in the variable: "" is its own.
+    Values have a path in the variable, such as `meter.average`: "" is its own.
 
     Args:
+        module: the module that has the variable.
+        modules: the user's modules, by name: attributes of objects of their classes, and of torch's modules, count.
         model: values that share memory with it cannot be saved.
     """
 
-    def __init__(self, file: ModuleType, name: str, model: nn.Module) -> None:
-        self._file, self._name, self._model = file, name, model
+    def __init__(self, module: ModuleType, name: str, modules: Collection[str], model: nn.Module) -> None:
+        self._module, self._name, self._modules, self._model = module, name, modules, model
         self._first = {path: state and state.copied() for path, (state, _) in self._states().items()}
+
+    @property
+    def value(self) -> Any:
+        """Its value; of a bound method the object."""
+        value = getattr(self._module, self._name, None)
+        return value.__self__ if isinstance(value, MethodType) else value
+
+    @property
+    def is_object(self) -> bool:
+        """Whether its attributes count."""
+        return self._attributes(self.value) is not None
 
     def changed(self) -> tuple[dict[str, Any], bool]:
         """Return the values that have changed since the start, and whether there are others that cannot be saved."""
@@ -149,12 +191,10 @@ class _Variable:
                 values[path] = value
         return values, any(state is None and (not path or self._first.get(path)) for path, (state, _) in states.items())
 
-    def set(self, path: str, value: Any) -> None:
+    def assign(self, path: str, value: Any) -> None:
         """Set a value; inside the object that it is in, if that can be changed, because others may refer to it."""
-        inner, _, attribute = path.rpartition(".")
-        owner: Any = getattr(self._file, self._name) if path else self._file
-        owner = owner.get_submodule(inner) if path and isinstance(owner, nn.Module) else owner
-        name = attribute or self._name
+        *outer, name = path.split(".") if path else [self._name]
+        owner = reduce(getattr, outer, self.value if path else self._module)
         current: Any = getattr(owner, name, None)
         match current, value:
             case Tensor(), Tensor() if current.shape == value.shape:
@@ -165,37 +205,62 @@ class _Variable:
             case (dict(), dict()) | (set(), set()):
                 current.clear()
                 current.update(value)
+            case deque(), deque():
+                current.clear()
+                current.extend(value)
             case _:
                 setattr(owner, name, value)
 
-    def _values(self) -> Iterator[tuple[str, Any]]:
-        """Yield the path of each value, and the value."""
-        value = getattr(self._file, self._name, None)
+    def restore_first(self) -> None:
+        """Set the values that have changed to those of the start."""
+        for path, (state, _) in self._states().items():
+            first = self._first.get(path)
+            if first and not (state and state.is_same(first)):
+                self.assign(path, first.copied().value)
+
+    def _values(self, value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+        """Yield the path of each value in a value, and the value."""
+        attributes = self._attributes(value)
+        if attributes is None:
+            yield path, value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            for name, each in attributes.items():
+                yield from self._values(each, f"{path}.{name}" if path else name, seen)
+
+    def _attributes(self, value: Any) -> dict[str, Any] | None:
+        """The attributes of an object, by name; None if its attributes do not count, or it is part of the model."""
         if isinstance(value, nn.Module):
-            for prefix, module in value.named_modules():
-                attributes = {key: each for key, each in vars(module).items() if key not in _OF_MODULES}
-                for key, each in (*module._parameters.items(), *module._buffers.items(), *attributes.items()):
-                    yield f"{prefix}.{key}" if prefix else key, each
-        elif type(value).__module__ == self._file.__name__ and hasattr(value, "__dict__"):
-            yield from vars(value).items()
-        else:
-            yield "", value
+            own = {id(part) for part in (*self._model.modules(), *self._model.parameters())}
+            if not own.isdisjoint(map(id, (*value.modules(), *value.parameters()))):
+                return None
+            others = {name: each for name, each in vars(value).items() if name not in _OF_MODULES}
+            return {**value._parameters, **value._buffers, **value._modules, **others}
+        is_of_user = type(value).__module__ in self._modules and not isinstance(value, CODE)
+        return {**vars(value)} if is_of_user and hasattr(value, "__dict__") else None
 
     def _states(self) -> dict[str, tuple[_Snapshot | None, Any]]:
         """The state of each value, by path, and the value; None: it cannot be saved."""
         of_model = {tensor.untyped_storage().data_ptr() for tensor in self._model.state_dict().values()} - {0}
-        return {path: (_state_of(value, of_model), value) for path, value in self._values()}
+        return {path: (_state_of(value, of_model), value) for path, value in self._values(self.value, "", set())}
 
 
-def variables_kept(file: ModelFile) -> dict[str, str]:
-    """Return the line where the user's functions change each variable that they keep from one update to the next."""
-    kept: dict[str, str] = {}
+def variables_kept(file: ModelFile, modules: Mapping[str, ModuleType]) -> dict[tuple[str, str], str]:
+    """Return the line where the user's functions change each variable that they keep from one update to the next.
+
+    Args:
+        modules: the user's modules, by name.
+
+    Returns:
+        (name of the module, variable) -> line.
+    """
+    kept: dict[tuple[str, str], str] = {}
     for reader in filter(file.has, _READERS if file.has("after_update") else ()):
         for line, variable in collected(file.module, "after_update", reader):
-            kept.setdefault(variable.partition(".")[0], line)  # of an attribute, the object
+            kept.setdefault((file.module.__name__, variable.partition(".")[0]), line)  # of an attribute, the object
     for function in filter(file.has, _KEEPERS):
-        for line, variable in kept_between_calls(file.module, function):
-            kept.setdefault(variable, line)
+        for line, module, variable in kept_between_calls(file.module, function, modules):
+            kept.setdefault((module, variable), line)
     return kept
 
 

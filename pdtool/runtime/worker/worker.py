@@ -171,12 +171,14 @@ class Worker:
         return figures
 
     @contextmanager
-    def _buffers_restored(self) -> Iterator[None]:
-        """Restore at the end the buffers of the stages and of the user's other modules."""
+    def _state_restored(self) -> Iterator[None]:
+        """Before training, restore at the end the buffers of the stages, and what the user's functions keep."""
         modules = [*(replica.stage.module for replica in self.stages.values()), *self._data.file.modules.values()]
         owners = [module._buffers for outer in modules for module in outer.modules()]
         values = [{name: (b, b.clone()) for name, b in owner.items() if b is not None} for owner in owners]
         yield
+        for replica in self.stages.values():
+            replica.kept.restore_first()
         with torch.no_grad():
             for owner, before in zip(owners, values, strict=True):
                 for name, (buffer, value) in before.items():
@@ -195,7 +197,7 @@ class Worker:
         config, meter, progress = self._config, self._place.meter, self.progress
         resumed = done = len(progress.samples)
         if config.target and not done:  # if the model does not report the metric, fail now, not after an epoch
-            with self._buffers_restored():
+            with self._state_restored():
                 figures = self.validate(0, config.plan.batch_size)
             config.target.is_reached(figures, progress.undefined)
             if self._log and (doubt := config.target.doubt(figures)):
