@@ -27,6 +27,8 @@ from pdtool.units import format_bytes
 MAX_FILE_BYTES = 256 * 10**6  # limit for artifacts and the source files that they name; a large artifact has a few MB
 _OTHER_FOLDER = "remove it, or name another folder with -o"
 _HEAD_BYTES = 4096  # first bytes of an artifact, which contain its format
+_PART_BYTES = 2**20  # that are read at a time
+PROCESS_REMEDY = "raise the limit on processes and threads: `ulimit -u 4096`, or pids.max of the container"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk, or of a limit such as `ulimit -f`
 
 
@@ -39,10 +41,12 @@ def read_text(path: Path | str, remedy: str = "", *, may_be_pipe: bool = False) 
     """
     try:
         if str(path) == "-":  # which a caller may have replaced by an object with text only
-            content = sys.stdin.read(MAX_FILE_BYTES + 1).encode()
+            content = bytearray(sys.stdin.read(MAX_FILE_BYTES + 1).encode())
         else:
             with _opened(Path(path), may_be_pipe) as file:
-                content = file.read(MAX_FILE_BYTES + 1)
+                content = bytearray()
+                while len(content) <= MAX_FILE_BYTES and (part := file.read(_PART_BYTES)):
+                    content += part
         if len(content) > MAX_FILE_BYTES:
             raise _too_large(path)
         return content.decode("utf-8-sig")
@@ -134,6 +138,15 @@ def check_no_link(path: Path, *, is_folder: bool = False) -> None:
     raise ArtifactError(path, what, _OTHER_FOLDER)
 
 
+def check_folder_of(path: Path) -> None:
+    """Check that a file could be written, as far as the permissions of its folder tell; raises PdtoolError."""
+    if path.name == "-" or (path.exists() and not path.is_file()):
+        return
+    folder = next(folder for folder in path.absolute().parents if folder.exists())
+    if not os.access(folder, os.W_OK):
+        raise PdtoolError(f"{path} could not be written: nothing can be written to {folder}", "name another place")
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write a text to a file with `replacing`."""
     with replacing(path) as file:
@@ -176,7 +189,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_remedy(error: OSError) -> str:
-    """Return the remedy for a file that could not be written."""
+    """Return the remedy for a file that could not be written, or a process that could not be started."""
+    if error.errno == errno.EAGAIN:
+        return PROCESS_REMEDY
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "raise the limit on open files, for example with `ulimit -n 4096`"
     if error.errno in (errno.EEXIST, errno.ENOTDIR):

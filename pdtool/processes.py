@@ -166,9 +166,11 @@ def _end_server_at_exit() -> None:
 def start_server_of_workers() -> None:
     """Start the fork server for the workers of a run.
 
-    Call it early, because it imports torch at the same time as this process.
+    Call it early, because it imports torch at the same time as this process. If it cannot be started, the launcher, who
+    tries again, says why.
     """
-    start_fork_server(_OF_WORKERS)
+    with suppress(OSError, EOFError):
+        start_fork_server(_OF_WORKERS)
 
 
 def describe_exit(code: int) -> str:

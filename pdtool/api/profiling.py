@@ -12,7 +12,7 @@ from pdtool.api.model_settings import Settings, assignments
 from pdtool.artifacts.device import DeviceSpec, Precision, find_device
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ModelError, UsageError
-from pdtool.files import file_sha256
+from pdtool.files import check_folder_of, file_sha256
 from pdtool.options.declaration import read_options
 from pdtool.options.plan_options import ProfileOptions
 
@@ -91,6 +91,7 @@ def profiled(model: str, output: str | None, asked: ProfileOptions) -> tuple[Pro
             note(f"{model} is outside this folder: pass it to codegen and run too, with --model {file.ref.source}")
         target = output or f"profiles/{file_name(file.name)}.json"
         Profile.check_target(folder / target)  # now, not after measuring
+        check_folder_of(folder / target)
         if asked.calibrate and (folder / asked.calibrate).resolve() == (folder / target).resolve():
             raise UsageError(f"{target} would be overwritten, but --calibrate reads it", "pass another path with -o")
         if spec is None:

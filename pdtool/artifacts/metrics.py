@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pdtool.artifacts.artifact import FrozenModel
 from pdtool.artifacts.fields import Number, first_fault
 from pdtool.errors import ArtifactError, PdtoolError
-from pdtool.files import replacing
+from pdtool.files import PROCESS_REMEDY, replacing
 
 _POLL_S = 0.1
 _FLUSH_S = 0.1  # between writes, if updates take less
@@ -220,7 +220,10 @@ def following_metrics(
                         on_line(line)
 
     thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise PdtoolError(f"the run cannot be followed ({error})", PROCESS_REMEDY) from error
     try:
         yield
     finally:

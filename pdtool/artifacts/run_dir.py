@@ -286,8 +286,11 @@ class RunDir:
         return (*files, self.failure_file, self.checkpoints_folder, self.stages)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, hint: str = "") -> Iterator[None]:
         """Make the folder and lock it for one run; the system releases the lock when this process ends.
+
+        Args:
+            hint: ends the remedy if another run has locked it.
 
         Raises:
             UsageError: another run has locked it.
@@ -296,22 +299,22 @@ class RunDir:
         """
         folder = os.path.realpath(self.path)
         if folder in _HELD_HERE:
-            raise _in_use(self.path, "this process")
+            raise _in_use(self.path, "this process", hint)
         _HELD_HERE.add(folder)
         try:
-            with self._locked():
+            with self._locked(hint):
                 yield
         finally:
             _HELD_HERE.discard(folder)
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self, hint: str) -> Iterator[None]:
         with ExitStack() as opened:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self.check_written()
                 file = opened.enter_context(open_in_place(self._lock_file))
-                _lock(file.fileno(), self.path)
+                _lock(file.fileno(), self.path, hint)
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
             except OSError as error:
@@ -427,16 +430,16 @@ class RunDir:
         return f": {', '.join(map(str, newest))}" if newest else ""
 
 
-def _in_use(out: Path, holder: str) -> UsageError:
-    return UsageError(f"{out} is in use by a run ({holder})", "wait for it, or name another folder with -o")
+def _in_use(out: Path, holder: str, hint: str) -> UsageError:
+    return UsageError(f"{out} is in use by a run ({holder})", f"wait for it, or name another folder with -o{hint}")
 
 
-def _lock(descriptor: int, out: Path) -> None:
+def _lock(descriptor: int, out: Path, hint: str) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not kept by a forked process
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-            raise _in_use(out, holder) from None
+            raise _in_use(out, holder, hint) from None
         if error.errno not in _NO_LOCKS:
             raise PdtoolError(f"{out} cannot be locked ({error.strerror})", "name another folder with -o") from error

@@ -11,6 +11,7 @@ import random
 import re
 import stat
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -913,3 +914,25 @@ def test_an_error_without_readable_text_is_named():
 
 def test_the_text_of_somebody_elses_error_is_cut():
     assert len(describe_error(ValueError("A" * 50_000))) < 3_000
+
+
+def test_reading_a_small_file_takes_little_memory(tmp_path):
+    """A buffer of 256 MB was made for each, more than a process with a limit may have."""
+    (tmp_path / "small").write_text("text")
+    tracemalloc.start()
+    try:
+        assert files.read_text(tmp_path / "small") == "text"
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_the_work(tmp_path, monkeypatch):
+    """The nearest that exists; a device needs no folder."""
+    path = tmp_path / "profiles" / "net.json"
+    files.check_folder_of(path)
+    monkeypatch.setattr(os, "access", lambda folder, mode: folder != tmp_path)
+    with pytest.raises(PdtoolError, match=f"net.json could not be written: nothing can be written to {tmp_path}; "):
+        files.check_folder_of(path)
+    for other in (Path("-"), Path("/dev/null")):
+        files.check_folder_of(other)

@@ -7,9 +7,11 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -23,6 +25,7 @@ from harness import CONV1, CONV2, CONV3, SKIP1, SKIP3, TIED1, TIED3, TIED4, asse
 from reference import replay
 from safetensors.torch import load_file, save_file
 
+from pdtool.artifacts.metrics import following_metrics
 from pdtool.artifacts.run_dir import Checkpoint, CheckpointManifest, RunDir
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.frontend.model_file import ModelFile
@@ -545,3 +548,33 @@ def test_the_numbers_of_an_optimizers_state_return_to_the_device_that_they_were_
     assert found == {name: number.device for name, number in numbers.items()}
     loaded.load({parameter: {"state": on_the_cpu, "optimizer": {}}})  # an older checkpoint, or one of a CPU
     assert all(number.is_cpu for number in loaded._optimizer.state[parameter].values())
+
+
+def test_a_checkpoint_can_be_read_by_whom_the_umask_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors lets only the owner read, and says of such a file that it is missing."""
+    spec = harness.job(tmp_path, CONV1, epochs=1)
+    harness.run(spec)
+    folder = RunDir(spec.out).latest_checkpoint().path
+    modes = {path.name: path.stat().st_mode for path in folder.iterdir()}
+    assert len({*modes.values()}) == 1, modes
+    real, file = Path.open, folder / "stage-0.safetensors"
+
+    def opened(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if path == file:
+            raise PermissionError(13, "Permission denied")
+        return real(path, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", opened)
+    remedy = f"ask its owner to run `chmod a+r {file}`"
+    with pytest.raises(ArtifactError, match=rf"cannot be read \(Permission denied\); {re.escape(remedy)}"):
+        checkpoint.read(folder, lambda key: True)
+
+
+def test_a_limit_on_threads_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    found = pytest.raises(PdtoolError, match=r"followed \(can't start new thread\); raise the limit .*`ulimit -u 4096`")
+    with found, following_metrics(tmp_path / "metrics.jsonl", print, after=0):
+        pass

@@ -99,6 +99,9 @@ class CommandGroup(click.Group):
             ctx.exit(error.exit_code)
         except OSError as error:
             _failed_output(ctx, error)
+        except MemoryError:
+            note("error: this process found no memory; raise its limit, as with `ulimit -v unlimited`")
+            ctx.exit(1)
         except KeyboardInterrupt:
             note("interrupted")
             ctx.exit(130)
@@ -130,7 +133,7 @@ def _check_folder() -> None:
 def _failed_output(ctx: click.Context, error: OSError) -> NoReturn:
     if isinstance(error, BrokenPipeError):
         raise error
-    note(f"error: {error.filename or 'the output'} failed: {error.strerror}")
+    note(f"error: {error.filename or 'the output'} failed: {error.strerror or error}")
     ctx.exit(1)
 
 

@@ -40,6 +40,10 @@ from pdtool.units import counted
 
 _POLL_IN_WORKER_S = 1.0  # of metrics.jsonl, in a process that trains
 _MAX_REASON = 2000  # characters
+_OF_FOLDER = {  # what Python says of the folder of the fork server's socket -> remedy
+    "AF_UNIX path too long": "set TMPDIR to a shorter path",
+    "No usable temporary directory": "set TMPDIR to a folder that can be written",
+}
 
 
 def launch(
@@ -97,7 +101,7 @@ def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterat
         return
     plan, run_dir = config.plan, RunDir(config.out)
     is_new = run_dir.is_empty
-    with run_dir.held():
+    with run_dir.held("; another machine of that run needs its own --node-rank" * (config.machines.count > 1)):
         run_dir.check_no_other_run(config.resume)  # one may have begun and ended since the first check
         run_dir.put_report_aside(epochs_done)
         state = RunState(
@@ -271,6 +275,5 @@ def _start_errors_explained() -> Iterator[None]:
     except (OSError, EOFError) as error:
         if isinstance(error, (EOFError, ConnectionError)):  # the fork server has ended
             raise WorkerDiedError(f"the workers could not be started ({error})", "run the command again") from error
-        is_too_long = "AF_UNIX path too long" in str(error)  # of the fork server's socket
-        remedy = "set TMPDIR to a shorter path" if is_too_long else write_remedy(error)
+        remedy = next((remedy for text, remedy in _OF_FOLDER.items() if text in str(error)), write_remedy(error))
         raise PdtoolError(f"the workers could not be started ({error})", remedy) from error

@@ -10,6 +10,7 @@ same function, with one thread and the same seed, so N changes no value. `Loadin
 
 from __future__ import annotations
 
+import errno
 import gc
 import signal
 import traceback
@@ -26,11 +27,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from pdtool.errors import ModelError, PdtoolError, WorkerDiedError, describe_error
+from pdtool.files import PROCESS_REMEDY
 from pdtool.host import end_with_parent
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatches import DataPass
 from pdtool.runtime.out_of_memory import is_out_of_memory
-from pdtool.runtime.worker_end import describe_end, exit_error
+from pdtool.runtime.worker_end import describe_end, exit_error, remove_counters
 from pdtool.units import format_seconds
 
 LoadedMinibatch = tuple[list[Tensor], list[Tensor]]  # the inputs and the tensors of the target, [samples, ...] each
@@ -112,8 +114,20 @@ class MinibatchSource:
                 self._iterator, self._processes = iter(()), []  # those of the pass before end
             if not self._processes:  # they are forked now
                 gc.collect()  # what is garbage here may have threads, which they would lack when they collect it
-            iterator: Any = self._answer(partial(iter, self._loader), minibatches[0])
+            iterator: Any = self._answer(self._started, minibatches[0])
             self._iterator, self._processes = iterator, iterator._workers
+
+    def _started(self) -> Iterator[LoadedMinibatch | BaseException]:
+        """Start the loader workers, or let them go on; raises PdtoolError."""
+        assert self._loader is not None  # whose length is unknown
+        try:
+            return iter(self._loader)
+        except OSError as error:
+            if self._processes or isinstance(error, ChildProcessError):
+                raise
+            what = f"the loader workers could not be started ({error.strerror or error})"
+            remedy = PROCESS_REMEDY if error.errno == errno.EAGAIN else _REMEDY_FOR_SHARED_MEMORY  # of their locks
+            raise PdtoolError(what, remedy) from error
 
     def load(self, minibatch: int) -> LoadedMinibatch:
         """Return a minibatch, which must be the next one of the pass.
@@ -153,6 +167,7 @@ class MinibatchSource:
         """End the loader workers, after an error: there is nothing more to be loaded."""
         for process in self._processes:
             process.kill()
+            remove_counters(process.pid or 0)
 
     def _death(self, error: Exception, task: LoadTask) -> WorkerDiedError | None:
         """The error of the loader worker that caused a DataLoader's error; None if none did."""

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from pdtool.artifacts.run_dir import Checkpoint, CheckpointManifest, RunDir, StoredFile
 from pdtool.errors import ArtifactError, FieldError, PdtoolError, UsageError, printable
-from pdtool.files import check_replaceable, replacing
+from pdtool.files import check_replaceable, quoted, replacing
 from pdtool.runtime.groups import all_gather
 from pdtool.runtime.stage.component import MODEL_KEY, Component
 
@@ -113,6 +113,9 @@ def read(checkpoint: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
             state |= _read(checkpoint / name, stored, wanted)
         except FileNotFoundError as error:
             raise ArtifactError(checkpoint / name, "is missing", folder.remedy()) from error
+        except PermissionError as error:
+            remedy = f"ask its owner to run `chmod a+r {quoted(checkpoint / name)}`"
+            raise ArtifactError(checkpoint / name, f"cannot be read ({error.strerror})", remedy) from error
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             what = f"is damaged ({getattr(error, 'strerror', None) or error})"
             raise ArtifactError(checkpoint / name, what, folder.remedy()) from error
@@ -202,6 +205,8 @@ def _write(path: Path, state: Mapping[str, Tensor]) -> tuple[str, StoredFile]:
     stored = separate | {key: torch.view_as_real(separate[key]) for key in complex_keys}
     marks = dict.fromkeys(complex_keys, _COMPLEX) or None  # {} would make a file that cannot be read
     save_file(stored, path, metadata=marks)
+    with suppress(OSError):  # as any new file, by the umask: safetensors lets only its owner read
+        path.chmod(path.parent.stat().st_mode & 0o666)
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return path.name, _describe(path)
@@ -259,6 +264,7 @@ def _read(path: Path, stored: StoredFile, wanted: Callable[[str], bool]) -> dict
         raise ValueError("it is not a regular file")
     if status.st_size != stored.bytes:
         raise ValueError(f"it has {status.st_size} bytes but was written with {stored.bytes}")
+    path.open("rb").close()  # of a file that may not be read, safetensors says that there is none
     with safe_open(path, framework="pt") as file:
         keys = [key for key in file.keys() if wanted(key)]  # noqa: SIM118
         if keys and _describe(path) != stored:
