@@ -82,16 +82,18 @@ class OperatorBuilder:
         takes_gradient = takes_gradient or any(self.parameters[name].requires_grad for name in parameters)
         takes_gradient = takes_gradient and op.op not in _WITHOUT_GRADIENT
         outputs = tuple(
-            self.value(tensor, op.name, i, takes_gradient and flow)
+            self.value(tensor, op.name, i, takes_gradient and flow, node)
             for i, (tensor, flow) in enumerate(zip(results, flows, strict=False))
         )
         place = location(node)
         self.operators.append(replace(op, outputs=outputs, parameters=parameters, buffers=buffers, location=place))
         return outputs
 
-    def value(self, tensor: Tensor, operator: str, index: int, differentiable: bool) -> Value:
-        """Return an operator's output of the shape and type of `tensor`."""
-        shape = tuple(self._values.size(dim) for dim in tensor.shape)
+    def value(
+        self, tensor: Tensor, operator: str, index: int, differentiable: bool, node: fx.Node | None = None
+    ) -> Value:
+        """Return an operator's output of the shape and type of `tensor`; `node` tells an error's line."""
+        shape = tuple(self._values.size(dim, node) for dim in tensor.shape)
         floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
         return Value(operator, index, shape, tensor.dtype, differentiable and floating)
 
@@ -148,8 +150,8 @@ class NodeValues(dict[fx.Node, Any]):
         if expression.is_number:
             return int(expression)
         if expression.free_symbols != {BATCH}:
-            what = f"the size {value} depends on the values of a tensor"
-            remedy = "make every shape depend only on the minibatch size"
+            what = "the size of a tensor depends on the values of another"
+            remedy = "make every shape depend only on the minibatch size, or move that code into a module of its own"
             raise TraceError(what, remedy, location=location(node) if node else "")
         return Size(sympy.sympify(expression))
 

@@ -36,16 +36,27 @@ def write(tmp_path, text):
     return ModelFile.load(ModelRef(source=str(path)), trusted=True)
 
 
-@pytest.mark.parametrize("name", ["self", "net"])
-def test_a_branch_on_the_number_of_samples_is_named_by_its_line(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "result", "what"),
+    [
+        ("self", "x if len(x) > 2 else 2 * x", "the model works for some minibatch sizes only"),
+        ("net", "x if len(x) > 2 else 2 * x", "the model works for some minibatch sizes only"),
+        (
+            "self",
+            "x, torch.bincount(x.argmax(1))",
+            "the size of a tensor depends on the values of another; .*of its own",
+        ),
+    ],
+)
+def test_a_branch_or_a_size_that_depends_on_the_samples_is_named_by_its_line(name, result, what, tmp_path):
     """Whatever forward calls its first argument."""
     text = (
-        "import torch\nclass Net(torch.nn.Linear):\n    def forward(NAME, x):\n"
-        "        x = torch.nn.functional.linear(x, NAME.weight)\n\n        return x if len(x) > 2 else 2 * x\n"
+        f"import torch\nclass Net(torch.nn.Linear):\n    def forward({name}, x):\n"
+        f"        x = torch.nn.functional.linear(x, {name}.weight)\n\n        return {result}\n"
         "def model(): return Net(4, 4)\ndef example_inputs(n): return torch.randn(n, 4)\n"
     )
-    with pytest.raises(TraceError, match=r"^model.py:6: the model works for some minibatch sizes only"):
-        trace_file(file := write(tmp_path, text.replace("NAME", name)), file.build(), 4)
+    with pytest.raises(TraceError, match=rf"^model.py:6: {what}"):
+        trace_file(file := write(tmp_path, text), file.build(), 4)
 
 
 @pytest.mark.parametrize(
