@@ -125,6 +125,7 @@ def expand_segments(device: torch.device) -> None:
         new_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.device(device), torch.cuda.stream(new_stream):  # which has no free memory yet
             torch.empty(1 << 21, dtype=torch.uint8, device=device)
+        torch.cuda.empty_cache()  # of that stream, and of segments that cannot grow
     except RuntimeError:
         set_options(f"{given},expandable_segments:False".lstrip(","))
 

@@ -51,8 +51,9 @@ def diagnose(
     workers = WorkersLeft(config, local, exit_codes, paused_s)
     error = workers.own_error() or workers.silent_death() or workers.no_answer()
     remedies = [error.remedy] if error.remedy else []
-    if isinstance(error, WorkerDiedError):
-        remedies += _how_to_go_on(config, is_needed=not remedies)
+    has_died = isinstance(error, WorkerDiedError)
+    if has_died or type(error) is PdtoolError:  # such as a full disk, or a loss that is no number
+        remedies += _how_to_go_on(config, is_needed=has_died and not remedies)
     if workers.write_story(error):
         remedies.append(f"see {RunDir(config.out).failure_file} for what each worker did")
     error.remedy = "; ".join(remedies)
@@ -209,7 +210,7 @@ class WorkersLeft:
 
 
 def _how_to_go_on(config: RunConfig, *, is_needed: bool) -> list[str]:
-    """The remedy after a worker died; [] if it would only be to start again and not `is_needed`."""
+    """The remedy after training has ended early; [] if it would only be to start again and not `is_needed`."""
     done = RunDir(config.out).checkpoints()
     if done and max(done) >= config.epochs:
         return [f"all epochs were trained: `pdtool export {quoted(config.out)}` writes the weights"]

@@ -2,8 +2,8 @@
 
 For example:
 
-    AVERAGE = {}             a variable that loss(), after_update() or scheduler() changes and reads
-    loss = CenterLoss()      buffers, parameters and other attributes of an object that such a function uses
+    AVERAGE = {}             a variable that loss(), metrics(), after_update() or scheduler() changes and reads
+    loss = CenterLoss()      buffers, parameters and other attributes of an object that such a function uses or is
 
 Each change is found by comparing a value with what it was when the worker started.
 """
@@ -65,6 +65,7 @@ class KeptValues:
             variable, line = _Variable(modules[module], name, modules, model), lines.get((module, name))
             if line or (variable.is_object and id(variable.value) not in objects):
                 objects.add(id(variable.value))
+                variable.start()
                 label = name if modules[module] is file.module else f"{user_module(module)}.{name}"
                 self._variables[label] = variable
                 self._lines |= {label: line} if line else {}
@@ -168,6 +169,10 @@ class _Variable:
 
     def __init__(self, module: ModuleType, name: str, modules: Collection[str], model: nn.Module) -> None:
         self._module, self._name, self._modules, self._model = module, name, modules, model
+        self._first: dict[str, _Snapshot | None] = {}
+
+    def start(self) -> None:
+        """Take the present values as those of the start."""
         self._first = {path: state and state.copied() for path, (state, _) in self._states().items()}
 
     @property

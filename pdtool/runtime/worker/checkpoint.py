@@ -185,9 +185,7 @@ def _on_all_workers(group: Any, step: Callable[[], _Written]) -> list[_Written]:
     failures = [failure for failure, _ in outcomes if failure]
     if failures:
         what = f"the checkpoint could not be written ({failures[0]})"
-        raise PdtoolError(
-            what, "make sure that the folder can be written and its disk is not full. Earlier checkpoints stay complete"
-        )
+        raise PdtoolError(what, "make sure that the folder can be written and its disk is not full")
     return [result for _, result in outcomes]
 
 
