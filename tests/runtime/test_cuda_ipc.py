@@ -86,7 +86,7 @@ def pair(
     """Two workers on one device, which works in the order that the seed says; two tensors a message."""
     device = SimulatedDevice(seed)
     device.install(monkeypatch)
-    monkeypatch.setattr(cuda_ipc, "_pinned", lambda tensor: tensor)
+    monkeypatch.setattr(cuda_ipc, "in_pinned_memory", lambda tensor: tensor)
     monkeypatch.setattr(torch, "as_tensor", _tensor_in_host_memory)
     route = list_routes([edge("a", "float32"), edge("b", "bfloat16")], [[0], [1]])[0]
     layout = SlotLayout.of(route, BATCH, DEPTH, SPARE_SLOTS)
