@@ -142,7 +142,7 @@ def check_folder_of(path: Path) -> None:
     """Check that a file could be written, as far as the permissions of its folder tell; raises PdtoolError."""
     if path.name == "-" or (path.exists() and not path.is_file()):
         return
-    folder = next(folder for folder in path.absolute().parents if folder.exists())
+    folder = next(folder for folder in path.resolve().parents if folder.exists())
     if not os.access(folder, os.W_OK):
         raise PdtoolError(f"{path} could not be written: nothing can be written to {folder}", "name another place")
 

@@ -23,6 +23,7 @@ from pdtool.runtime.stage import kept_values
 from pdtool.runtime.stage.component import pack, unpack
 from pdtool.runtime.stage.optimizer import NamedOptimizer, RunLength
 from pdtool.runtime.stage.pipeline_stage import PipelineStage
+from pdtool.runtime.worker import checkpoint
 
 TEXT = """
 import numpy, torch
@@ -156,13 +157,15 @@ def test_what_objects_keep_is_in_the_checkpoint_however_they_are_called(tmp_path
         file.module.ema.model = model
         kept = kept_values.KeptValues(file, model, [["weight", "bias"]], 0, torch.device("cpu"))
         first = file.module.ema.kept()
+        with kept.restored():
+            file.module.after_update([("weight", model.weight)], 5)
+            file.module.ema.new, file.module.ema.mean = 1, None
+        assert (file.module.ema.kept(), hasattr(file.module.ema, "new")) == (first, False)
         for update in (1, 2, 3):
             file.module.after_update([("weight", model.weight)], update)
         for variable, entry, tensor in kept.state_dict():
             saved.setdefault(variable, {})[entry] = tensor
         expected = file.module.ema.kept()
-        kept.restore_first()
-        assert file.module.ema.kept() == first
     with undoing_user_changes():
         file = load(tmp_path, more=text)
         file.module.ema.model = model
@@ -910,3 +913,94 @@ def test_what_the_users_code_imports_when_it_runs_is_found_as_python_finds_it(fo
     stages = "".join(path.read_text() for path in (folder.path / "plans/model-2").glob("stage_*.py"))
     assert "tanh" in stages.lower()
     assert "relu" not in stages.lower()
+
+
+ODD = """
+import enum, numpy as np
+from collections import defaultdict
+from dataclasses import dataclass
+class Phase(enum.Enum):
+    WARM, MAIN = 1, 2
+class Stats(dict):
+    pass
+@dataclass(frozen=True)
+class Fixed:
+    array: np.ndarray
+class Node:
+    def __init__(self, inner):
+        self.inner = inner
+class Loss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.phase, self.stats, self.log = Phase.WARM, Stats(n=0), {"train": defaultdict(int)}
+        self.fixed, self.long, self.names = Fixed(np.zeros(2)), np.zeros(2, np.longdouble), np.array(["a"])
+        self.prior, self.current, self.endless = torch.ones(2), torch.zeros(2), []
+        self.endless.append(self.endless)
+        self.register_buffer("center", torch.zeros(()))
+        self.shared, self.head = NET, None
+        for _ in range(1500):
+            self.head = Node(self.head)
+    def forward(self, output, target):
+        self.phase, self.current = Phase.MAIN, self.prior
+        self.stats["n"] += 1
+        self.log["train"]["n"] += 1
+        self.fixed.array[0] += 1
+        self.center += 1
+        if not hasattr(self, "made"):
+            self.made = Node(1)
+        return output.sum()
+NET = torch.nn.Linear(1, 1)
+loss = Loss()
+"""
+
+
+def test_objects_of_any_kind_are_kept_or_left_alone(tmp_path):
+    """Members of an Enum lost their values; arrays of longdouble, long chains of objects and lists in themselves ended
+    the run; a dict of a class of its own, and a module that shares the model, lost what they kept."""
+    cpu, saved = torch.device("cpu"), dict[str, dict[str, torch.Tensor]]()
+    with undoing_user_changes():
+        file = load(tmp_path, more=ODD)
+        loss, model = file.module.loss, file.module.NET
+        kept = kept_values.KeptValues(file, model, [["weight", "bias"]], 0, cpu)
+        with kept.restored():
+            loss(torch.ones(2), None)
+        assert (loss.phase, loss.stats["n"], loss.log["train"]["n"], loss.center.item()) == (
+            file.module.Phase(1),
+            0,
+            0,
+            0,
+        )
+        assert (loss.fixed.array.tolist(), loss.current.tolist(), loss.prior.tolist()) == ([0, 0], [0, 0], [1, 1])
+        assert (file.module.Phase.MAIN.value, file.module.Phase.MAIN.name) == (2, "MAIN")
+        assert not hasattr(loss, "made")
+        loss(torch.ones(2), None)
+        for variable, entry, tensor in kept.state_dict():
+            saved.setdefault(variable, {})[entry] = tensor
+    with undoing_user_changes():
+        file = load(tmp_path, more=ODD)
+        loss, model = file.module.loss, file.module.NET
+        kept = kept_values.KeptValues(file, model, [["weight", "bias"]], 0, cpu)
+        kept.load_state_dict({variable: {} for variable in kept.names} | saved)
+        assert (loss.stats["n"], loss.log["train"]["n"], loss.center.item(), loss.fixed.array[0]) == (1, 1, 1, 1)
+        assert loss.current.tolist() == [1, 1]
+        assert file.module.Phase.MAIN.value == 2
+
+
+def test_a_module_and_a_variable_of_one_name_have_keys_of_their_own(tmp_path):
+    """One was taken for an entry of the other, and the checkpoint could not be loaded."""
+    name = f"counting_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(
+        "COUNTS = {}\nclass Meter:\n    def __init__(self):\n        self.n = 0\n"
+        "def count():\n    COUNTS['n'] = COUNTS.get('n', 0) + 1\n"
+    )
+    text = f"from {name} import Meter, count\n{name} = Meter()\n"
+    text += f"def loss(output, target):\n    count()\n    {name}.n += 1\n    return output.sum()\n"
+    cpu, model, saved = torch.device("cpu"), torch.nn.Linear(1, 1), dict[str, torch.Tensor]()
+    with undoing_user_changes():
+        file = load(tmp_path, more=text)
+        kept = kept_values.KeptValues(file, model, [["weight", "bias"]], 0, cpu)
+        file.module.loss(torch.ones(1), None)
+        for variable, entry, tensor in kept.state_dict():
+            saved[f"kept.{variable}.{entry}"] = tensor
+    owners = {checkpoint._owner(key, {f"kept.{variable}" for variable in kept.names}) for key in saved}
+    assert owners == {f"kept.{name}", f"kept.{name}/COUNTS"}

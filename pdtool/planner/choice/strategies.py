@@ -443,12 +443,13 @@ class _HybridPlanner(_FlushingPlanner):
         On many workers, search only numbers that divide them, or that leave a divisor of them to the other stages.
         """
         workers, best_s = search.workers, math.inf
+        slowdown = _MAX_SLOWDOWN if search.options.simplest else 1.0  # with which others are simulated, too
         candidates: list[Candidate] = []
         for microbatches in reversed(range(2, workers)):
             is_usual = workers % microbatches == 0 or workers % (workers - microbatches) == 0
             if is_usual or self.searches_all_updates(search):
                 options = replace(search.options, microbatches=microbatches)
-                found = super().candidates(replace(search, options=options, bound_s=best_s * _MAX_SLOWDOWN))[:1]
+                found = super().candidates(replace(search, options=options, bound_s=best_s * slowdown))[:1]
                 best_s = min([best_s, *map(_time_s, found)])
                 candidates += found
         return sorted(candidates, key=_time_s)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -177,8 +178,9 @@ def _packed(value: object, key: str, tensors: dict[str, Tensor]) -> Any:
         return _packed(value.item(), key, tensors)
     if type(value) in _NUMBERS.values():
         return [type(value).__name__, repr(value)]  # exact, even for infinity
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return ["array", _packed(torch.as_tensor(value.copy()), key, tensors)[1]]
+    if type(value) is np.ndarray and value.dtype.isnative:
+        with suppress(TypeError):  # torch has no such dtype
+            return ["array", _packed(torch.as_tensor(value.copy()), key, tensors)[1]]
     dot = "." if key else ""
     if isinstance(value, dict):
         items = [(_packed(k, key, tensors), _packed(v, f"{key}{dot}{k}", tensors)) for k, v in value.items()]

@@ -2,7 +2,7 @@
 
 For example:
 
-    AVERAGE = {}             a variable that loss(), metrics(), after_update() or scheduler() changes and reads
+    AVERAGE = {}             a variable that loss(), after_update() or scheduler() changes and reads
     loss = CenterLoss()      buffers, parameters and other attributes of an object that such a function uses or is
 
 Each change is found by comparing a value with what it was when the worker started.
@@ -10,13 +10,15 @@ Each change is found by comparing a value with what it was when the worker start
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import reduce
+from contextlib import ExitStack, contextmanager, suppress
+from enum import Enum
 from types import MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -27,8 +29,10 @@ from pdtool.frontend.variable_uses import collected, kept_between_calls, variabl
 from pdtool.runtime.stage.component import CannotPackError, moved_to, pack, tensors_on_cpu, unpack
 
 _READERS = ("loss", "collate", "dataset", "scheduler")  # of variables that after_update() changes
-_KEEPERS = ("loss", "metrics", "summarize_metrics", "after_update", "scheduler")
+_KEEPERS = ("loss", "after_update", "scheduler")
 _OF_MODULES = vars(nn.Module()).keys()
+# These are values themselves, whatever attributes they have.
+_NO_OBJECTS = (*CODE, Enum, dict, list, tuple, set, frozenset, deque, Tensor, np.ndarray)
 _Entries = Mapping[str, Tensor]
 
 
@@ -61,12 +65,14 @@ class KeptValues:
         lines, keepers = variables_kept(file, modules), [*filter(file.has, _KEEPERS)]
         used = {each for keeper in keepers for each in variables_used(file.module, keeper, modules)}
         used |= {(file.module.__name__, name) for name in (*file.modules, *keepers)}
-        for module, name in dict.fromkeys([*lines, *sorted(used)]):
+        own_first = sorted(used, key=lambda each: (each[0] != file.module.__name__, each))
+        for module, name in dict.fromkeys([*lines, *own_first]):
             variable, line = _Variable(modules[module], name, modules, model), lines.get((module, name))
             if line or (variable.is_object and id(variable.value) not in objects):
                 objects.add(id(variable.value))
                 variable.start()
-                label = name if modules[module] is file.module else f"{user_module(module)}.{name}"
+                place = [] if modules[module] is file.module else user_module(module).split(".")
+                label = "/".join([*place, name])  # without a dot: no key of a checkpoint begins with another one
                 self._variables[label] = variable
                 self._lines |= {label: line} if line else {}
         self.names = self._variables.keys()
@@ -93,11 +99,7 @@ class KeptValues:
             records = {number: unpack(of_stage) for number, of_stage in by_stage.items()}
             values = self._chosen(by_stage, records)
             is_lost = values is None or any(record["is_lost"] for record in records.values())
-            for path, value in (values or {}).items():
-                try:
-                    self._variables[name].assign(path, value)
-                except (AttributeError, TypeError):  # model.py was edited: its object has no such attribute now
-                    is_lost = True
+            is_lost |= not self._variables[name].assign(values or {})
             if is_lost:
                 self.lost.append(f"{name} ({self._lines[name]})" if name in self._lines else name)
 
@@ -127,10 +129,13 @@ class KeptValues:
     def _all_parameters(self) -> set[str]:
         return {name for names in self._stages for name in names}
 
-    def restore_first(self) -> None:
-        """Set all values to those of the start."""
-        for variable in self._variables.values():
-            variable.restore_first()
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore all values at the end of this context, except parameters of the user's modules."""
+        with ExitStack() as opened:
+            for variable in self._variables.values():
+                opened.enter_context(variable.restored())
+            yield
 
 
 class _Snapshot(NamedTuple):
@@ -139,11 +144,6 @@ class _Snapshot(NamedTuple):
     numbers: bytes
     tensors: dict[str, Tensor]
     versions: list[int]  # of parameters, which may be too large to be copied
-
-    @property
-    def value(self) -> Any:
-        """The value itself, with the tensors of the snapshot."""
-        return unpack({"": torch.frombuffer(bytearray(self.numbers), dtype=torch.uint8)} | self.tensors)["value"]
 
     def copied(self) -> _Snapshot:
         """Return the same, with copies of tensors that may change."""
@@ -156,10 +156,24 @@ class _Snapshot(NamedTuple):
         return are_untouched and _are_same(self.tensors, other.tensors)
 
 
+class _Slot(NamedTuple):
+    """A place of a value: under `name` in a dict, such as that of an object's attributes.
+
+    Attributes:
+        path: `meter.average` for an attribute of an object in the variable; "" for the variable's own value.
+    """
+
+    path: str
+    owner: dict[str, Any]
+    name: str
+
+    @property
+    def value(self) -> Any:
+        return self.owner[self.name]
+
+
 class _Variable:
     """A variable of the user's: its value or, of an object, the values of its attributes and of those of objects in it.
-
-    Values have a path in the variable, such as `meter.average`: "" is its own.
 
     Args:
         module: the module that has the variable.
@@ -173,7 +187,7 @@ class _Variable:
 
     def start(self) -> None:
         """Take the present values as those of the start."""
-        self._first = {path: state and state.copied() for path, (state, _) in self._states().items()}
+        self._first = {slot.path: state and state.copied() for slot, state in self._states()}
 
     @property
     def value(self) -> Any:
@@ -184,70 +198,119 @@ class _Variable:
     @property
     def is_object(self) -> bool:
         """Whether its attributes count."""
-        return self._attributes(self.value) is not None
+        return bool(self._owners(self.value, {id(module) for module in self._model.modules()}))
 
     def changed(self) -> tuple[dict[str, Any], bool]:
         """Return the values that have changed since the start, and whether there are others that cannot be saved."""
-        states = self._states()
-        values = {}
-        for path, (state, value) in states.items():
+        values, is_lost = {}, False
+        for (path, owner, name), state in self._states():
             first = self._first.get(path)
             if state and not (first and state.is_same(first)):
-                values[path] = value
-        return values, any(state is None and (not path or self._first.get(path)) for path, (state, _) in states.items())
+                values[path] = owner[name]
+            is_lost |= state is None and bool(not path or first)
+        return values, is_lost
 
-    def assign(self, path: str, value: Any) -> None:
-        """Set a value; inside the object that it is in, if that can be changed, because others may refer to it."""
-        *outer, name = path.split(".") if path else [self._name]
-        owner = reduce(getattr, outer, self.value if path else self._module)
-        current: Any = getattr(owner, name, None)
-        match current, value:
-            case Tensor(), Tensor() if current.shape == value.shape:
-                with torch.no_grad():
-                    current.copy_(value)
-            case list(), list():
-                current[:] = value
-            case (dict(), dict()) | (set(), set()):
-                current.clear()
-                current.update(value)
-            case deque(), deque():
-                current.clear()
-                current.extend(value)
-            case _:
-                setattr(owner, name, value)
+    def assign(self, values: Mapping[str, Any]) -> bool:
+        """Set values, by path.
 
-    def restore_first(self) -> None:
-        """Set the values that have changed to those of the start."""
-        for path, (state, _) in self._states().items():
-            first = self._first.get(path)
-            if first and not (state and state.is_same(first)):
-                self.assign(path, first.copied().value)
+        Returns:
+            Whether the variable has a place for each; it may not if the user's file was edited.
+        """
+        objects: dict[str, dict[str, Any]] = {}
+        slots, has_all = {slot.path: slot for slot in self._slots(objects)}, True
+        for path, value in values.items():
+            inner, _, name = path.rpartition(".")
+            if path in slots:
+                _set(slots[path], value)
+            elif path and inner in objects:  # an attribute that a call makes
+                objects[inner][name] = value
+            else:
+                has_all = False
+        return has_all
 
-    def _values(self, value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-        """Yield the path of each value in a value, and the value."""
-        attributes = self._attributes(value)
-        if attributes is None:
-            yield path, value
-        elif id(value) not in seen:
-            seen.add(id(value))
-            for name, each in attributes.items():
-                yield from self._values(each, f"{path}.{name}" if path else name, seen)
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore its values at the end of this context, except parameters."""
+        objects: dict[str, dict[str, Any]] = {}
+        slots = [*self._slots(objects)]
+        attributes = [(owner, {**owner}) for owner in objects.values()]
+        copies = []
+        for slot in slots:
+            if self._first.get(slot.path) and not isinstance(slot.value, nn.Parameter):
+                with suppress(RuntimeError):  # for a tensor in a graph
+                    copies.append((slot, slot.value, copy.deepcopy(slot.value)))
+        yield
+        for owner, before in attributes:
+            owner.clear()
+            owner.update(before)
+        for slot, value, copied in copies:
+            slot.owner[slot.name] = value
+            _set(slot, copied)
 
-    def _attributes(self, value: Any) -> dict[str, Any] | None:
-        """The attributes of an object, by name; None if its attributes do not count, or it is part of the model."""
+    def _slots(self, objects: dict[str, dict[str, Any]]) -> Iterator[_Slot]:
+        """Yield the places of all values.
+
+        Args:
+            objects: path of each object -> its attributes; filled here.
+        """
+        own = {id(module) for module in self._model.modules()}
+        seen: set[int] = set()
+        root = vars(self._module) if self._name in vars(self._module) else {self._name: None}
+        left = [(_Slot("", root, self._name), self.value)]
+        while left:
+            slot, value = left.pop()
+            if not (owners := self._owners(value, own)):
+                yield slot
+            elif id(value) not in seen:
+                seen.add(id(value))
+                objects[slot.path] = vars(value)
+                prefix = f"{slot.path}." if slot.path else ""
+                inner = [
+                    (_Slot(f"{prefix}{name}", owner, name), each)
+                    for owner in owners
+                    for name, each in owner.items()
+                    if not isinstance(value, nn.Module) or name not in _OF_MODULES
+                ]
+                left += reversed(inner)
+
+    def _owners(self, value: Any, own: Collection[int]) -> list[dict[str, Any]]:
+        """The dicts of an object's attributes; none if its attributes do not count.
+
+        Args:
+            own: ids of the model's modules.
+        """
         if isinstance(value, nn.Module):
-            own = {id(part) for part in (*self._model.modules(), *self._model.parameters())}
-            if not own.isdisjoint(map(id, (*value.modules(), *value.parameters()))):
-                return None
-            others = {name: each for name, each in vars(value).items() if name not in _OF_MODULES}
-            return {**value._parameters, **value._buffers, **value._modules, **others}
-        is_of_user = type(value).__module__ in self._modules and not isinstance(value, CODE)
-        return {**vars(value)} if is_of_user and hasattr(value, "__dict__") else None
+            of_module: list[dict[str, Any]] = [value._parameters, value._buffers, value._modules, vars(value)]
+            return [] if id(value) in own else of_module
+        is_of_user = type(value).__module__ in self._modules and not isinstance(value, _NO_OBJECTS)
+        return [vars(value)] if is_of_user and hasattr(value, "__dict__") else []
 
-    def _states(self) -> dict[str, tuple[_Snapshot | None, Any]]:
-        """The state of each value, by path, and the value; None: it cannot be saved."""
+    def _states(self) -> Iterator[tuple[_Slot, _Snapshot | None]]:
+        """Yield the place of each value, and its state; None: it cannot be saved."""
         of_model = {tensor.untyped_storage().data_ptr() for tensor in self._model.state_dict().values()} - {0}
-        return {path: (_state_of(value, of_model), value) for path, value in self._values(self.value, "", set())}
+        for slot in self._slots({}):
+            yield slot, _state_of(slot.value, of_model)
+
+
+def _set(slot: _Slot, value: Any) -> None:
+    """Set a value inside the object that is there, if that can be changed, or else in its place."""
+    match slot.value, value:
+        case Tensor() as current, Tensor() if (current.shape, current.dtype) == (value.shape, value.dtype):
+            with torch.no_grad():
+                current.copy_(value)
+        case np.ndarray() as current, np.ndarray() if (current.shape, current.dtype) == (value.shape, value.dtype):
+            if current.flags.writeable:
+                current[...] = value
+        case (list() as current, list()):
+            current[:] = value
+        case (dict() as current, dict()) | (set() as current, set()):
+            current.clear()
+            current.update(value)
+        case (deque() as current, deque()):
+            current.clear()
+            current.extend(value)
+        case _:
+            slot.owner[slot.name] = value
 
 
 def variables_kept(file: ModelFile, modules: Mapping[str, ModuleType]) -> dict[tuple[str, str], str]:
@@ -275,13 +338,13 @@ def _state_of(value: Any, of_model: Collection[int]) -> _Snapshot | None:
     Args:
         of_model: addresses of the model's tensors.
     """
-    for tensor in (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)):
-        is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
-        if type(tensor) not in (Tensor, nn.Parameter) or not is_dense or tensor.is_inference():
-            return None
-        if tensor.untyped_storage().data_ptr() in of_model:
-            return None
     with suppress(CannotPackError, RecursionError):
+        for tensor in (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)):
+            is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+            if type(tensor) not in (Tensor, nn.Parameter) or not is_dense or tensor.is_inference():
+                return None
+            if tensor.untyped_storage().data_ptr() in of_model:
+                return None
         tensors = dict(pack({"value": value}))
         numbers = bytes(tensors.pop("").numpy())
         return _Snapshot(numbers, tensors, [t._version for t in tensors.values() if isinstance(t, nn.Parameter)])

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
@@ -169,12 +170,14 @@ class OptimizerState:
             return {key: self._placed(v, parameter, on_cpu, key) for key, v in value.items()}
         if isinstance(value, (list, tuple)):
             return type(value)(self._placed(v, parameter, on_cpu) for v in value)
+        if isinstance(value, deque):
+            return deque((self._placed(v, parameter, on_cpu) for v in value), value.maxlen)
         if not isinstance(value, Tensor):
             return value
-        stays = next(on_cpu, not value.dim() and parameter.dim() > 0)
-        if key == "step" and not value.dim():
-            stays = not self._keeps_counts_on_device(parameter)
-        if stays:
+        is_count = not value.dim() and (parameter.dim() > 0 or key == "step")
+        is_usual = is_count and not self._keeps_counts_on_device(parameter)
+        was_there = next(on_cpu, is_usual)
+        if is_usual if key == "step" and is_count else was_there:  # settings decide where a step count is
             return value
         if value.shape != parameter.shape:
             return value.to(parameter.device)

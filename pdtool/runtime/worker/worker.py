@@ -31,7 +31,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
@@ -176,9 +176,10 @@ class Worker:
         modules = [*(replica.stage.module for replica in self.stages.values()), *self._data.file.modules.values()]
         owners = [module._buffers for outer in modules for module in outer.modules()]
         values = [{name: (b, b.clone()) for name, b in owner.items() if b is not None} for owner in owners]
-        yield
-        for replica in self.stages.values():
-            replica.kept.restore_first()
+        with ExitStack() as opened:
+            for replica in self.stages.values():
+                opened.enter_context(replica.kept.restored())
+            yield
         with torch.no_grad():
             for owner, before in zip(owners, values, strict=True):
                 for name, (buffer, value) in before.items():
