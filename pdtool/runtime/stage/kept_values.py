@@ -156,7 +156,7 @@ class _Snapshot(NamedTuple):
         return are_untouched and _are_same(self.tensors, other.tensors)
 
 
-class _Slot(NamedTuple):
+class _Location(NamedTuple):
     """A place of a value: under `name` in a dict, such as that of an object's attributes.
 
     Attributes:
@@ -187,7 +187,7 @@ class _Variable:
 
     def start(self) -> None:
         """Take the present values as those of the start."""
-        self._first = {slot.path: state and state.copied() for slot, state in self._states()}
+        self._first = {location.path: state and state.copied() for location, state in self._states()}
 
     @property
     def value(self) -> Any:
@@ -217,11 +217,11 @@ class _Variable:
             Whether the variable has a place for each; it may not if the user's file was edited.
         """
         objects: dict[str, dict[str, Any]] = {}
-        slots, has_all = {slot.path: slot for slot in self._slots(objects)}, True
+        locations, has_all = {location.path: location for location in self._locations(objects)}, True
         for path, value in values.items():
             inner, _, name = path.rpartition(".")
-            if path in slots:
-                _set(slots[path], value)
+            if path in locations:
+                _set(locations[path], value)
             elif path and inner in objects:  # an attribute that a call makes
                 objects[inner][name] = value
             else:
@@ -232,22 +232,22 @@ class _Variable:
     def restored(self) -> Iterator[None]:
         """Restore its values at the end of this context, except parameters."""
         objects: dict[str, dict[str, Any]] = {}
-        slots = [*self._slots(objects)]
+        locations = [*self._locations(objects)]
         attributes = [(owner, {**owner}) for owner in objects.values()]
         copies = []
-        for slot in slots:
-            if self._first.get(slot.path) and not isinstance(slot.value, nn.Parameter):
+        for location in locations:
+            if self._first.get(location.path) and not isinstance(location.value, nn.Parameter):
                 with suppress(RuntimeError):  # for a tensor in a graph
-                    copies.append((slot, slot.value, copy.deepcopy(slot.value)))
+                    copies.append((location, location.value, copy.deepcopy(location.value)))
         yield
         for owner, before in attributes:
             owner.clear()
             owner.update(before)
-        for slot, value, copied in copies:
-            slot.owner[slot.name] = value
-            _set(slot, copied)
+        for location, value, copied in copies:
+            location.owner[location.name] = value
+            _set(location, copied)
 
-    def _slots(self, objects: dict[str, dict[str, Any]]) -> Iterator[_Slot]:
+    def _locations(self, objects: dict[str, dict[str, Any]]) -> Iterator[_Location]:
         """Yield the places of all values.
 
         Args:
@@ -256,17 +256,17 @@ class _Variable:
         own = {id(module) for module in self._model.modules()}
         seen: set[int] = set()
         root = vars(self._module) if self._name in vars(self._module) else {self._name: None}
-        left = [(_Slot("", root, self._name), self.value)]
+        left = [(_Location("", root, self._name), self.value)]
         while left:
-            slot, value = left.pop()
+            location, value = left.pop()
             if not (owners := self._owners(value, own)):
-                yield slot
+                yield location
             elif id(value) not in seen:
                 seen.add(id(value))
-                objects[slot.path] = vars(value)
-                prefix = f"{slot.path}." if slot.path else ""
+                objects[location.path] = vars(value)
+                prefix = f"{location.path}." if location.path else ""
                 inner = [
-                    (_Slot(f"{prefix}{name}", owner, name), each)
+                    (_Location(f"{prefix}{name}", owner, name), each)
                     for owner in owners
                     for name, each in owner.items()
                     if not isinstance(value, nn.Module) or name not in _OF_MODULES
@@ -285,16 +285,16 @@ class _Variable:
         is_of_user = type(value).__module__ in self._modules and not isinstance(value, _NO_OBJECTS)
         return [vars(value)] if is_of_user and hasattr(value, "__dict__") else []
 
-    def _states(self) -> Iterator[tuple[_Slot, _Snapshot | None]]:
+    def _states(self) -> Iterator[tuple[_Location, _Snapshot | None]]:
         """Yield the place of each value, and its state; None: it cannot be saved."""
         of_model = {tensor.untyped_storage().data_ptr() for tensor in self._model.state_dict().values()} - {0}
-        for slot in self._slots({}):
-            yield slot, _state_of(slot.value, of_model)
+        for location in self._locations({}):
+            yield location, _state_of(location.value, of_model)
 
 
-def _set(slot: _Slot, value: Any) -> None:
+def _set(location: _Location, value: Any) -> None:
     """Set a value inside the object that is there, if that can be changed, or else in its place."""
-    match slot.value, value:
+    match location.value, value:
         case Tensor() as current, Tensor() if (current.shape, current.dtype) == (value.shape, value.dtype):
             with torch.no_grad():
                 current.copy_(value)
@@ -310,7 +310,7 @@ def _set(slot: _Slot, value: Any) -> None:
             current.clear()
             current.extend(value)
         case _:
-            slot.owner[slot.name] = value
+            location.owner[location.name] = value
 
 
 def variables_kept(file: ModelFile, modules: Mapping[str, ModuleType]) -> dict[tuple[str, str], str]:
