@@ -617,3 +617,12 @@ def test_if_stale_leaves_what_is_fresh(folder):
     made = folder.pdtool("profile", "model.py", "--if-stale").stderr
     assert "profile: making profiles/model.json: it was made with --batch-size 4, not 32" in made
     assert PROFILE.stat().st_mtime_ns != written
+
+
+def test_a_process_without_memory_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("pdtool.cli.commands.app._check_folder", full)
+    result = CliRunner().invoke(main, ["show", "plan.yaml"])
+    assert (result.exit_code, "error: this process found no memory; raise its limit" in result.stderr) == (1, True)

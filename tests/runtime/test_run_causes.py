@@ -624,3 +624,16 @@ def test_the_limits_of_this_process_as_linux_tells_them(tmp_path: Path, monkeypa
         (proc / path).unlink()
     assert memory_limits() == []
     assert oom_kills() is None
+
+
+@pytest.mark.parametrize(("epochs_done", "goes_on"), [(1, True), (0, False)])
+def test_a_full_disk_says_how_to_go_on(
+    left: Left, monkeypatch: pytest.MonkeyPatch, epochs_done: int, goes_on: bool
+) -> None:
+    error = PdtoolError("the checkpoint could not be written (No space left on device)", "free some space")
+    write_failure(left.config.out, 0, WorkerFailure(error))
+    left.config = replace(left.config, epochs=3)
+    monkeypatch.setattr(RunDir, "checkpoints", lambda _: dict.fromkeys(range(1, epochs_done + 1)))
+    found = str(left.diagnosis({0: 1}))
+    assert "; free some space" in found
+    assert ("continue from the last checkpoint with `pdtool run" in found) is goes_on

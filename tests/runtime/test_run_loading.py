@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -533,3 +534,21 @@ def test_collate_may_fill_one_array_for_each_minibatch(tmp_path: Path) -> None:
         found.append(harness.run(spec))
     for new, reused in zip(*found, strict=True):
         assert all(torch.equal(value, reused.state[name]) for name, value in new.state.items())
+
+
+@pytest.mark.parametrize(
+    ("number", "what"),
+    [(errno.EROFS, r"\(Read-only file system\); give /dev/shm more room"), (errno.EAGAIN, "ulimit -u")],
+)
+def test_what_keeps_loader_workers_from_starting_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, what: str
+) -> None:
+    """Their locks are files in /dev/shm; each is a process."""
+
+    def refused(loader: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(DataLoader, "__iter__", refused)
+    refusal = pytest.raises(PdtoolError, match=rf"the loader workers could not be started .*{what}")
+    with source(tmp_path, 1) as minibatches, refusal:
+        minibatches.begin_pass(one_pass(), range(1))

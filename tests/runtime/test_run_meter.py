@@ -408,7 +408,7 @@ def test_segments_of_gpu_memory_grow_unless_the_user_or_the_driver_decides_other
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_driver_is_asked_whether_segments_can_grow_although_memory_is_free() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    del (_ := [torch.empty(1 << 22, dtype=torch.uint8, device=device)])[:]
+    torch.empty(1 << 22, dtype=torch.uint8, device=device)  # freed at once
     memory.expand_segments(device)
     assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
 

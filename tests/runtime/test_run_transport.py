@@ -610,9 +610,9 @@ def test_by_torch_distributed_a_message_is_its_bytes(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(distributed, "irecv", irecv)
     ends: Any = SimpleNamespace(dtypes=[sent.dtype], sender=0, receiver=1, number=0)
     ends.parts = lambda samples: [(sent.shape, sent.dtype)]
-    CPU = torch.device("cpu")
-    assert DistributedSender(ends, None, 2, CPU, nullcontext()).send(0, [sent]) == sent.nbytes
-    receiver = DistributedReceiver(ends, None, CPU)
+    cpu = torch.device("cpu")
+    assert DistributedSender(ends, None, 2, cpu, nullcontext()).send(0, [sent]) == sent.nbytes
+    receiver = DistributedReceiver(ends, None, cpu)
     receiver.expect(0, BATCH)
     [found] = receiver.receive(0, BATCH)
     assert torch.equal(found, sent)

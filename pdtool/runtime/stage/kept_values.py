@@ -236,16 +236,18 @@ class _Variable:
         attributes = [(owner, {**owner}) for owner in objects.values()]
         copies = []
         for location in locations:
-            if self._first.get(location.path) and not isinstance(location.value, nn.Parameter):
+            if (first := self._first.get(location.path)) and not isinstance(location.value, nn.Parameter):
                 with suppress(RuntimeError):  # for a tensor in a graph
-                    copies.append((location, location.value, copy.deepcopy(location.value)))
+                    copies.append((location, location.value, copy.deepcopy(location.value), first))
         yield
         for owner, before in attributes:
             owner.clear()
             owner.update(before)
-        for location, value, copied in copies:
+        for location, value, copied, first in copies:
             location.owner[location.name] = value
-            _set(location, copied)
+            state = _state_of(value, ())
+            if not (state and state.is_same(first)):  # else it stays the same object, with those in it
+                _set(location, copied)
 
     def _locations(self, objects: dict[str, dict[str, Any]]) -> Iterator[_Location]:
         """Yield the places of all values.

@@ -173,8 +173,7 @@ class Worker:
     @contextmanager
     def _state_restored(self) -> Iterator[None]:
         """Before training, restore at the end the buffers of the stages, and what the user's functions keep."""
-        modules = [*(replica.stage.module for replica in self.stages.values()), *self._data.file.modules.values()]
-        owners = [module._buffers for outer in modules for module in outer.modules()]
+        owners = [m._buffers for replica in self.stages.values() for m in replica.stage.module.modules()]
         values = [{name: (b, b.clone()) for name, b in owner.items() if b is not None} for owner in owners]
         with ExitStack() as opened:
             for replica in self.stages.values():
