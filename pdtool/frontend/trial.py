@@ -33,6 +33,7 @@ _T = TypeVar("_T")
 _TRIAL = "the process that tries functions of your model file"
 _LIMIT_S = 600.0
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_NO_AUTOGRAD = "autograd's threading in combination with fork-based"  # what torch says
 
 
 def tried(work: Callable[[], _T], tensors: Iterable[Tensor] = ()) -> _T:
@@ -41,15 +42,28 @@ def tried(work: Callable[[], _T], tensors: Iterable[Tensor] = ()) -> _T:
     There it changes no variable and no random generator of this process, and what it prints is dropped. A file that it
     writes is written in a temporary folder, from which it can read it back.
 
+    The work is done in this process if a forked one cannot do it: with tensors on a GPU, and if it calls autograd after
+    that has started its threads for GPUs. It starts them even without a GPU, where torch is built for CUDA and has
+    traced a model.
+
     Args:
-        tensors: those that it uses. If they are on a GPU, the work is done in this process, because a forked one cannot
-            use them.
+        tensors: those that it uses.
 
     Raises:
         PdtoolError: `work` raises it, or the process ends otherwise or takes too long.
     """
     if any(tensor.is_cuda for tensor in tensors):
         return work()
+    try:
+        return _in_forked_process(work)
+    except Exception as error:
+        if _NO_AUTOGRAD not in describe_error(error):
+            raise
+    return work()
+
+
+def _in_forked_process(work: Callable[[], _T]) -> _T:
+    """See `tried`."""
     reader, writer = Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="pdtool-") as folder, reader, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks of a process with threads

@@ -99,6 +99,18 @@ def test_errors_are_those_of_the_work(work, kind, text) -> None:
         tried(work)
 
 
+def test_what_no_forked_process_can_do_is_done_here() -> None:
+    """As torch does it in a build for CUDA: loss() was not checked if it calls autograd."""
+    own = os.getpid()
+
+    def work() -> int:
+        if os.getpid() != own:
+            raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing.")
+        return os.getpid()
+
+    assert tried(work) == own
+
+
 def test_a_trial_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_LIMIT_S", 0.1)
     children: list[int] = []
