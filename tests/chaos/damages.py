@@ -23,6 +23,8 @@ def damages(bench: Bench, trials: int, seed: int) -> Iterator[Outcome]:
         path, how = draw.choice(sorted(folder.iterdir())), draw.choice(_WAYS)
         if path.name == "checkpoint.json" and how in ("removed", "of another epoch"):
             how = "a flipped bit"  # without it a checkpoint is not complete, and another's names other files
+        if how == "of another epoch" and path.read_bytes() == _of_epoch_2(path):
+            how = "a flipped bit"  # a stage without parameters has the same file in each epoch
         _damage(path, how, draw)
         outcome = Outcome(f"{path.name} {how}")
         command = ("export", out, "-o", f"{out}.pt") if trial % 2 else tuple(bench.run(out, 4, "--resume"))
@@ -55,7 +57,11 @@ def _damage(path: Path, how: str, draw: random.Random) -> None:
         case "zeros":
             content = bytearray(len(content))
         case "of another epoch":
-            content = bytearray((path.parent.parent / "epoch-2" / path.name).read_bytes())
+            content = bytearray(_of_epoch_2(path))
     path.unlink()
     if how != "removed":
         path.write_bytes(content)
+
+
+def _of_epoch_2(path: Path) -> bytes:
+    return (path.parent.parent / "epoch-2" / path.name).read_bytes()
