@@ -9,8 +9,9 @@ import textwrap
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -32,6 +33,29 @@ class Use:
     is_variable: bool
     is_read: bool
     location: str
+
+
+class BoundValues(dict[str, Any]):
+    """What is bound to a function: the variables of its closure and its default arguments, by name; to a partial, its
+    function and its arguments. An assignment to a variable of the closure changes that variable.
+    """
+
+    def __init__(self, function: FunctionType | partial[Any]) -> None:
+        self._cells: dict[str, CellType] = {}
+        if isinstance(function, partial):
+            arguments = {str(i): argument for i, argument in enumerate(function.args)}
+            super().__init__({"func": function.func} | arguments | function.keywords)
+            return
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        self._cells = {name: cell for name, cell in cells if cell != CellType()}  # one without a value yet
+        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+        super().__init__({p.name: p.default for p in parameters if p.default is not p.empty})
+        self.update({name: cell.cell_contents for name, cell in self._cells.items()})
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        if name in self._cells:
+            self._cells[name].cell_contents = value
 
 
 def user_classes(model: nn.Module) -> list[type]:
@@ -208,7 +232,8 @@ def kept_between_calls(
 def _kept_in(module: ModuleType, names: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield (line, variable) for each variable that these functions and classes of a module change and read."""
     tree, _, file_name = _tree(module)
-    defined = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name in names]
+    functions = [n for top in tree.body for n in (ast.walk(top) if isinstance(top, ast.FunctionDef) else [top])]
+    defined = [n for n in functions if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name in names]
     nodes = [(node, each) for each in defined for node in ast.walk(each)]
     changed = {id(part): (part, each) for node, each in nodes for part in _changed_by(node)}
     read = {node.id for node, _ in nodes if isinstance(node, ast.Name) and id(node) not in changed}
@@ -258,15 +283,27 @@ def _used_by(
     Args:
         modules: the user's modules, by name: then with those of all these, and with the classes of objects.
     """
-    kinds = (type, FunctionType)
-    source = source.__self__ if isinstance(source, MethodType) else source
-    used = [source if isinstance(source, kinds) else type(source)]
+    used = [*_code_of(source, of_objects=True)]
     for each in used:  # which grows
         variables = _variables_read(each, file, modules or {file.__name__: file}, builds=builds)
         values = [getattr(module, name) for module, name in variables]
-        named = [type(value) if modules and not isinstance(value, kinds) else value for value in values]
-        used += {n for n in named if isinstance(n, kinds) and n.__module__ in (modules or [file.__name__])} - {*used}
+        values += BoundValues(each).values() if isinstance(each, FunctionType) else ()  # such as what it decorates
+        code = {n for value in values for n in _code_of(value, of_objects=bool(modules))}
+        used += {n for n in code if n.__module__ in (modules or [file.__name__])} - {*used}
     return {*used}
+
+
+def _code_of(value: Any, *, of_objects: bool) -> Iterator[type | FunctionType]:
+    """Yield a function or class, those in a partial and, if asked for, the class of an object or bound method."""
+    match value:
+        case type() | FunctionType():
+            yield value
+        case MethodType():
+            yield from _code_of(value.__self__, of_objects=of_objects)
+        case partial():
+            yield from (code for each in BoundValues(value).values() for code in _code_of(each, of_objects=of_objects))
+        case _ if of_objects:
+            yield type(value)
 
 
 def _variables_read(
@@ -303,7 +340,8 @@ def names_read(
     methods = [source]
     if isinstance(source, type):
         methods = [f for name, f in vars(source).items() if (name in _BUILDING if builds else name not in _NOT_FORWARD)]
-    codes = [method.__code__ for method in methods if isinstance(method, FunctionType)]
+    functions = [f for method in methods if isinstance(method, FunctionType) for f in (method, inspect.unwrap(method))]
+    codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
     for code in codes:  # which grows
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         yield from (each.argval for each in dis.get_instructions(code) if each.opname in operations)

@@ -175,6 +175,58 @@ def test_what_objects_keep_is_in_the_checkpoint_however_they_are_called(tmp_path
         assert not kept.lost
 
 
+BOUND = """
+import functools
+CALLS = {"n": 0}
+class Mean:
+    def __init__(self):
+        self.sum = 0
+def counted(function):
+    calls, last = 0, None
+    def inner(*arguments):
+        nonlocal calls, last
+        calls, last = calls + 1, LAST
+        CALLS["n"] += 1
+        return calls, CALLS["n"], function(*arguments)
+    return inner
+def _loss(scale, mean, output, target, *, seen):
+    scale.mul_(2)
+    mean.sum += 1
+    seen.append(len(seen))
+    return scale.tolist(), mean.sum, [*seen]
+loss = counted(functools.partial(_loss, torch.ones(1), Mean(), seen=[]))
+STEPS = {}
+@torch.no_grad()
+def after_update(named_parameters, update, state={"n": 0}):
+    state["n"] += 1
+    STEPS["n"] = STEPS.get("n", 0) + state["n"]
+    return STEPS["n"]
+"""
+
+
+@pytest.mark.parametrize(("last", "lost"), [("None", []), ("threading.Lock()", ["loss (user.py:20)"])])
+def test_what_is_bound_to_a_function_is_in_the_checkpoint_or_told(tmp_path, last, lost):
+    """Closures, defaults and arguments of a partial began anew in a resumed run, without a word; so did variables that
+    only a function in a function, or a decorated one, uses."""
+    cpu, model, saved = torch.device("cpu"), torch.nn.Linear(1, 1), dict[str, dict[str, torch.Tensor]]()
+    found = []
+    for is_resumed in (False, True):
+        with undoing_user_changes():
+            file = load(tmp_path, more=f"import threading\nLAST = {last}\n{BOUND}")
+            kept = kept_values.KeptValues(file, model, [["weight", "bias"]], 0, cpu)
+            if is_resumed:
+                kept.load_state_dict({variable: {} for variable in kept.names} | saved)
+                assert kept.lost == lost
+            else:
+                with kept.restored():
+                    file.module.loss(1, 2), file.module.after_update([], 1)
+                file.module.loss(1, 2), file.module.after_update([], 1)
+                for variable, entry, tensor in kept.state_dict():
+                    saved.setdefault(variable, {})[entry] = tensor.clone()
+            found.append((file.module.loss(1, 2), file.module.after_update([], 2)))
+    assert found == [((2, 2, ([4.0], 2, [0, 1])), 3)] * 2
+
+
 CENTERED = """
 class Loss(torch.nn.Module):
     def __init__(self):

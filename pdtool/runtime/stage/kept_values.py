@@ -4,6 +4,7 @@ For example:
 
     AVERAGE = {}             a variable that loss(), after_update() or scheduler() changes and reads
     loss = CenterLoss()      buffers, parameters and other attributes of an object that such a function uses or is
+    loss = counting(loss)    variables of a closure, default arguments, and arguments of a functools.partial
 
 Each change is found by comparing a value with what it was when the worker started.
 """
@@ -11,11 +12,14 @@ Each change is found by comparing a value with what it was when the worker start
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
-from types import MethodType, ModuleType
+from functools import partial
+from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.user_modules import CODE, user_module, user_modules
-from pdtool.frontend.variable_uses import collected, kept_between_calls, variables_used
+from pdtool.frontend.variable_uses import BoundValues, collected, kept_between_calls, variables_used
 from pdtool.runtime.stage.component import CannotPackError, moved_to, pack, tensors_on_cpu, unpack
 
 _READERS = ("loss", "collate", "dataset", "scheduler")  # of variables that after_update() changes
@@ -74,6 +78,7 @@ class KeptValues:
                 place = [] if modules[module] is file.module else user_module(module).split(".")
                 label = "/".join([*place, name])  # without a dot: no key of a checkpoint begins with another one
                 self._variables[label] = variable
+                line = line or variable.function_line
                 self._lines |= {label: line} if line else {}
         self.names = self._variables.keys()
         self.lost: list[str] = []
@@ -174,6 +179,7 @@ class _Location(NamedTuple):
 
 class _Variable:
     """A variable of the user's: its value or, of an object, the values of its attributes and of those of objects in it.
+    Of a function, also the values that are bound to it.
 
     Args:
         module: the module that has the variable.
@@ -194,6 +200,13 @@ class _Variable:
         """Its value; of a bound method the object."""
         value = getattr(self._module, self._name, None)
         return value.__self__ if isinstance(value, MethodType) else value
+
+    @property
+    def function_line(self) -> str:
+        """Return `model.py:12`, the definition of the function that it is; "" if it is none."""
+        function = self.value.func if isinstance(self.value, partial) else self.value
+        code = getattr(inspect.unwrap(function), "__code__", None) if isinstance(function, FunctionType) else None
+        return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
 
     @property
     def is_object(self) -> bool:
@@ -261,6 +274,7 @@ class _Variable:
         left = [(_Location("", root, self._name), self.value)]
         while left:
             location, value = left.pop()
+            value = value.__self__ if isinstance(value, MethodType) else value
             if not (owners := self._owners(value, own)):
                 yield location
             elif id(value) not in seen:
@@ -284,6 +298,8 @@ class _Variable:
         if isinstance(value, nn.Module):
             of_module: list[dict[str, Any]] = [value._parameters, value._buffers, value._modules, vars(value)]
             return [] if id(value) in own else of_module
+        if isinstance(value, partial) or (isinstance(value, FunctionType) and value.__module__ in self._modules):
+            return [vars(value), BoundValues(value)]
         is_of_user = type(value).__module__ in self._modules and not isinstance(value, _NO_OBJECTS)
         return [vars(value)] if is_of_user and hasattr(value, "__dict__") else []
 
