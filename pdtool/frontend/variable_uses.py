@@ -214,16 +214,16 @@ def _collected_in_objects(file: ModuleType, function: str, reader: str) -> Itera
 
 
 def kept_between_calls(
-    file: ModuleType, function: str, modules: Mapping[str, ModuleType]
+    file: ModuleType, functions: Collection[str], modules: Mapping[str, ModuleType]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield (line, name of the module, variable) for each variable that a function both changes and reads, or functions
-    and classes that it uses: what one call leaves there, the next one may read. An assignment that does not read the
-    variable keeps nothing.
+    """Yield (line, name of the module, variable) for each variable that one of these functions changes and one reads,
+    or functions and classes that they use: what one call leaves there, the next one may read. An assignment that does
+    not read the variable keeps nothing.
 
     Args:
         modules: the user's modules, by name.
     """
-    used = _used_by(getattr(file, function), file, modules)
+    used = {each for function in functions for each in _used_by(getattr(file, function), file, modules)}
     for name in sorted({each.__module__ for each in used} & modules.keys()):
         names = {each.__name__ for each in used if each.__module__ == name}
         yield from ((line, name, variable) for line, variable in _kept_in(modules[name], names))

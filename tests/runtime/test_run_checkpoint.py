@@ -71,7 +71,7 @@ MERGING = replace(
     model=_MLP2.model + "def metrics(output, target): return {'mean': (output.sum(), output.numel())}\n",
 )
 
-# whose loss, updates and schedule keep values outside the model and the optimizer
+# whose loss, updates, metrics and sampler keep values outside the model and the optimizer
 _KEEPS = """
 class Temperature:
     def __init__(self):
@@ -106,9 +106,24 @@ class Loss(nn.Module):
         self.center.mul_(0.9).add_(0.1 * value.detach())
         self.inner(output.detach().reshape(-1, 1))
         kept = TAU + 0.1 * CALLS + OF_LOSS["mean"] + self.center + self.inner.running_var.sum() + 0.1 * self.count
-        return value * (1 + torch.sin(kept + TEMPERATURE.value + sum(OF_LOSS["seen"][-2:])))
+        return value * (1 + torch.sin(kept + TEMPERATURE.value + FOCUS + sum(OF_LOSS["seen"][-2:])))
 
 loss = Loss()
+FOCUS, MEASURED, EPOCHS = 0.0, {"minibatches": 0}, []
+
+def sampler(dataset, epoch):
+    EPOCHS.append(epoch + len(EPOCHS))
+    return torch.randperm(len(dataset), generator=torch.Generator().manual_seed(sum(EPOCHS)))
+
+def metrics(output, target):
+    global FOCUS
+    MEASURED["minibatches"] += 1
+    FOCUS = float(output.mean())
+    return {"mean": (float(output.sum()) + MEASURED["minibatches"] + len(OF_LOSS["seen"]), output.numel())}
+
+def summarize_metrics(totals, history=[]):
+    history.append(totals["mean"][0])
+    return {"means": sum(history)}
 """
 KEEPING = replace(CONV2, model=CONV2.model + _KEEPS)
 

@@ -2,7 +2,7 @@
 
 For example:
 
-    AVERAGE = {}             a variable that loss(), after_update() or scheduler() changes and reads
+    AVERAGE = {}             a variable that loss(), metrics() or after_update() changes, and one of these reads later
     loss = CenterLoss()      buffers, parameters and other attributes of an object that such a function uses or is
     loss = counting(loss)    variables of a closure, default arguments, and arguments of a functools.partial
 
@@ -32,8 +32,9 @@ from pdtool.frontend.user_modules import CODE, user_module, user_modules
 from pdtool.frontend.variable_uses import BoundValues, collected, kept_between_calls, variables_used
 from pdtool.runtime.stage.component import CannotPackError, moved_to, pack, tensors_on_cpu, unpack
 
-_READERS = ("loss", "collate", "dataset", "scheduler")  # of variables that after_update() changes
-_KEEPERS = ("loss", "after_update", "scheduler")
+_KEEPERS = ("loss", "after_update", "scheduler", "metrics", "summarize_metrics", "sampler")
+# Functions that may assign a variable -> those that may read it later.
+_READERS = {"after_update": ("loss", "collate", "dataset", "scheduler", "metrics"), "metrics": ("loss",)}
 _OF_MODULES = vars(nn.Module()).keys()
 # These are values themselves, whatever attributes they have.
 _NO_OBJECTS = (*CODE, Enum, dict, list, tuple, set, frozenset, deque, Tensor, np.ndarray)
@@ -341,12 +342,12 @@ def variables_kept(file: ModelFile, modules: Mapping[str, ModuleType]) -> dict[t
         (name of the module, variable) -> line.
     """
     kept: dict[tuple[str, str], str] = {}
-    for reader in filter(file.has, _READERS if file.has("after_update") else ()):
-        for line, variable in collected(file.module, "after_update", reader):
-            kept.setdefault((file.module.__name__, variable.partition(".")[0]), line)  # of an attribute, the object
-    for function in filter(file.has, _KEEPERS):
-        for line, module, variable in kept_between_calls(file.module, function, modules):
-            kept.setdefault((module, variable), line)
+    for function, readers in _READERS.items():
+        for reader in filter(file.has, readers if file.has(function) else ()):
+            for line, variable in collected(file.module, function, reader):
+                kept.setdefault((file.module.__name__, variable.partition(".")[0]), line)  # of an attribute, the object
+    for line, module, variable in kept_between_calls(file.module, [*filter(file.has, _KEEPERS)], modules):
+        kept.setdefault((module, variable), line)
     return kept
 
 
