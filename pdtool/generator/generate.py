@@ -119,16 +119,19 @@ def _check_variables(model: nn.Module, model_file: ModelFile) -> None:
 
 
 def _check_metrics(model_file: ModelFile, replicas: int) -> None:
-    """Check that metrics() collects nothing for summarize_metrics() if each replica of the last stage sees a part only;
-    raises VerificationError."""
-    if replicas < 2 or not (model_file.has("metrics") and model_file.has("summarize_metrics")):
-        return
-    for line, variable in collected(model_file.module, "metrics", "summarize_metrics"):
-        raise VerificationError(
-            f"{line}: summarize_metrics() reads {variable}, which metrics() fills, but the last stage has {replicas} "
-            "replicas, and each sees only its own minibatches",
-            "let metrics() return these values as sums (tensors are allowed), or give the last stage one replica",
-        )
+    """Check that metrics() collects nothing for summarize_metrics() or loss() if each replica of the last stage sees a
+    part only; raises VerificationError."""
+    remedies = {
+        "summarize_metrics": "let metrics() return these values as sums (tensors are allowed)",
+        "loss": "compute the value from the output and target of loss()",
+    }
+    for reader in filter(model_file.has, remedies if replicas > 1 and model_file.has("metrics") else ()):
+        for line, variable in collected(model_file.module, "metrics", reader):
+            raise VerificationError(
+                f"{line}: {reader}() reads {variable}, which metrics() fills, but the last stage has {replicas} "
+                "replicas, and each sees only its own minibatches",
+                f"{remedies[reader]}, or give the last stage one replica",
+            )
 
 
 def _check_passed_values(model_file: ModelFile, stages: int) -> None:

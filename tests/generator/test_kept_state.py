@@ -524,16 +524,22 @@ SCORES = []
 def metrics(output, target):
     COLLECT
     return {"mean": (output.mean(), 1)}
-def summarize_metrics(totals):
-    return {"median": sorted(SCORES)[len(SCORES) // 2] if SCORES else 0.0}
 """
+READING = {
+    "summarize_metrics": "def summarize_metrics(totals): return {'median': sorted(SCORES)[len(SCORES) // 2]}",
+    "loss": "def loss(output, target): return output.square().mean() * (1 + len(SCORES))",
+}
 
 
+@pytest.mark.parametrize("reader", READING)
 @pytest.mark.parametrize("statement", ["SCORES.extend(target.tolist())", "SCORES[:] = target.tolist()"])
-def test_what_metrics_collect_is_refused_where_each_replica_has_a_part(statement: str, tmp_path: Path) -> None:
-    code = COLLECTING.replace("COLLECT\n", f"{statement}\n")
+def test_what_metrics_collect_is_refused_where_each_replica_has_a_part(
+    statement: str, reader: str, tmp_path: Path
+) -> None:
+    code = COLLECTING.replace("COLLECT\n", f"{statement}\n") + READING[reader]
     _generated_tied(code, tmp_path)
-    with pytest.raises(VerificationError, match=r"model.py:\d+: summarize_metrics\(\) reads SCORES, .* has 2 replicas"):
+    match = rf"model.py:\d+: {reader}\(\) reads SCORES, .* has 2 replicas"
+    with pytest.raises(VerificationError, match=match):
         _generated_tied(code, tmp_path, replicas=2)
 
 

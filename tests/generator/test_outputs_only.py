@@ -65,6 +65,13 @@ def plain(loss: str = "", metrics: str = "output[2].mean()") -> str:
     )
 
 
+FOCUS = """
+SCALES = [torch.ones(())]
+def loss(output, target): return cross_entropy(output[2], target) * SCALES[-1]
+def metrics(output, target):
+    SCALES.append(SCALES[-1] * (1 + (len(SCALES) >= CALLS)))
+    return {}
+"""
 GRAPH, WEIGHTS = (
     "depends on how the model computed its outputs",
     "reads a weight, buffer or attribute of the model from a variable",
@@ -79,6 +86,8 @@ CASES = {
     "weights in metrics": (plain(metrics="sum(p.norm() for p in NET.parameters())"), rf"metrics\(\) {WEIGHTS}"),
     "an attribute that forward sets": (plain(" * (1 + NET.penalty)"), rf"loss\(\) {WEIGHTS}"),
     "a buffer that stays as it is": (plain(" / NET.scale"), None),
+    "what metrics change after two calls": (FOCUS.replace("CALLS", "2"), None),
+    "what metrics change after three calls": (FOCUS.replace("CALLS", "3"), None),
     "a method of the model": (plain(metrics="len([*NET.modules()])"), None),
     "random numbers": (plain(" + torch.rand(1)", "NET.scale"), None),
 }
