@@ -402,6 +402,15 @@ def test_a_loss_that_fails_names_its_line(tmp_path):
 
 
 @pytest.mark.parametrize("device", [None, "v100"])
+def test_a_text_in_a_target_is_refused_before_a_run(tmp_path, device):
+    """Only the workers refused it, after planning and codegen."""
+    text = TEXT.replace("(i + 1) % 20)", "{'class': (i + 1) % 20, 'file': f'{i}.png'})")
+    file = write(tmp_path, text.replace("entropy(output, target)", "entropy(output, target['class'])"))
+    with pytest.raises(ModelError, match="a target of the dataset holds str, which cannot be sent"):
+        estimate(file, batch_size=4, device=find_device(device)) if device else measure(file, batch_size=4)
+
+
+@pytest.mark.parametrize("device", [None, "v100"])
 @pytest.mark.parametrize(
     "code",
     ["loss(output, target): return (output * scale).sum()", "optimizer(named): return torch.optim.SGD([scale], 0.1)"],
