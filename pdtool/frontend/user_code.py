@@ -347,6 +347,11 @@ def error_at(path: Path, error: BaseException, what: str) -> ModelError:
         remedy = "run pip install '.[zoo]' in your clone of pdtool"
     elif isinstance(error, RuntimeError) and "Double" in text and "Float" in text:
         remedy = "numpy's numbers are float64: cast them to float32 in dataset()"
+    elif isinstance(error, RuntimeError) and "differentiated Tensor" in text:  # a gradient penalty
+        remedy = (
+            "pdtool gives loss() the model's output without its graph back to the inputs: compute this gradient in the "
+            'forward of a module that HINTS["opaque"] names, and return it with the output (docs/model-file.md)'
+        )
     elif isinstance(error, ImportError) and "relative import" in text:
         remedy = f"name the file as a module of its package, such as {path.parent.name}.{path.stem}"
     return ModelError(f"{user_line(error, path)}{what} raised {text}", remedy)

@@ -401,6 +401,33 @@ def test_a_loss_that_fails_names_its_line(tmp_path):
         measure(write(tmp_path, text), batch_size=4)
 
 
+PENALIZED = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.critic = nn.Linear(4, 4), nn.Linear(4, 3)
+    def forward(self, x):
+        x = x.requires_grad_()
+        return self.critic(self.first(x).tanh()), x
+def model(): return Net()
+def dataset(split): return [(torch.ones(4), i % 3) for i in range(8)]
+def loss(output, target):
+    y, x = output
+    slope, = torch.autograd.grad(y.sum(), X, create_graph=True)
+    return F.cross_entropy(y, target) + slope.square().mean()
+def optimizer(named): return torch.optim.SGD([p for _, p in named], lr=0.1)
+"""
+
+
+@pytest.mark.parametrize("x", ["x", "x.clone().requires_grad_()"])
+def test_a_gradient_penalty_is_told_where_it_can_be_computed(tmp_path, x):
+    text = f"import torch\nfrom torch import nn\nimport torch.nn.functional as F\n{PENALIZED.replace('X,', f'{x},')}"
+    line = next(i for i, t in enumerate(text.splitlines(), 1) if "slope, =" in t)
+    match = rf"net.py:{line}: loss\(\) raised .*; pdtool gives loss\(\) .* without its graph .* HINTS\[\"opaque\"\]"
+    with pytest.raises(ModelError, match=match):
+        measure(write(tmp_path, text), batch_size=4)
+
+
 @pytest.mark.parametrize("device", [None, "v100"])
 def test_a_text_in_a_target_is_refused_before_a_run(tmp_path, device):
     """Only the workers refused it, after planning and codegen."""
