@@ -87,6 +87,24 @@ def test_gradients_that_the_optimizer_does_not_take_count_once(tmp_path: Path) -
     assert_same(weights(harness.run(spec)), expected)
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_gradient_penalty_of_forward_is_that_of_a_plain_loop(tmp_path: Path, stages: int) -> None:
+    """The tensor that forward makes for it is no parameter of the loss; such a run was refused."""
+    toy, last = harness.perceptron(stages), stages - 1
+    x, y = f"h{last}", f"torch.tanh(self.l{last}"
+    penalty = (
+        f"x = {x}.detach().requires_grad_(); with torch.enable_grad(): y = {y}(x)); "
+        "with torch.enable_grad(): slope, = torch.autograd.grad(y.sum(), x, create_graph=True); "
+        f"return {y}({x})), slope.square().sum(1)"
+    )
+    loss = "metrics = None\ndef loss(output, target): return F.cross_entropy(output[0], target) + output[1].mean()\n"
+    text = toy.model.replace(f"return h{stages}", penalty.replace("; ", "\n        "))
+    written = harness.stage(last, toy.stages[last][0].split("__init__()\n")[1].split("\n")[0], f"{x}: {penalty}")
+    toy = replace(toy, model=text + loss, stages=(*toy.stages[:-1], (written, *toy.stages[-1][1:])))
+    spec = harness.job(tmp_path, toy, schedule="1f1b-flush", microbatches=2, epochs=2)
+    assert_same(weights(harness.run(spec)), plain_loop(spec, 2))
+
+
 def test_data_parallelism_clips_as_a_plain_loop(tmp_path: Path) -> None:
     spec = harness.job(tmp_path, with_code(CONV1, CLIPPED), (2,), epochs=2)
     outcomes = harness.run(spec)

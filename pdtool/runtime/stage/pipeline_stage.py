@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map
 from pdtool.errors import ModelError
 from pdtool.frontend import compute_mode
 from pdtool.frontend.compute_mode import computing_in
-from pdtool.frontend.model_io import with_own_classes
-from pdtool.frontend.model_rules import check_gradient, check_loss_parameters
+from pdtool.frontend.model_io import tensors_of, with_own_classes
+from pdtool.frontend.model_rules import check_gradient, check_loss_parameters, graph_leaves
 from pdtool.frontend.operators import empty_in_same_place, storage_address
 from pdtool.frontend.random_numbers import OperatorSeeds, is_user_module
 from pdtool.runtime.stage.split_backward import WeightBackward, backward_input
@@ -220,6 +220,7 @@ class PipelineStage:
         Raises:
             ModelError: it does not, or it depends on a parameter outside the model, which no stage would train.
         """
+        made = [] if self._is_loss_checked else [leaf for t in tensors_of(output) for leaf in graph_leaves(t)]
         loss = self.loss(output, target)
         if not torch.is_grad_enabled():
             what = "gradients are switched off in training: the model file has called torch.set_grad_enabled(False)"
@@ -227,7 +228,7 @@ class PipelineStage:
         check_gradient(loss, output)
         if loss.requires_grad and not self._is_loss_checked:  # once, because its graph is the same in each minibatch
             self._is_loss_checked = True
-            check_loss_parameters(loss, (*self.module.parameters(), *inputs))
+            check_loss_parameters(loss, (*self.module.parameters(), *inputs, *made))  # made in forward, for a penalty
         return loss
 
     def _differentiable_outputs(
