@@ -227,6 +227,37 @@ def test_what_is_bound_to_a_function_is_in_the_checkpoint_or_told(tmp_path, last
     assert found == [((2, 2, ([4.0], 2, [0, 1])), 3)] * 2
 
 
+REPLACED = """
+class Warm:
+    n = 0
+class Main:
+    n, m = 0, 0
+class Phase:
+    def __init__(self):
+        self.current = Warm()
+PHASE = Phase()
+def after_update(named_parameters, update):
+    PHASE.current = Main() if update == 2 else PHASE.current
+    PHASE.current.n += update
+"""
+
+
+@pytest.mark.parametrize(("updates", "lost"), [(1, []), (3, ["PHASE (user.py:20)"])])
+def test_a_resumed_run_tells_of_an_object_that_training_has_replaced(tmp_path, updates, lost):
+    """Its values were set in the object of another class that is there at the start."""
+    cpu, model, saved = torch.device("cpu"), torch.nn.Linear(1, 1), dict[str, dict[str, torch.Tensor]]()
+    file = load(tmp_path, more=REPLACED)
+    kept = kept_values.KeptValues(file, model, [["weight", "bias"]], 0, cpu)
+    for update in range(1, updates + 1):
+        file.module.after_update([], update)
+    for variable, entry, tensor in kept.state_dict():
+        saved.setdefault(variable, {})[entry] = tensor
+    file = load(tmp_path, more=REPLACED)
+    kept = kept_values.KeptValues(file, model, [["weight", "bias"]], 0, cpu)
+    kept.load_state_dict({variable: {} for variable in kept.names} | saved)
+    assert (kept.lost, file.module.PHASE.current.n) == (lost, 0 if lost else 1)
+
+
 CENTERED = """
 class Loss(torch.nn.Module):
     def __init__(self):

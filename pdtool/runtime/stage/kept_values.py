@@ -92,6 +92,7 @@ class KeptValues:
             if values or is_lost:
                 on_cpu = tensors_on_cpu(values, self._device)
                 record = {"stages": len(self._stages), "values": values, "on_cpu": on_cpu, "is_lost": is_lost}
+                record["classes"] = variable.classes()
                 for key, tensor in pack(record):
                     yield name, f"{self._number}.{key}" if key else f"{self._number}", tensor
 
@@ -105,7 +106,8 @@ class KeptValues:
             records = {number: unpack(of_stage) for number, of_stage in by_stage.items()}
             values = self._chosen(by_stage, records)
             is_lost = values is None or any(record["is_lost"] for record in records.values())
-            is_lost |= not self._variables[name].assign(values or {})
+            classes = {path: kind for record in records.values() for path, kind in record.get("classes", {}).items()}
+            is_lost |= not self._variables[name].assign(values or {}, classes)
             if is_lost:
                 self.lost.append(f"{name} ({self._lines[name]})" if name in self._lines else name)
 
@@ -224,20 +226,33 @@ class _Variable:
             is_lost |= state is None and bool(not path or first)
         return values, is_lost
 
-    def assign(self, values: Mapping[str, Any]) -> bool:
+    def classes(self) -> dict[str, str]:
+        """Return the name of the class of each object, by path."""
+        objects: dict[str, Any] = {}
+        deque(self._locations(objects), maxlen=0)
+        return {path: type(each).__qualname__ for path, each in objects.items()}
+
+    def assign(self, values: Mapping[str, Any], classes: Mapping[str, str]) -> bool:
         """Set values, by path.
 
+        Args:
+            classes: what `classes` returned when the values were saved.
+
         Returns:
-            Whether the variable has a place for each; it may not if the user's file was edited.
+            Whether the variable has a place for each, in an object of the same class. It may not if the user's file was
+            edited, or an object was replaced in training.
         """
-        objects: dict[str, dict[str, Any]] = {}
+        objects: dict[str, Any] = {}
         locations, has_all = {location.path: location for location in self._locations(objects)}, True
         for path, value in values.items():
             inner, _, name = path.rpartition(".")
-            if path in locations:
+            kind = type(objects[inner]).__qualname__ if inner in objects else ""
+            if classes.get(inner, kind) != kind:
+                has_all = False
+            elif path in locations:
                 _set(locations[path], value)
             elif path and inner in objects:  # an attribute that a call makes
-                objects[inner][name] = value
+                vars(objects[inner])[name] = value
             else:
                 has_all = False
         return has_all
@@ -245,9 +260,9 @@ class _Variable:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore its values at the end of this context, except parameters."""
-        objects: dict[str, dict[str, Any]] = {}
+        objects: dict[str, Any] = {}
         locations = [*self._locations(objects)]
-        attributes = [(owner, {**owner}) for owner in objects.values()]
+        attributes = [(vars(each), {**vars(each)}) for each in objects.values()]
         copies = []
         for location in locations:
             if (first := self._first.get(location.path)) and not isinstance(location.value, nn.Parameter):
@@ -263,11 +278,11 @@ class _Variable:
             if not (state and state.is_same(first)):  # else it stays the same object, with those in it
                 _set(location, copied)
 
-    def _locations(self, objects: dict[str, dict[str, Any]]) -> Iterator[_Location]:
+    def _locations(self, objects: dict[str, Any]) -> Iterator[_Location]:
         """Yield the places of all values.
 
         Args:
-            objects: path of each object -> its attributes; filled here.
+            objects: path of each object -> the object; filled here.
         """
         own = {id(module) for module in self._model.modules()}
         seen: set[int] = set()
@@ -280,7 +295,7 @@ class _Variable:
                 yield location
             elif id(value) not in seen:
                 seen.add(id(value))
-                objects[location.path] = vars(value)
+                objects[location.path] = value
                 prefix = f"{location.path}." if location.path else ""
                 inner = [
                     (_Location(f"{prefix}{name}", owner, name), each)
