@@ -7,7 +7,7 @@ their graph, each stage has weights of its own, and no stage sets an attribute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.operators import registered_state
 from pdtool.frontend.trial import tried
-from pdtool.generator.composed import compose, copy_state, load_stages
+from pdtool.generator.composed import compose, copy_state, load_stages, state_kept
 from pdtool.generator.kept_state import has_same_content
 from pdtool.generator.verify import repeatable
 
@@ -45,8 +45,7 @@ def check_outputs_only(model_file: ModelFile, bundle: Bundle, texts: Mapping[str
     seen = None
     with suppress(Exception):  # of user code; others tell
         inputs, target = model_file.example_batch(min(bundle.batch_size, _SAMPLES))
-        figures = partial(_figures, model_file, bundle, texts, model_file.as_inputs(inputs), target)
-        seen = _seen(lambda **how: tried(partial(figures, **how)))
+        seen = _seen(model_file, bundle, texts, model_file.as_inputs(inputs), target)
     match seen:
         case function, "graph":
             what = (
@@ -74,12 +73,34 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _seen(figures: Callable[..., dict[str, Any]]) -> _Sight | None:
-    """Return what loss() or metrics() sees besides outputs and target; None if nothing, or if it is not known.
+def _seen(
+    model_file: ModelFile, bundle: Bundle, texts: Mapping[str, str], inputs: ModelInputs, target: Any
+) -> _Sight | None:
+    """Return what loss() or metrics() sees besides outputs and target; None if nothing, or if it is not known."""
+    stages = load_stages(texts, bundle, build=model_file.build)
+    model = model_file.build()  # the newest one, to which variables of model.py refer
+    copy_state(model, stages, bundle)
 
-    Args:
-        figures: does `_figures`, each time from the same variables: loss() may read those that metrics() changes.
-    """
+    def output(*, training: bool, cuts_graph: bool) -> Any:
+        for stage in stages:
+            stage.train(training)
+        return compose(stages, bundle, inputs.map(torch.clone).tensors, cuts_graph=cuts_graph)
+
+    def figures_now(*, cuts_graph: bool, is_trained: bool) -> dict[str, Any]:
+        """The loss of the minibatch in training, and its metrics in evaluation unless metrics() raises."""
+        if is_trained:
+            _change_as_training_does(model, inputs, with_state=len(stages) > 1)
+        with repeatable(), state_kept(*stages):
+            loss = float(model_file.loss(output(training=True, cuts_graph=cuts_graph), target).detach())
+            found: dict[str, Any] = {"loss": loss}
+            with torch.no_grad(), suppress(Exception):
+                found["metrics"] = model_file.metrics(output(training=False, cuts_graph=cuts_graph), target)
+        return found
+
+    def figures(*, cuts_graph: bool = False, is_trained: bool = False) -> dict[str, Any]:
+        """The figures, which leaves variables as they are: loss() may read those that metrics() changes."""
+        return tried(partial(figures_now, cuts_graph=cuts_graph, is_trained=is_trained))
+
     connected, again = figures(), figures()
     if not has_same_content(connected, again):
         return None  # it reads a clock, or random numbers of the system
@@ -91,40 +112,6 @@ def _seen(figures: Callable[..., dict[str, Any]]) -> _Sight | None:
         return function, "graph"
     function = _different(alone, figures(cuts_graph=True, is_trained=True))
     return (function, "model") if function else None
-
-
-def _figures(
-    model_file: ModelFile,
-    bundle: Bundle,
-    texts: Mapping[str, str],
-    inputs: ModelInputs,
-    target: Any,
-    *,
-    cuts_graph: bool = False,
-    is_trained: bool = False,
-) -> dict[str, Any]:
-    """Return the loss of the minibatch in training, and its metrics in evaluation unless metrics() raises.
-
-    Args:
-        cuts_graph: see `compose`.
-        is_trained: whether the model to which variables of model.py refer has changed as in training.
-    """
-    stages = load_stages(texts, bundle, build=model_file.build)
-    model = model_file.build()  # the newest one, to which variables of model.py refer
-    copy_state(model, stages, bundle)
-    if is_trained:
-        _change_as_training_does(model, inputs, with_state=len(stages) > 1)
-
-    def output(*, training: bool) -> Any:
-        for stage in stages:
-            stage.train(training)
-        return compose(stages, bundle, inputs.map(torch.clone).tensors, cuts_graph=cuts_graph)
-
-    with repeatable():
-        found: dict[str, Any] = {"loss": float(model_file.loss(output(training=True), target).detach())}
-        with torch.no_grad(), suppress(Exception):
-            found["metrics"] = model_file.metrics(output(training=False), target)
-    return found
 
 
 def _different(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
