@@ -876,7 +876,7 @@ MODELS = {
     "hooked": Task(Hooked, INPUT, CLASS),
     "hooked_at_first": Task(HookedAtFirst, INPUT, CLASS),
     "compiled_part": Task(CompiledPart, INPUT, CLASS),
-    "scripted": Task(Scripted, INPUT, CLASS),
+    "scripted": in_double(Task(Scripted, INPUT, CLASS)),
     "lazy_table": Task(LazyTable, numbers(5, 4), CLASS),
     "lazy_modules": in_double(Task(lazy, numbers(3, 8, 8), CLASS)),
     "sparse_table": Task(lambda: nn.Sequential(SparseTable(), perceptron()), classes(20, 4), CLASS),
