@@ -14,13 +14,15 @@ from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 _GLOBALS = ("LOAD_GLOBAL",)  # of Python's bytecode
 _READING = (*_GLOBALS, "LOAD_ATTR", "LOAD_METHOD")
 _ADDING = {"append", "appendleft", "extend", "add", "update", "clear"}  # methods of containers
 _CHANGING = _ADDING | {"insert", "remove", "discard", "pop", "popleft", "popitem", "setdefault", "sort", "reverse"}
-_CONTAINERS = (list, dict, set, deque)
+_CHANGING |= {"fill", "rotate", "subtract", "difference_update", "intersection_update"}
+_CONTAINERS = (list, dict, set, deque, np.ndarray)
 _BUILDING = {"__init__", "reset_parameters"}  # methods of a model that build it
 _NOT_FORWARD = {"__repr__", "extra_repr", *_BUILDING}
 
@@ -118,13 +120,32 @@ def _parts_of(target: ast.AST) -> Iterator[ast.AST]:
 
 
 def _called_on(call: ast.Call, file: ModuleType) -> Iterator[ast.AST]:
-    """Yield the parts of `a.b` that a call `a.b.pop()` changes: a.b and a, if a.b is a container (torch is none, so
-    `torch.add()` changes nothing)."""
+    """Yield the parts of `a.b` that a call changes: a.b and a.
+
+    These are `a.b.pop()` if a.b is a container, and as the names of torch's functions say, `a.b.add_(1)`,
+    `torch.relu_(a.b)` and `torch.add(1, 2, out=a.b)`.
+    """
+    yield from (part for keyword in call.keywords if keyword.arg == "out" for part in _parts_of(keyword.value))
     match call.func:
-        case ast.Attribute(value=target, attr=method) if method in _CHANGING:
+        case ast.Attribute(value=target, attr=method) if method in _CHANGING or _is_in_place(method):
             parts = [*_parts_of(target)]
-            if isinstance(parts[0], ast.Subscript) or isinstance(_value(parts[0], file), _CONTAINERS):
+            value = _value(parts[0], file)
+            if _is_in_place(method) and isinstance(value, ModuleType):
+                yield from (part for argument in call.args[:1] for part in _parts_of(argument))
+            elif _is_in_place(method) or isinstance(parts[0], ast.Subscript) or isinstance(value, _CONTAINERS):
                 yield from parts
+
+
+def _is_in_place(method: str) -> bool:
+    """Whether a function of torch with this name changes its first argument."""
+    return method.endswith("_") and not method.startswith("_")
+
+
+def _all_changed_by(node: ast.AST, file: ModuleType) -> Iterator[ast.AST]:
+    """Yield what `_changed_by` does, and what a call changes that reads it, too."""
+    yield from _changed_by(node)
+    if isinstance(node, ast.Call):
+        yield from _called_on(node, file)
 
 
 def _value(part: ast.AST, file: ModuleType) -> Any:
@@ -186,7 +207,7 @@ def collected(file: ModuleType, function: str, reader: str, *, builds: bool = Fa
     kinds = ast.FunctionDef | ast.ClassDef
     for defined in (node for node in tree.body if isinstance(node, kinds) and node.name in changers):
         for node in ast.walk(defined):
-            for part in _changed_by(node):
+            for part in _all_changed_by(node, file):
                 if isinstance(part, ast.Name) and part.id in read and _is_global(part.id, defined, file):
                     yield f"{file_name}:{part.lineno}", part.id
     if not builds and reader != "optimizer":
@@ -206,7 +227,7 @@ def _collected_in_objects(file: ModuleType, function: str, reader: str) -> Itera
         read_by = [node for name in methods.keys() & reading for node in ast.walk(methods[name])]
         read = reading | {node.attr for node in read_by if isinstance(node, ast.Attribute)}
         for name in sorted(methods.keys() & changing - reading - _BUILDING):
-            for part in (part for node in ast.walk(methods[name]) for part in _changed_by(node)):
+            for part in (part for node in ast.walk(methods[name]) for part in _all_changed_by(node, file)):
                 match part:
                     case ast.Attribute(value=ast.Name(id=owner), attr=attribute) if attribute in read:
                         if owner == next((argument.arg for argument in methods[name].args.args), None):
@@ -235,8 +256,9 @@ def _kept_in(module: ModuleType, names: Collection[str]) -> Iterator[tuple[str, 
     functions = [n for top in tree.body for n in (ast.walk(top) if isinstance(top, ast.FunctionDef) else [top])]
     defined = [n for n in functions if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name in names]
     nodes = [(node, each) for each in defined for node in ast.walk(each)]
-    changed = {id(part): (part, each) for node, each in nodes for part in _changed_by(node)}
-    read = {node.id for node, _ in nodes if isinstance(node, ast.Name) and id(node) not in changed}
+    changed = {id(part): (part, each) for node, each in nodes for part in _all_changed_by(node, module)}
+    only_changed = {id(part) for node, _ in nodes for part in _changed_by(node)}
+    read = {node.id for node, _ in nodes if isinstance(node, ast.Name) and id(node) not in only_changed}
     read |= {part.id for node, _ in nodes if isinstance(node, ast.AugAssign) for part in _names_in(node.target)}
     anew = {
         id(t) for node, _ in nodes if isinstance(node, ast.Assign) for t in node.targets if not _is_in(node.value, t)

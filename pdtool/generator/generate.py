@@ -55,6 +55,7 @@ _APART: dict[tuple[str, ...], tuple[str, ...]] = {
     ("collate", "sampler"): ("loss", "metrics", *_BY_EACH_STAGE),
     ("loss", "metrics"): ("collate", "sampler", *_BY_EACH_STAGE),
 }
+_OF_MINIBATCHES = {"collate", "loss", "metrics"}  # each replica calls these with its own
 _VALUES = (bool, int, float, str, tuple, torch.Tensor)  # of a parameter group
 _COMPARED_UPDATES = (1, 2, 3, TRIED_UPDATES)  # a value may change at first only
 _VERIFIED_SAMPLES = 2  # of most minibatches; 1 is a special case for some operators
@@ -134,16 +135,20 @@ def _check_metrics(model_file: ModelFile, replicas: int) -> None:
             )
 
 
-def _check_passed_values(model_file: ModelFile, stages: int) -> None:
+def _check_passed_values(model_file: ModelFile, stages: int, replicas: int) -> None:
     """Check that no variable carries a value from one function of the user to one in another process; raises
     VerificationError."""
-    for changing, reading in _APART.items() if stages > 1 else ():
+    why = "with several stages these run in different processes"
+    if stages == 1:
+        why = f"each of the {replicas} replicas sees only its own minibatches"
+    for changing, reading in _APART.items() if stages > 1 or replicas > 1 else ():
         for function, reader in product(*(filter(model_file.has, each) for each in (changing, reading))):
+            if stages == 1 and function not in _OF_MINIBATCHES:
+                continue
             where = "the optimizer's step" if reader == "optimizer" and function != "dataset" else f"{reader}()"
             for line, variable in collected(model_file.module, function, reader):
                 raise VerificationError(
-                    f"{line}: {function}() changes {variable}, which {where} reads, but with several stages these "
-                    "run in different processes",
+                    f"{line}: {function}() changes {variable}, which {where} reads, but {why}",
                     "pass the value on in the inputs, the target or the model's output, or compute it where it is read",
                 )
 
@@ -169,7 +174,7 @@ def check_user_functions(
         ModelError: it differs from what they do in a plain loop.
     """
     _check_metrics(model_file, plan.stages[-1].replicas)
-    _check_passed_values(model_file, len(plan.stages))
+    _check_passed_values(model_file, len(plan.stages), plan.stages[-1].replicas)
     has = model_file.has
     if bundle.proof == "values":
         if has("dataset"):

@@ -14,6 +14,7 @@ from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_rules import check_loss_parameters
 from pdtool.frontend.user_code import undoing_user_changes
+from pdtool.frontend.variable_uses import collected
 from pdtool.generator.composed import VerificationError
 from pdtool.generator.generate import generate
 
@@ -273,6 +274,50 @@ def test_no_variable_carries_a_value_to_a_function_in_another_process(name, tmp_
     parts, message = PASSED[name]
     with pytest.raises(VerificationError, match=message):
         generated(tmp_path, **parts)
+
+
+IN_PLACE = """
+import numpy
+LAST, KEPT, ROWS = torch.zeros(()), {"x": torch.zeros(())}, numpy.zeros(3)
+def loss(output, target):
+    value = nn.functional.cross_entropy(output, target)
+    STATEMENT
+    return value
+def after_update(named, update):
+    for _, parameter in named:
+        parameter.add_(LAST + KEPT["x"] + ROWS.sum(), alpha=0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "variable"),
+    [
+        ("LAST.copy_(value.detach())", "LAST"),
+        ("LAST.mul_(0.9).add_(value.detach())", "LAST"),
+        ("torch.add(LAST, 1, out=LAST)", "LAST"),
+        ("nn.init.constant_(LAST, 2.0)", "LAST"),
+        ("KEPT['x'].fill_(float(value))", "KEPT"),
+        ("KEPT.setdefault('x', value.detach()).mul_(0.5)", "KEPT"),
+        ("ROWS.fill(float(value))", "ROWS"),
+        ("value.mul(LAST).add_(1); nn.init.zeros_(value.detach())", ""),
+        ("KEPT = {'x': value}; KEPT['x'].detach().mul_(2)", ""),
+    ],
+)
+def test_a_change_in_place_carries_a_value_too(statement, variable, tmp_path):
+    file = written(tmp_path, after=IN_PLACE.replace("STATEMENT", statement))[0]
+    found = {name for _, name in collected(file.module, "loss", "after_update")}
+    assert found == ({variable} if variable else set())
+
+
+@pytest.mark.parametrize("name", ["a helper of loss to the optimizer's class", "callable object to loss"])
+def test_replicas_of_the_only_stage_see_different_values(name, tmp_path):
+    """Each had a value of its own, so their weights became different."""
+    file, profile = written(tmp_path, **PASSED[name][0])
+    plan = plan_of(profile, 1)
+    generate(plan, profile, file, tmp_path / "1")
+    stages = tuple(stage.model_copy(update={"replicas": 2, "workers": (0, 1)}) for stage in plan.stages)
+    with pytest.raises(VerificationError, match=r"\(\) changes .* reads, but each of the 2 replicas sees only its own"):
+        generate(plan.model_copy(update={"stages": stages}), profile, file, tmp_path / "2")
 
 
 def test_a_cache_that_functions_in_two_processes_use_is_no_such_value(tmp_path):

@@ -36,8 +36,8 @@ _KEEPERS = ("loss", "after_update", "scheduler", "metrics", "summarize_metrics",
 # Functions that may assign a variable -> those that may read it later.
 _READERS = {"after_update": ("loss", "collate", "dataset", "scheduler", "metrics"), "metrics": ("loss",)}
 _OF_MODULES = vars(nn.Module()).keys()
-# These are values themselves, whatever attributes they have.
-_NO_OBJECTS = (*CODE, Enum, dict, list, tuple, set, frozenset, deque, Tensor, np.ndarray)
+_CONTENTS = (dict, list, set, deque, Tensor, np.ndarray)  # values whose content may change
+_NO_OBJECTS = (*CODE, *_CONTENTS, Enum, tuple, frozenset)  # values themselves, whatever attributes they have
 _Entries = Mapping[str, Tensor]
 
 
@@ -73,7 +73,8 @@ class KeptValues:
         own_first = sorted(used, key=lambda each: (each[0] != file.module.__name__, each))
         for module, name in dict.fromkeys([*lines, *own_first]):
             variable, line = _Variable(modules[module], name, modules, model), lines.get((module, name))
-            if line or (variable.is_object and id(variable.value) not in objects):
+            may_change = variable.is_object or isinstance(variable.value, _CONTENTS)
+            if line or (may_change and id(variable.value) not in objects):
                 objects.add(id(variable.value))
                 variable.start()
                 place = [] if modules[module] is file.module else user_module(module).split(".")
