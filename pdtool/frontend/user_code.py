@@ -347,7 +347,7 @@ def error_at(path: Path, error: BaseException, what: str) -> ModelError:
         remedy = "run pip install '.[zoo]' in your clone of pdtool"
     elif isinstance(error, RuntimeError) and "Double" in text and "Float" in text:
         remedy = "numpy's numbers are float64: cast them to float32 in dataset()"
-    elif isinstance(error, RuntimeError) and "differentiated Tensor" in text:  # a gradient penalty
+    elif isinstance(error, RuntimeError) and "differentiated Tensor" in text and what == "loss()":  # a gradient penalty
         remedy = (
             "pdtool gives loss() the model's output without its graph back to the inputs: compute this gradient in the "
             'forward of a module that HINTS["opaque"] names, and return it with the output (docs/model-file.md)'

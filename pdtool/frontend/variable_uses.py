@@ -8,21 +8,31 @@ import inspect
 import textwrap
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 _GLOBALS = ("LOAD_GLOBAL",)  # of Python's bytecode
 _READING = (*_GLOBALS, "LOAD_ATTR", "LOAD_METHOD")
 _ADDING = {"append", "appendleft", "extend", "add", "update", "clear"}  # methods of containers
 _CHANGING = _ADDING | {"insert", "remove", "discard", "pop", "popleft", "popitem", "setdefault", "sort", "reverse"}
-_CHANGING |= {"fill", "rotate", "subtract", "difference_update", "intersection_update"}
+_OF_CONTAINERS = {
+    "fill",
+    "rotate",
+    "subtract",
+    "difference_update",
+    "intersection_update",
+}  # others may have these, too
 _CONTAINERS = (list, dict, set, deque, np.ndarray)
+_TENSORS = (Tensor, np.ndarray)
+_NOT_IN_PLACE = {"requires_grad_", "share_memory_"}  # these change no values
+_SAME_MEMORY = {"setdefault", "detach", "view"}  # methods whose result is part of the object
 _BUILDING = {"__init__", "reset_parameters"}  # methods of a model that build it
 _NOT_FORWARD = {"__repr__", "extra_repr", *_BUILDING}
 
@@ -38,26 +48,43 @@ class Use:
 
 
 class BoundValues(dict[str, Any]):
-    """What is bound to a function: the variables of its closure and its default arguments, by name; to a partial, its
-    function and its arguments. An assignment to a variable of the closure changes that variable.
+    """What is bound to a function: the variables of its closure and its default arguments; to a partial, its function
+    and its arguments. An assignment to a variable of the closure changes that variable.
+
+    Names are in brackets, so that none is that of an attribute: `[calls]`, and of a partial `[0]`, and `[]` for its
+    function.
     """
 
     def __init__(self, function: FunctionType | partial[Any]) -> None:
-        self._cells: dict[str, CellType] = {}
+        self._function = function
         if isinstance(function, partial):
-            arguments = {str(i): argument for i, argument in enumerate(function.args)}
-            super().__init__({"func": function.func} | arguments | function.keywords)
+            values = {"": function.func, **dict(zip(map(str, range(len(function.args))), function.args, strict=True))}
+            super().__init__({f"[{name}]": value for name, value in (values | function.keywords).items()})
             return
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        self._cells = {name: cell for name, cell in cells if cell != CellType()}  # one without a value yet
-        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
-        super().__init__({p.name: p.default for p in parameters if p.default is not p.empty})
-        self.update({name: cell.cell_contents for name, cell in self._cells.items()})
+        defaults, code = function.__defaults__ or (), function.__code__
+        names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        values = dict(zip(names, defaults, strict=True)) | (function.__kwdefaults__ or {})
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        values |= {name: cell.cell_contents for name, cell in cells if cell != CellType()}  # one without a value yet
+        super().__init__({f"[{name}]": value for name, value in values.items()})
+
+    @staticmethod
+    def is_name(name: str) -> bool:
+        """Whether it is the name of a bound value, not of an attribute."""
+        return name.startswith("[")
+
+    @staticmethod
+    def set_variable(function: Any, name: str, value: Any) -> bool:
+        """Set a variable of a function's closure; return whether it has it."""
+        names = function.__code__.co_freevars if isinstance(function, FunctionType) else ()
+        if name[1:-1] not in names or not BoundValues.is_name(name):
+            return False
+        (function.__closure__ or ())[names.index(name[1:-1])].cell_contents = value
+        return True
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
-        if name in self._cells:
-            self._cells[name].cell_contents = value
+        self.set_variable(self._function, name, value)
 
 
 def user_classes(model: nn.Module) -> list[type]:
@@ -66,9 +93,10 @@ def user_classes(model: nn.Module) -> list[type]:
     return [kind for kind in kinds if not is_of_torch(kind) and kind.__module__ != "builtins"]
 
 
-def is_of_torch(kind: type) -> bool:
-    """Whether torch defines a class."""
-    return kind.__module__.partition(".")[0] == "torch"
+def is_of_torch(value: Any) -> bool:
+    """Whether it is a class, a function or a module of torch."""
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return str(name).partition(".")[0] == "torch"
 
 
 def uses_in(source: type | ModuleType) -> list[Use]:
@@ -109,7 +137,7 @@ def _parts_of(target: ast.AST) -> Iterator[ast.AST]:
     """Yield the parts of `a.b[c]`, from the outside in: a.b and a."""
     while True:
         match target:
-            case ast.Call(func=ast.Attribute(value=inner, attr="setdefault")):
+            case ast.Call(func=ast.Attribute(value=inner, attr=method)) if method in _SAME_MEMORY:
                 target = inner
             case ast.Attribute(value=inner) | ast.Subscript(value=inner):
                 yield target
@@ -122,23 +150,42 @@ def _parts_of(target: ast.AST) -> Iterator[ast.AST]:
 def _called_on(call: ast.Call, file: ModuleType) -> Iterator[ast.AST]:
     """Yield the parts of `a.b` that a call changes: a.b and a.
 
-    These are `a.b.pop()` if a.b is a container, and as the names of torch's functions say, `a.b.add_(1)`,
-    `torch.relu_(a.b)` and `torch.add(1, 2, out=a.b)`.
+    These are `a.b.pop()` if a.b is a container, and by the names of torch's functions `a.b.add_(1)`, `torch.relu_(a.b)`
+    and `torch.add(1, 2, out=a.b)`.
     """
-    yield from (part for keyword in call.keywords if keyword.arg == "out" for part in _parts_of(keyword.value))
+    written = [keyword.value for keyword in call.keywords if keyword.arg == "out"]
     match call.func:
-        case ast.Attribute(value=target, attr=method) if method in _CHANGING or _is_in_place(method):
-            parts = [*_parts_of(target)]
-            value = _value(parts[0], file)
-            if _is_in_place(method) and isinstance(value, ModuleType):
-                yield from (part for argument in call.args[:1] for part in _parts_of(argument))
-            elif _is_in_place(method) or isinstance(parts[0], ast.Subscript) or isinstance(value, _CONTAINERS):
-                yield from parts
+        case ast.Attribute(value=target, attr=method):
+            part = next(_parts_of(target))
+            value = _value(part, file)
+            if isinstance(value, _CONTAINERS) or (isinstance(part, ast.Subscript) and method not in _OF_CONTAINERS):
+                yield from _parts_of(target) if method in _CHANGING | _OF_CONTAINERS else ()
+            if _is_in_place(method):
+                is_function = isinstance(value, ModuleType | type)
+                written += call.args[:1] if is_function and is_of_torch(value) else [target] * (not is_function)
+        case ast.Name(id=name) if _is_in_place(name) and is_of_torch(_value(call.func, file)):
+            written += call.args[:1]
+    for tensor in written:
+        parts = [*_parts_of(tensor)]
+        if _may_be_tensor(parts[0], file):
+            yield from parts
 
 
 def _is_in_place(method: str) -> bool:
-    """Whether a function of torch with this name changes its first argument."""
-    return method.endswith("_") and not method.startswith("_")
+    """Whether a function of torch with this name changes the values of its first argument."""
+    return method.endswith("_") and not method.endswith("__") and method not in _NOT_IN_PLACE
+
+
+def _may_be_tensor(part: ast.AST, file: ModuleType) -> bool:
+    """Whether `a.b[c]` may be a tensor or array in the memory of a: not if its value in the file is something else, or
+    if `c` may itself be a tensor, with which `a.b[c]` is a copy."""
+    if isinstance(part, ast.Subscript):
+        is_copy = isinstance(_value(part.value, file), _TENSORS) and not isinstance(
+            part.slice, ast.Constant | ast.Slice
+        )
+        return not is_copy
+    value = _value(part, file)
+    return value is None or isinstance(value, _TENSORS)
 
 
 def _all_changed_by(node: ast.AST, file: ModuleType) -> Iterator[ast.AST]:
@@ -154,7 +201,11 @@ def _value(part: ast.AST, file: ModuleType) -> Any:
         case ast.Name(id=name):
             return getattr(file, name, None)
         case ast.Attribute(value=inner, attr=name):
-            return getattr(_value(inner, file), name, None)
+            of = _value(inner, file)
+            if not isinstance(of, (ModuleType, nn.Module)):  # whose attributes run no code
+                return inspect.getattr_static(of, name, None)
+            with suppress(Exception):
+                return getattr(of, name, None)
     return None
 
 
@@ -201,9 +252,10 @@ def collected(file: ModuleType, function: str, reader: str, *, builds: bool = Fa
     changing, reading = _used_by(getattr(file, function), file), _used_by(getattr(file, reader), file, builds=builds)
     if reader == "optimizer" and function != "dataset":
         reading = {each for each in reading if isinstance(each, type)}
-    read = {name for each in reading - changing for name in names_read(each, _GLOBALS, builds=builds)}
-    changers = {each.__name__ for each in changing - reading}
     tree, _, file_name = _tree(file)
+    read = {name for each in reading - changing for name in names_read(each, _GLOBALS, builds=builds)}
+    read -= _only_changed(tree, {each.__name__ for each in reading - changing})
+    changers = {each.__name__ for each in changing - reading}
     kinds = ast.FunctionDef | ast.ClassDef
     for defined in (node for node in tree.body if isinstance(node, kinds) and node.name in changers):
         for node in ast.walk(defined):
@@ -212,6 +264,15 @@ def collected(file: ModuleType, function: str, reader: str, *, builds: bool = Fa
                     yield f"{file_name}:{part.lineno}", part.id
     if not builds and reader != "optimizer":
         yield from _collected_in_objects(file, function, reader)
+
+
+def _only_changed(tree: ast.Module, names: Collection[str]) -> set[str]:
+    """Return the variables that these functions and classes change without reading them, such as a list of logs."""
+    defined = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name in names]
+    nodes = [node for each in defined for node in ast.walk(each)]
+    changed = {id(part): part for node in nodes for part in _changed_by(node)}
+    read = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in changed}
+    return {part.id for part in changed.values() if isinstance(part, ast.Name)} - read
 
 
 def _collected_in_objects(file: ModuleType, function: str, reader: str) -> Iterator[tuple[str, str]]:
@@ -257,6 +318,7 @@ def _kept_in(module: ModuleType, names: Collection[str]) -> Iterator[tuple[str, 
     defined = [n for n in functions if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name in names]
     nodes = [(node, each) for each in defined for node in ast.walk(each)]
     changed = {id(part): (part, each) for node, each in nodes for part in _all_changed_by(node, module)}
+    changed |= {id(part): (part, each) for node, each in nodes for part in _passed_on(node, module)}
     only_changed = {id(part) for node, _ in nodes for part in _changed_by(node)}
     read = {node.id for node, _ in nodes if isinstance(node, ast.Name) and id(node) not in only_changed}
     read |= {part.id for node, _ in nodes if isinstance(node, ast.AugAssign) for part in _names_in(node.target)}
@@ -268,6 +330,19 @@ def _kept_in(module: ModuleType, names: Collection[str]) -> Iterator[tuple[str, 
             continue
         if part.id in read and _is_global(part.id, each, module):
             yield f"{file_name}:{part.lineno}", part.id
+
+
+def _passed_on(node: ast.AST, module: ModuleType) -> Iterator[ast.AST]:
+    """Yield the variables that a call passes to a function which may change their content: the user's, or heapq's."""
+    match node:
+        case ast.Call(args=arguments, keywords=keywords):
+            function = _value(node.func, module)
+            if isinstance(function, FunctionType | BuiltinFunctionType) and not is_of_torch(function):
+                for argument in [*arguments, *(keyword.value for keyword in keywords)]:
+                    if function.__module__ != "builtins" and isinstance(
+                        _value(argument, module), (*_CONTAINERS, Tensor)
+                    ):
+                        yield from _parts_of(argument)
 
 
 def variables_used(file: ModuleType, function: str, modules: Mapping[str, ModuleType]) -> Iterator[tuple[str, str]]:

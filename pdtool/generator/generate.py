@@ -55,7 +55,7 @@ _APART: dict[tuple[str, ...], tuple[str, ...]] = {
     ("collate", "sampler"): ("loss", "metrics", *_BY_EACH_STAGE),
     ("loss", "metrics"): ("collate", "sampler", *_BY_EACH_STAGE),
 }
-_OF_MINIBATCHES = {"collate", "loss", "metrics"}  # each replica calls these with its own
+_OF_MINIBATCHES = {"collate", "loss", "metrics"}  # each replica calls these for its own
 _VALUES = (bool, int, float, str, tuple, torch.Tensor)  # of a parameter group
 _COMPARED_UPDATES = (1, 2, 3, TRIED_UPDATES)  # a value may change at first only
 _VERIFIED_SAMPLES = 2  # of most minibatches; 1 is a special case for some operators
@@ -129,7 +129,7 @@ def _check_metrics(model_file: ModelFile, replicas: int) -> None:
     for reader in filter(model_file.has, remedies if replicas > 1 and model_file.has("metrics") else ()):
         for line, variable in collected(model_file.module, "metrics", reader):
             raise VerificationError(
-                f"{line}: {reader}() reads {variable}, which metrics() fills, but the last stage has {replicas} "
+                f"{line}: {reader}() reads {variable}, which metrics() changes, but the last stage has {replicas} "
                 "replicas, and each sees only its own minibatches",
                 f"{remedies[reader]}, or give the last stage one replica",
             )
@@ -143,13 +143,14 @@ def _check_passed_values(model_file: ModelFile, stages: int, replicas: int) -> N
         why = f"each of the {replicas} replicas sees only its own minibatches"
     for changing, reading in _APART.items() if stages > 1 or replicas > 1 else ():
         for function, reader in product(*(filter(model_file.has, each) for each in (changing, reading))):
-            if stages == 1 and function not in _OF_MINIBATCHES:
+            if stages == 1 and (function not in _OF_MINIBATCHES or reader in _OF_MINIBATCHES):
                 continue
             where = "the optimizer's step" if reader == "optimizer" and function != "dataset" else f"{reader}()"
             for line, variable in collected(model_file.module, function, reader):
                 raise VerificationError(
                     f"{line}: {function}() changes {variable}, which {where} reads, but {why}",
-                    "pass the value on in the inputs, the target or the model's output, or compute it where it is read",
+                    "pass the value on in the inputs, the target or the model's output, or compute it where it is read"
+                    + ", or train with one worker" * (stages == 1),
                 )
 
 

@@ -99,11 +99,12 @@ def _seen(
 
     def figures(*, cuts_graph: bool = False, is_trained: bool = False) -> dict[str, Any]:
         """The figures, which leaves variables as they are: loss() may read those that metrics() changes."""
-        return tried(partial(figures_now, cuts_graph=cuts_graph, is_trained=is_trained))
+        work = partial(figures_now, cuts_graph=cuts_graph, is_trained=is_trained)
+        return tried(work, registered_state(model).values())
 
     connected, again = figures(), figures()
     if not has_same_content(connected, again):
-        return None  # it reads a clock, or random numbers of the system
+        return None  # it reads a clock, or it counts its calls and `tried` could not undo that
     try:
         alone = figures(cuts_graph=True)
     except Exception:  # such as torch's "One of the differentiated Tensors appears to not have been used in the graph"

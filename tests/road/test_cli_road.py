@@ -202,7 +202,7 @@ def after_update(named_parameters, update):
 @pytest.mark.parametrize(
     ("strategy", "code", "says"),
     [
-        ("data-parallel", COLLECTING, "summarize_metrics() reads SCORES, which metrics() fills"),
+        ("data-parallel", COLLECTING, "summarize_metrics() reads SCORES, which metrics() changes"),
         ("straight", NORMALIZING, "after_update() depends on parameters of several stages"),
     ],
 )

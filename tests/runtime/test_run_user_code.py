@@ -227,6 +227,101 @@ def test_what_is_bound_to_a_function_is_in_the_checkpoint_or_told(tmp_path, last
     assert found == [((2, 2, ([4.0], 2, [0, 1])), 3)] * 2
 
 
+SHARED = {
+    "a counter in a dict": """
+def loss(output, target, seen={"a": collections.Counter()}):
+    seen["a"]["n"] += 1
+    return seen["a"]["n"]
+""",
+    "an argument that is called func": """
+def _loss(output, target, func, calls={"n": 0}):
+    calls["n"] += 1
+    return calls["n"]
+loss = functools.partial(_loss, func=min)
+""",
+    "an attribute with the name of a parameter": """
+def loss(output, target, calls=[]):
+    calls.append(len(calls))
+    loss.calls += len(calls)
+    return loss.calls
+loss.calls = 0
+""",
+    "a variable of a closure that was an object": """
+class Best:
+    value = 3.0
+def least(best):
+    def inner(output, target):
+        nonlocal best
+        best = getattr(best, "value", best) - 1
+        return best
+    return inner
+loss = least(Best())
+""",
+    "memory under two names": """
+MEAN = torch.zeros(())
+STATE = {"mean": MEAN, "all": [MEAN]}
+def loss(output, target):
+    STATE["mean"].lerp_(torch.ones(()), 0.5)
+    STATE["all"][0].add_(1)
+    return float(MEAN)
+""",
+    "an expanded tensor": """
+ONE = torch.ones(1)
+WEIGHTS = ONE.expand(3)
+def loss(output, target):
+    WEIGHTS[:1].mul_(2)
+    ONE.add_(1)
+    return WEIGHTS.tolist()
+""",
+    "what a function gets as an argument": """
+CENTER, LEAST = {"x": 0.0}, [3]
+def move(center):
+    center["x"] += 1
+def loss(output, target):
+    move(CENTER)
+    heapq.heappush(LEAST, len(LEAST))
+    return CENTER["x"], sorted(LEAST)
+""",
+}
+
+
+@pytest.mark.parametrize("code", SHARED.values(), ids=SHARED)
+def test_values_that_share_a_name_or_memory_are_kept_each(tmp_path, code):
+    """Nor does a validation before training, whose changes are undone, part what belongs together."""
+    model, saved, found = torch.nn.Linear(1, 1), dict[str, dict[str, torch.Tensor]](), []
+    for is_resumed in (False, True):
+        with undoing_user_changes():
+            file = load(tmp_path, more=f"import collections, functools, heapq\n{code}")
+            kept = kept_values.KeptValues(file, model, [["weight", "bias"]], 0, torch.device("cpu"))
+            if is_resumed:
+                kept.load_state_dict({variable: {} for variable in kept.names} | saved)
+                assert not kept.lost
+            else:
+                with kept.restored():
+                    file.module.loss(1, 2)
+                file.module.loss(1, 2)
+                for variable, entry, tensor in kept.state_dict():
+                    saved.setdefault(variable, {})[entry] = tensor.clone()
+            found.append(file.module.loss(1, 2))
+    file = load(tmp_path, more=f"import collections, functools, heapq\n{code}")
+    uninterrupted = [file.module.loss(1, 2) for _ in range(2)][1]
+    assert found == [uninterrupted] * 2
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_has_not_changed_is_not_saved(tmp_path):
+    """NaN is not equal to itself, and a nested tensor cannot be compared."""
+    code = """
+LABELS, NESTED = [torch.tensor([1.0, float("nan")])], [torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])]
+def look(labels, nested): return labels
+def loss(output, target): return look(LABELS, NESTED)
+"""
+    model = torch.nn.Linear(1, 1)
+    kept = kept_values.KeptValues(load(tmp_path, more=code), model, [["weight"]], 0, torch.device("cpu"))
+    assert "LABELS" in kept.names
+    assert not [*kept.state_dict()]
+
+
 REPLACED = """
 class Warm:
     n = 0
@@ -256,6 +351,21 @@ def test_a_resumed_run_tells_of_an_object_that_training_has_replaced(tmp_path, u
     kept = kept_values.KeptValues(file, model, [["weight", "bias"]], 0, cpu)
     kept.load_state_dict({variable: {} for variable in kept.names} | saved)
     assert (kept.lost, file.module.PHASE.current.n) == (lost, 0 if lost else 1)
+
+
+def test_the_classes_of_objects_are_those_of_the_own_stage(tmp_path):
+    """The last stage's loss had replaced an object, and the first stage did not get the values of its own."""
+    cpu, model, saved = torch.device("cpu"), torch.nn.Linear(1, 1), dict[str, dict[str, torch.Tensor]]()
+    for stage in (0, 1):
+        file = load(tmp_path, more=REPLACED)
+        kept = kept_values.KeptValues(file, model, [["weight"], ["bias"]], stage, cpu)
+        file.module.after_update([], 2 if stage else 1)
+        for variable, entry, tensor in kept.state_dict():
+            saved.setdefault(variable, {})[entry] = tensor
+    file = load(tmp_path, more=REPLACED)
+    kept = kept_values.KeptValues(file, model, [["weight"], ["bias"]], 0, cpu)
+    kept.load_state_dict({variable: {} for variable in kept.names} | saved)
+    assert (kept.lost, file.module.PHASE.current.n) == ([], 1)
 
 
 CENTERED = """

@@ -183,6 +183,8 @@ def _packed(value: object, key: str, tensors: dict[str, Tensor]) -> Any:
             return ["array", _packed(torch.as_tensor(value.copy()), key, tensors)[1]]
     dot = "." if key else ""
     if isinstance(value, dict):
+        if any(isinstance(k, Tensor) for k in value):  # other tensors would be its keys
+            raise CannotPackError("a dict with tensors as keys")
         items = [(_packed(k, key, tensors), _packed(v, f"{key}{dot}{k}", tensors)) for k, v in value.items()]
         return ["dict", items]
     if type(value) is deque:

@@ -30,14 +30,15 @@ from torch.utils._pytree import tree_leaves
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.user_modules import CODE, user_module, user_modules
 from pdtool.frontend.variable_uses import BoundValues, collected, kept_between_calls, variables_used
+from pdtool.runtime.stage.averaging import without_repetition
 from pdtool.runtime.stage.component import CannotPackError, moved_to, pack, tensors_on_cpu, unpack
 
 _KEEPERS = ("loss", "after_update", "scheduler", "metrics", "summarize_metrics", "sampler")
 # Functions that may assign a variable -> those that may read it later.
 _READERS = {"after_update": ("loss", "collate", "dataset", "scheduler", "metrics"), "metrics": ("loss",)}
 _OF_MODULES = vars(nn.Module()).keys()
-_CONTENTS = (dict, list, set, deque, Tensor, np.ndarray)  # values whose content may change
-_NO_OBJECTS = (*CODE, *_CONTENTS, Enum, tuple, frozenset)  # values themselves, whatever attributes they have
+# These are values themselves, whatever attributes they have.
+_NO_OBJECTS = (*CODE, Enum, dict, list, tuple, set, frozenset, deque, Tensor, np.ndarray)
 _Entries = Mapping[str, Tensor]
 
 
@@ -73,8 +74,7 @@ class KeptValues:
         own_first = sorted(used, key=lambda each: (each[0] != file.module.__name__, each))
         for module, name in dict.fromkeys([*lines, *own_first]):
             variable, line = _Variable(modules[module], name, modules, model), lines.get((module, name))
-            may_change = variable.is_object or isinstance(variable.value, _CONTENTS)
-            if line or (may_change and id(variable.value) not in objects):
+            if line or (variable.is_object and id(variable.value) not in objects):
                 objects.add(id(variable.value))
                 variable.start()
                 place = [] if modules[module] is file.module else user_module(module).split(".")
@@ -107,7 +107,10 @@ class KeptValues:
             records = {number: unpack(of_stage) for number, of_stage in by_stage.items()}
             values = self._chosen(by_stage, records)
             is_lost = values is None or any(record["is_lost"] for record in records.values())
-            classes = {path: kind for record in records.values() for path, kind in record.get("classes", {}).items()}
+            read = (
+                [records[self._number]] if self._number in records and self._is_same_plan(records) else records.values()
+            )
+            classes = {path: kind for record in read for path, kind in record.get("classes", {}).items()}
             is_lost |= not self._variables[name].assign(values or {}, classes)
             if is_lost:
                 self.lost.append(f"{name} ({self._lines[name]})" if name in self._lines else name)
@@ -119,7 +122,7 @@ class KeptValues:
         values: dict[int, Any] = {
             number: moved_to(self._device, record["values"], record["on_cpu"]) for number, record in records.items()
         }
-        if any(record["stages"] == len(self._stages) for record in records.values()):
+        if self._is_same_plan(records):
             return dict(values.get(self._number, {}))
         chosen = {}
         for path in dict.fromkeys(path for of_stage in values.values() for path in of_stage):
@@ -133,6 +136,10 @@ class KeptValues:
                     return None
                 chosen[path] = found[0]
         return chosen
+
+    def _is_same_plan(self, records: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Whether the records are of as many stages as there are now."""
+        return any(record["stages"] == len(self._stages) for record in records.values())
 
     @property
     def _all_parameters(self) -> set[str]:
@@ -251,11 +258,11 @@ class _Variable:
             if classes.get(inner, kind) != kind:
                 has_all = False
             elif path in locations:
-                _set(locations[path], value)
-            elif path and inner in objects:  # an attribute that a call makes
+                locations[path].owner[locations[path].name] = _updated(locations[path].value, value)
+            elif path and inner in objects and not BoundValues.is_name(name):  # an attribute that a call makes
                 vars(objects[inner])[name] = value
             else:
-                has_all = False
+                has_all &= inner in objects and BoundValues.set_variable(objects[inner], name, value)
         return has_all
 
     @contextmanager
@@ -264,20 +271,23 @@ class _Variable:
         objects: dict[str, Any] = {}
         locations = [*self._locations(objects)]
         attributes = [(vars(each), {**vars(each)}) for each in objects.values()]
-        copies = []
-        for location in locations:
-            if (first := self._first.get(location.path)) and not isinstance(location.value, nn.Parameter):
-                with suppress(RuntimeError):  # for a tensor in a graph
-                    copies.append((location, location.value, copy.deepcopy(location.value), first))
+        bound = [(each, BoundValues(each)) for each in objects.values() if isinstance(each, FunctionType)]
+        saved = [location for location in locations if self._first.get(location.path)]
+        values = [(location, location.value) for location in saved if not isinstance(location.value, nn.Parameter)]
+        contents: dict[int, tuple[Any, Any]] = {}
+        for _, value in values:
+            _remember(value, contents)
         yield
         for owner, before in attributes:
             owner.clear()
             owner.update(before)
-        for location, value, copied, first in copies:
+        for function, before in bound:
+            for name, value in before.items():
+                BoundValues.set_variable(function, name, value)
+        for location, value in values:
             location.owner[location.name] = value
-            state = _state_of(value, ())
-            if not (state and state.is_same(first)):  # else it stays the same object, with those in it
-                _set(location, copied)
+        for value, copied in contents.values():
+            _fill(value, copied)
 
     def _locations(self, objects: dict[str, Any]) -> Iterator[_Location]:
         """Yield the places of all values.
@@ -327,25 +337,58 @@ class _Variable:
             yield location, _state_of(location.value, of_model)
 
 
-def _set(location: _Location, value: Any) -> None:
-    """Set a value inside the object that is there, if that can be changed, or else in its place."""
-    match location.value, value:
-        case Tensor() as current, Tensor() if (current.shape, current.dtype) == (value.shape, value.dtype):
+def _remember(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
+    """Add to `contents`, by id, the containers, tensors and arrays in a value, each with a copy of its own content."""
+    if id(value) in contents:
+        return
+    match value:
+        case Tensor():
+            contents[id(value)] = value, value.detach().clone()
+        case np.ndarray() | list() | dict() | set() | deque():
+            contents[id(value)] = value, copy.copy(value)
+    match value:
+        case list() | tuple() | deque() | set() | frozenset():
+            for each in value:
+                _remember(each, contents)
+        case dict():
+            for each in value.values():
+                _remember(each, contents)
+
+
+def _updated(current: Any, value: Any) -> Any:
+    """Return `current` with the content of `value`, also in what it contains; `value` if it does not fit in there."""
+    match current, value:
+        case (Tensor() | np.ndarray(), Tensor() | np.ndarray()):
+            if (type(current), current.shape, current.dtype) != (type(value), value.shape, value.dtype):
+                return value
+        case (list(), list()) if len(current) == len(value):
+            value = [_updated(*pair) for pair in zip(current, value, strict=True)]
+        case (dict(), dict()):
+            value = {key: _updated(current[key], each) if key in current else each for key, each in value.items()}
+        case (list(), list()) | (set(), set()) | (deque(), deque()):
+            pass
+        case _:
+            return value
+    _fill(current, value)
+    return current
+
+
+def _fill(current: Any, value: Any) -> None:
+    """Give a container, tensor or array the content of another one of its kind, if it can be written."""
+    match current:
+        case Tensor():
             with torch.no_grad():
-                current.copy_(value)
-        case np.ndarray() as current, np.ndarray() if (current.shape, current.dtype) == (value.shape, value.dtype):
-            if current.flags.writeable:
-                current[...] = value
-        case (list() as current, list()):
+                without_repetition(current).copy_(without_repetition(value, current))
+        case np.ndarray() if current.flags.writeable:
+            current[...] = value
+        case list():
             current[:] = value
-        case (dict() as current, dict()) | (set() as current, set()):
+        case dict() | set():
             current.clear()
             current.update(value)
-        case (deque() as current, deque()):
+        case deque():
             current.clear()
             current.extend(value)
-        case _:
-            location.owner[location.name] = value
 
 
 def variables_kept(file: ModelFile, modules: Mapping[str, ModuleType]) -> dict[tuple[str, str], str]:
@@ -375,7 +418,9 @@ def _state_of(value: Any, of_model: Collection[int]) -> _Snapshot | None:
     """
     with suppress(CannotPackError, RecursionError):
         for tensor in (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)):
-            is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+            is_dense = tensor.layout is torch.strided and not (
+                tensor.is_quantized or tensor.is_meta or tensor.is_nested
+            )
             if type(tensor) not in (Tensor, nn.Parameter) or not is_dense or tensor.is_inference():
                 return None
             if tensor.untyped_storage().data_ptr() in of_model:
@@ -391,4 +436,9 @@ def _are_same(entries: _Entries, other: _Entries) -> bool:
     if entries.keys() != other.keys():
         return False
     pairs = [(tensor, other[key]) for key, tensor in entries.items()]
-    return all(a is b or (a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())) for a, b in pairs)
+    return all(a is b or (a.dtype == b.dtype and _equal(a.cpu(), b.cpu())) for a, b in pairs)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal, NaN to NaN."""
+    return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))

@@ -221,6 +221,7 @@ class PipelineStage:
             ModelError: it does not, or it depends on a parameter outside the model, which no stage would train.
         """
         made = [] if self._is_loss_checked else [leaf for t in tensors_of(output) for leaf in graph_leaves(t)]
+        made = [leaf for leaf in made if not isinstance(leaf, nn.Parameter)]
         loss = self.loss(output, target)
         if not torch.is_grad_enabled():
             what = "gradients are switched off in training: the model file has called torch.set_grad_enabled(False)"

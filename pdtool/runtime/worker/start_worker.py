@@ -375,8 +375,8 @@ def resume(
         warn_of_length(config, data, manifest)
         if lost:
             sys.stderr.write(
-                f"warning: the checkpoint has no value of {' and '.join(lost)} for these stages, so the resumed run "
-                "begins with what the file sets\n"
+                f"warning: the checkpoint has not all values of {' and '.join(lost)} for these stages, so the resumed "
+                "run begins with those that the file sets\n"
             )
 
 
