@@ -300,7 +300,7 @@ def kept_between_calls(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield (line, name of the module, variable) for each variable that one of these functions changes and one reads,
     or functions and classes that they use: what one call leaves there, the next one may read. An assignment that does
-    not read the variable keeps nothing.
+    not read the variable keeps nothing. The line is "" for a variable that is only passed to a function.
 
     Args:
         modules: the user's modules, by name.
@@ -312,13 +312,15 @@ def kept_between_calls(
 
 
 def _kept_in(module: ModuleType, names: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield (line, variable) for each variable that these functions and classes of a module change and read."""
+    """Yield (line, variable) for each variable that these functions and classes of a module change and read; "" instead
+    of the line if they pass it to a function that may change it."""
     tree, _, file_name = _tree(module)
     functions = [n for top in tree.body for n in (ast.walk(top) if isinstance(top, ast.FunctionDef) else [top])]
     defined = [n for n in functions if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name in names]
     nodes = [(node, each) for each in defined for node in ast.walk(each)]
     changed = {id(part): (part, each) for node, each in nodes for part in _all_changed_by(node, module)}
-    changed |= {id(part): (part, each) for node, each in nodes for part in _passed_on(node, module)}
+    passed = {id(part): (part, each) for node, each in nodes for part in _passed_on(node, module)}
+    changed |= passed
     only_changed = {id(part) for node, _ in nodes for part in _changed_by(node)}
     read = {node.id for node, _ in nodes if isinstance(node, ast.Name) and id(node) not in only_changed}
     read |= {part.id for node, _ in nodes if isinstance(node, ast.AugAssign) for part in _names_in(node.target)}
@@ -329,7 +331,7 @@ def _kept_in(module: ModuleType, names: Collection[str]) -> Iterator[tuple[str, 
         if not isinstance(part, ast.Name) or id(part) in anew:
             continue
         if part.id in read and _is_global(part.id, each, module):
-            yield f"{file_name}:{part.lineno}", part.id
+            yield f"{file_name}:{part.lineno}" * (id(part) not in passed), part.id
 
 
 def _passed_on(node: ast.AST, module: ModuleType) -> Iterator[ast.AST]:

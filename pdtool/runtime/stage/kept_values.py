@@ -74,7 +74,7 @@ class KeptValues:
         own_first = sorted(used, key=lambda each: (each[0] != file.module.__name__, each))
         for module, name in dict.fromkeys([*lines, *own_first]):
             variable, line = _Variable(modules[module], name, modules, model), lines.get((module, name))
-            if line or (variable.is_object and id(variable.value) not in objects):
+            if line is not None or (variable.is_object and id(variable.value) not in objects):
                 objects.add(id(variable.value))
                 variable.start()
                 place = [] if modules[module] is file.module else user_module(module).split(".")
@@ -398,7 +398,7 @@ def variables_kept(file: ModelFile, modules: Mapping[str, ModuleType]) -> dict[t
         modules: the user's modules, by name.
 
     Returns:
-        (name of the module, variable) -> line.
+        (name of the module, variable) -> line; "" if a function that gets it as an argument may change it.
     """
     kept: dict[tuple[str, str], str] = {}
     for function, readers in _READERS.items():
@@ -406,7 +406,7 @@ def variables_kept(file: ModelFile, modules: Mapping[str, ModuleType]) -> dict[t
             for line, variable in collected(file.module, function, reader):
                 kept.setdefault((file.module.__name__, variable.partition(".")[0]), line)  # of an attribute, the object
     for line, module, variable in kept_between_calls(file.module, [*filter(file.has, _KEEPERS)], modules):
-        kept.setdefault((module, variable), line)
+        kept[module, variable] = kept.get((module, variable)) or line
     return kept
 
 
