@@ -352,6 +352,8 @@ def error_at(path: Path, error: BaseException, what: str) -> ModelError:
             "pdtool gives loss() the model's output without its graph back to the inputs: compute this gradient in the "
             'forward of a module that HINTS["opaque"] names, and return it with the output (docs/model-file.md)'
         )
+    elif "index out of range in self" in text:  # of torch.embedding and index_select
+        remedy = "let dataset() return indices that exist: from 0 to an embedding's num_embeddings - 1"
     elif isinstance(error, ImportError) and "relative import" in text:
         remedy = f"name the file as a module of its package, such as {path.parent.name}.{path.stem}"
     return ModelError(f"{user_line(error, path)}{what} raised {text}", remedy)

@@ -198,7 +198,7 @@ class _CurrentSource(SourceFileLoader):
 
 def _finder_of_user(folder: str) -> FileFinder:
     """Find the modules of a folder that is not a library's; raises ImportError for all others."""
-    if _is_of_library(f"{folder}/") or not os.path.isdir(folder):
+    if is_of_library(f"{folder}/") or not os.path.isdir(folder):
         raise ImportError("no folder of the user", path=folder)
     return FileFinder(folder, (ExtensionFileLoader, EXTENSION_SUFFIXES), (_CurrentSource, SOURCE_SUFFIXES))
 
@@ -210,7 +210,7 @@ def _set_path_hooks(hooks: list[Any]) -> None:
     if before != after:
         sys.path_importer_cache.clear()
     for folder, finder in [*sys.path_importer_cache.items()]:
-        if not finder or not _is_of_library(f"{folder}/"):
+        if not finder or not is_of_library(f"{folder}/"):
             del sys.path_importer_cache[folder]
 
 
@@ -227,7 +227,7 @@ def _places() -> dict[str, Path]:
             continue
         if place := _place(name, module):
             places[name] = place
-        elif isinstance(module, ModuleType) and _is_of_library(str(vars(module).get("__file__"))):
+        elif isinstance(module, ModuleType) and is_of_library(str(vars(module).get("__file__"))):
             _libraries[name] = module
     return places
 
@@ -238,13 +238,13 @@ def _place(name: str, module: ModuleType) -> Path | None:
         return None
     values = vars(module)
     place = values.get("__file__") or next(iter(values.get("__path__") or ()), None)
-    if not isinstance(place, str) or _is_of_library(place):
+    if not isinstance(place, str) or is_of_library(place):
         return None
     return Path(place).resolve()
 
 
 @cache  # a process has thousands of modules, and asks of all of them several times
-def _is_of_library(place: str) -> bool:
+def is_of_library(place: str) -> bool:
     """Whether a file is a library's, or a folder whose path ends with a slash."""
     return any(library in place for library in _LIBRARIES)
 

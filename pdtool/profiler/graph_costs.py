@@ -100,7 +100,11 @@ def count_stash_and_flops(model: ProfiledModel) -> tuple[dict[str, int], dict[st
             continue
         if not op.is_input:
             node = op.name
-            environment.update(zip(op.outputs, counted(partial(model.run, op, environment)), strict=True))
+            try:
+                environment.update(zip(op.outputs, counted(partial(model.run, op, environment)), strict=True))
+            except Exception as error:
+                error.add_note(f", in {op.name} at {op.location},")  # for minibatch_errors
+                raise
         if len(op.outputs) == 1:
             output = environment[op.outputs[0]]
             if output.untyped_storage().nbytes() == output.nbytes:
@@ -264,9 +268,14 @@ def minibatch_errors(model_file: ModelFile, batch_size: int) -> Iterator[None]:
             what = f"the backward of a minibatch needs a value that was changed in place ({error})"
             remedy = "if forward reads a buffer and assigns it later, read a copy of it, as in self.scale.clone()"
             raise model_file.error(what, remedy) from error
-        raise model_file.error_at(error, "a minibatch") from error
+        raise model_file.error_at(error, _minibatch_at(error)) from error
     except Exception as error:
         if "more than 1 value per channel" not in describe_error(error):
-            raise model_file.error_at(error, "a minibatch") from error
+            raise model_file.error_at(error, _minibatch_at(error)) from error
         what = f"a minibatch of {batch_size} is too small for batch normalisation ({error})"
         raise model_file.error(what, "choose a larger --batch-size") from error
+
+
+def _minibatch_at(error: Exception) -> str:
+    """Return `a minibatch, in layer1.embedding at model.py:12,`, with the operator that failed if it is known."""
+    return "".join(["a minibatch", *getattr(error, "__notes__", [])[:1]])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import re
 import threading
 import time
 import traceback
@@ -18,13 +19,19 @@ from multiprocessing.synchronize import SemLock
 from pathlib import Path
 from typing import NoReturn
 
-from pdtool.errors import PdtoolError, WorkerDiedError, describe_error
+import torch
+
+from pdtool.errors import ModelError, PdtoolError, WorkerDiedError, describe_error
+from pdtool.frontend.user_code import error_at
+from pdtool.frontend.user_modules import is_of_library
 from pdtool.processes import describe_exit
 from pdtool.runtime.status import PeerError, WorkerFailure, process_state, read_status, write_failure
 
 _THREADS_GRACE_S = 1.0  # for threads of the user's code, when the work is done
 _ENDING_S = 0.1  # a killed process closes its connections a little before it is gone
 _RAISE_AN_ERROR = "raise an error in the model file instead"
+_MEND_FORWARD = "let dataset() return only what forward accepts, or change forward so that it accepts this"
+_FAILED_GPU = re.compile(r"CUDA error|cuDNN error|CUDNN_STATUS|NCCL")  # in a RuntimeError
 _FOLDER = Path("/dev/shm")  # of counters
 _not_frozen: list[None] = []  # made after the last gc.freeze() of pdtool
 
@@ -51,6 +58,25 @@ def exit_error(error: SystemExit) -> WorkerDiedError:
     """Return the error of a worker whose user's code called sys.exit()."""
     text = "" if error.code is None else repr(error.code)
     return WorkerDiedError(f"sys.exit({text}) was called{_place(error)}", _RAISE_AN_ERROR)
+
+
+def forward_error(error: Exception, stage_files: Path) -> ModelError | None:
+    """Return the error of a worker whose stage cannot compute a minibatch, with the deepest line of model.py or of the
+    stage file. Return None for any other error, such as that of a GPU or of the system: starting again may help there.
+
+    Args:
+        stage_files: the folder of the stage files. An error of a forward has passed through one of them.
+    """
+    is_of_machine = isinstance(error, (OSError, torch.AcceleratorError)) or _FAILED_GPU.search(describe_error(error))
+    own = [
+        f for f in traceback.extract_tb(error.__traceback__) if f.filename[0] != "<" and not is_of_library(f.filename)
+    ]
+    in_stage = [Path(frame.filename).parent == stage_files for frame in own]
+    if is_of_machine or isinstance(error, PdtoolError) or not any(in_stage):
+        return None
+    found = error_at(Path(own[-1].filename), error, f"`{own[-1].line}`" if in_stage[-1] else "forward")
+    found.remedy = found.remedy or _MEND_FORWARD
+    return found
 
 
 def describe_end(exit_code: int | None) -> str:

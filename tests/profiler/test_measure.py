@@ -394,6 +394,31 @@ def test_a_batch_larger_than_the_data_says_so(model_file):
         measure(model_file, batch_size=100)
 
 
+def test_an_operator_that_the_data_does_not_fit_is_named(tmp_path):
+    """The module and its line were left out, so nobody knew which of a model's embeddings has too few rows."""
+    text = """
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(10, 4)
+
+    def forward(self, x):
+        return self.words(x).mean(1)
+
+def dataset(split):
+    return [(torch.tensor([1, 10]), torch.zeros(4))] * 8
+
+def loss(output, target):
+    return F.mse_loss(output, target)
+"""
+    text = f"import torch\nfrom torch import nn\nfrom torch.nn import functional as F\nclass model(nn.Module):{text}"
+    match = (
+        r"^net.py: a minibatch, in words at net.py:10, raised IndexError: index out of range in self; let dataset\(\) "
+        "return indices that exist: from 0 to an embedding's num_embeddings - 1$"
+    )
+    with pytest.raises(ModelError, match=match):
+        measure(write(tmp_path, text), batch_size=4)
+
+
 def test_a_loss_that_fails_names_its_line(tmp_path):
     text = TEXT.replace("return F.cross_entropy(output, target)", "return F.cross_entropy(output, target.float().nope)")
     line = next(i for i, t in enumerate(text.splitlines(), 1) if "nope" in t)

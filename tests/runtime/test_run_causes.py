@@ -54,7 +54,7 @@ from pdtool.runtime.status import (
     read_status,
     write_failure,
 )
-from pdtool.runtime.worker_end import record_failure
+from pdtool.runtime.worker_end import forward_error, record_failure
 
 
 def with_code(toy: Toy, code: str) -> Toy:
@@ -151,6 +151,41 @@ def test_a_loss_with_a_parameter_of_its_own_is_refused(tmp_path: Path, recompute
     error = failure_of(replace(spec, plan=spec.plan.model_copy(update={"stages": tuple(stages)})))
     assert error.exit_code == 1
     assert "loss() depends on a parameter of its own, of shape [3], which no stage trains; move it into" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("raised", "text"),
+    [
+        (
+            "ValueError('too large')",
+            "model.py:2: forward raised ValueError: too large; let dataset() return only what ",
+        ),
+        (
+            "IndexError('index out of range in self')",
+            "model.py:2: forward raised IndexError: index out of range in self; ",
+        ),
+        ("OSError(5, 'Input/output error')", None),
+        ("RuntimeError('CUDA error: CUBLAS_STATUS_EXECUTION_FAILED')", None),
+        ("torch.AcceleratorError('device-side assert triggered')", None),
+        ("__import__('pdtool').errors.ModelError('told elsewhere')", None),
+    ],
+)
+def test_what_is_the_models_fault_is_told_at_its_line_and_not_to_start_again(
+    tmp_path: Path, raised: str, text: str | None
+) -> None:
+    """As the forward of an opaque module of model.py raises it, which a stage file calls. Outside of a stage file an
+    error is none of a forward."""
+    scope: dict[str, Any] = {"torch": torch}
+    for path, code in (
+        ("model.py", f"def block():\n    raise {raised}"),
+        ("stages/stage_0.py", "def forward(): block()"),
+    ):
+        exec(compile(code, str(tmp_path / path), "exec"), scope)
+    with pytest.raises(Exception) as caught:
+        scope["forward"]()
+    found = forward_error(caught.value, tmp_path / "stages")
+    assert found is None if text is None else str(found).startswith(text)
+    assert forward_error(caught.value, tmp_path / "others") is None
 
 
 UNPRINTABLE = """

@@ -19,7 +19,7 @@ from harness import CONV2, CONV3, faulty
 
 from pdtool.artifacts.metrics import read_metrics
 from pdtool.artifacts.run_dir import RunDir
-from pdtool.errors import PdtoolError, ScheduleError, StaleError, UsageError, WorkerDiedError
+from pdtool.errors import ModelError, PdtoolError, ScheduleError, StaleError, UsageError, WorkerDiedError
 from pdtool.machines import Machines
 from pdtool.options.target import Target
 from pdtool.runtime.config import RunConfig
@@ -61,8 +61,9 @@ def processes() -> list[tuple[int, int, int]]:
         ),
         pytest.param(
             "a = 1 / 0 if self.n == 4 else a",
-            WorkerDiedError,
-            r"rank 1 \(stage 1, replica 0\), at 1F4 of epoch 1: ZeroDivisionError: division by zero",
+            ModelError,
+            r"^rank 1 \(stage 1, replica 0\), at 1F4 of epoch 1: stage_1.py:\d+: `.*` raised ZeroDivisionError: "
+            r"division by zero; let dataset\(\) return only what forward accepts, or change forward so that it ",
             id="exception",
         ),
         pytest.param(
