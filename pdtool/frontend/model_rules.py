@@ -178,12 +178,13 @@ def check_gradient(loss: Tensor, output: Any) -> None:
         raise ModelError("loss() returned a tensor without a gradient, so nothing can be trained", remedy)
 
 
-def check_loss_parameters(loss: Tensor, known: Collection[Tensor]) -> None:
+def check_loss_parameters(loss: Tensor, known: Collection[Tensor], weights: Iterable[Tensor] = ()) -> None:
     """Check that the loss of the first minibatch depends on no parameter of its own, which no stage would train, and
     that loss() has called no backward itself; raises ModelError.
 
     Args:
         known: the tensors that may get a gradient from the loss: parameters of the model, and leaves of its output.
+        weights: the model's own parameters if a stage computes with others, which are `known`.
     """
     if any(tensor.is_leaf and tensor.grad is not None for tensor in known):
         what = "loss() calls backward() itself, but earlier stages would not get its gradients"
@@ -191,6 +192,12 @@ def check_loss_parameters(loss: Tensor, known: Collection[Tensor]) -> None:
     own = {id(leaf): leaf for leaf in graph_leaves(loss)}
     for tensor in known:
         own.pop(id(tensor), None)
+    for weight in (weight for weight in weights if id(weight) in own):
+        raise ModelError(
+            f"loss() reads weights of the model from a variable, such as one of shape {list(weight.shape)}, but no "
+            "gradient gets to them there",
+            "for a penalty on weights, use weight_decay in optimizer(), or let forward return it with the output",
+        )
     for leaf in own.values():
         raise ModelError(
             f"loss() depends on a parameter of its own, of shape {list(leaf.shape)}, which no stage trains",

@@ -188,6 +188,27 @@ def test_what_is_the_models_fault_is_told_at_its_line_and_not_to_start_again(
     assert forward_error(caught.value, tmp_path / "others") is None
 
 
+def test_a_loss_that_reads_the_weights_of_the_model_is_not_told_to_move_them_into_it(tmp_path: Path) -> None:
+    """A penalty over NET.parameters(): a stage computes with leaves of its own, which share their memory."""
+    code = """
+NET = None
+def model(of=model):
+    global NET
+    NET = of()
+    return NET
+def loss(output, target, of=loss):
+    return of(output, target) + sum(p.pow(2).sum() for p in NET.parameters())
+"""
+    error = failure_of(harness.job(tmp_path, with_code(CONV1, code)))
+    assert error.exit_code == 1
+    assert re.search(
+        r"loss\(\) reads weights of the model from a variable, such as one of shape \[.*\], but", error.what
+    )
+    assert error.remedy.startswith(
+        "for a penalty on weights, use weight_decay in optimizer(), or let forward return it "
+    )
+
+
 UNPRINTABLE = """
 class Unprintable(Exception):
     def __str__(self):

@@ -229,7 +229,8 @@ class PipelineStage:
         check_gradient(loss, output)
         if loss.requires_grad and not self._is_loss_checked:  # once, because its graph is the same in each minibatch
             self._is_loss_checked = True
-            check_loss_parameters(loss, (*self.module.parameters(), *inputs, *made))  # made in forward, for a penalty
+            known = (*self.module.parameters(), *inputs, *made)  # made in forward, for a penalty
+            check_loss_parameters(loss, known, self.weights.parameters.values())
         return loss
 
     def _differentiable_outputs(
