@@ -23,6 +23,7 @@ from pdtool.artifacts.fields import MAX_WORKERS
 from pdtool.errors import FieldError, ModelError, TraceError, suggestion
 from pdtool.frontend.model_io import tensors_of
 from pdtool.frontend.operators import registered_state
+from pdtool.frontend.user_code import NO_CLOSURE
 
 DATA_FUNCTIONS = {"example_inputs": ("batch_size",), "dataset": ("split",)}
 # Functions that take settings, and the arguments that pdtool passes them by position.
@@ -163,8 +164,8 @@ def optimizer_fault(returned: object) -> str:
     closure = inspect.signature(type(returned).step).parameters.get("closure")
     if closure and closure.default is inspect.Parameter.empty:
         return (
-            f"returned {type(returned).__name__}, whose step needs a closure that computes the loss again, but a "
-            "pipeline computes it once per update; use one without a closure, such as SGD or AdamW"
+            f"returned {type(returned).__name__}, whose step needs a closure that computes the loss again, but "
+            f"{NO_CLOSURE}"
         )
     return ""
 

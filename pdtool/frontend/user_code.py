@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, chdir, contextmanager, suppress
 from pathlib import Path
 from symtable import symtable
-from traceback import walk_tb
+from traceback import extract_tb, walk_tb
 from types import FrameType, ModuleType
 from typing import Any
 from warnings import catch_warnings
@@ -37,6 +37,8 @@ from pdtool.frontend.user_modules import begin_import, import_file, module_name,
 _ZOO = Path(__file__).parent.parent / "zoo"
 # Code that defines names invisibly to a reader of the file.
 _BINDS_UNSEEN = re.compile(r"import\s*\*|\b(global|globals|exec|eval|setattr|vars|__dict__)\b")
+_USES_CLOSURE = re.compile(r"\bclosure\(\)|assert closure")
+NO_CLOSURE = "a pipeline computes it once per update; use an optimizer without a closure, such as AdamW"  # it: the loss
 _TRAINED_WITH = ("dataset", "loss", "optimizer")
 _importing: set[Path] = set()  # model files
 # torch's settings: how to get and how to set each, and its value as torch starts.
@@ -352,11 +354,19 @@ def error_at(path: Path, error: BaseException, what: str) -> ModelError:
             "pdtool gives loss() the model's output without its graph back to the inputs: compute this gradient in the "
             'forward of a module that HINTS["opaque"] names, and return it with the output (docs/model-file.md)'
         )
+    elif "step " in what and _seems_to_need_closure(error):
+        remedy = f"a step gets no closure that computes the loss again, because {NO_CLOSURE}"
     elif "index out of range in self" in text:  # of torch.embedding and index_select
         remedy = "let dataset() return indices that exist: from 0 to an embedding's num_embeddings - 1"
     elif isinstance(error, ImportError) and "relative import" in text:
         remedy = f"name the file as a module of its package, such as {path.parent.name}.{path.stem}"
     return ModelError(f"{user_line(error, path)}{what} raised {text}", remedy)
+
+
+def _seems_to_need_closure(error: BaseException) -> bool:
+    """Whether an optimizer's step(closure=None) seems to have failed because it got no closure."""
+    lines = [frame.line or "" for frame in extract_tb(error.__traceback__)]
+    return "closure" in describe_error(error) or any(map(_USES_CLOSURE.search, lines))
 
 
 def user_line(error: BaseException, path: Path) -> str:

@@ -486,6 +486,22 @@ def test_an_optimizer_that_needs_a_closure_is_refused(tmp_path):
         measure(write(tmp_path, text), batch_size=4)
 
 
+@pytest.mark.parametrize(
+    "statement", ["assert closure is not None", "closure()", "raise ValueError('no closure')", "0 / 0"]
+)
+def test_a_step_that_fails_without_a_closure_is_told_to_do_without(tmp_path, statement):
+    """As SAM, whose step has closure=None. Another failure of such a step gets no such advice."""
+    sam = f"class SAM(torch.optim.SGD):\n    def step(self, closure=None):\n        {statement}\n"
+    text = TEXT.replace("torch.optim.Adam([p for _, p in named])", "SAM([p for _, p in named], 0.1)") + sam
+    remedy = (
+        "; a step gets no closure that computes the loss again, because a pipeline computes it once per update; use an "
+        "optimizer without a closure, such as AdamW"
+    )
+    with pytest.raises(ModelError, match=r"net.py:\d+: a step of SAM raised ") as caught:
+        measure(write(tmp_path, text), batch_size=4)
+    assert str(caught.value).endswith(remedy) == ("closure" in statement)
+
+
 def test_an_optimizer_whose_step_fails_names_its_line(tmp_path):
     broken = "class Broken(torch.optim.SGD):\n    def step(self):\n        raise KeyError('momentum')\n"
     text = TEXT.replace("torch.optim.Adam([p for _, p in named])", "Broken([p for _, p in named], 0.1)") + broken
