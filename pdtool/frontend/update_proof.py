@@ -132,8 +132,13 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
                 found |= update.of(part)
             except ModelError as error:
                 what = f"it works with all parameters, but fails with only {', '.join(list(part)[:3])} ({error})"
-                empty = "if it fails because a parameter group is empty there, skip it with `if group['params']:`; "
-                raise _refusal(file, update, what, empty) from error
+                remedy = "if it fails because a parameter group is empty there, skip it with `if group['params']:`; "
+                if "size of tensor" in str(error) or "shape" in str(error):
+                    remedy = (
+                        "if it finds the values that it keeps for a parameter by position, as in a list, keep them "
+                    )
+                    remedy += "in self.state[parameter]; "
+                raise _refusal(file, update, what, remedy) from error
         different = [name for name in found if not is_same(found[name], expected[name])]
         if different:
             others = f" and {len(different) - 3} others" * (len(different) > 3)
@@ -167,7 +172,7 @@ def _check_skipped_updates(
             raise _refusal(file, update, f"{what} if each stage has an optimizer of its own")
 
 
-def _refusal(file: ModelFile, update: _Update, what: str, first_remedy: str = "") -> ModelError:
+def _refusal(file: ModelFile, update: _Update, what: str, remedy_of_optimizer: str = "") -> ModelError:
     function = update.cause.removesuffix("()") if file.has(update.cause.removesuffix("()")) else "optimizer"
     remedy = (
         "if the update needs all parameters in one place, train without stages, as with `pdtool partition --strategy "
@@ -178,8 +183,9 @@ def _refusal(file: ModelFile, update: _Update, what: str, first_remedy: str = ""
             "if it clips gradients, set MAX_GRAD_NORM instead (a flushing schedule then clips by the norm of all "
             f"gradients); {remedy}"
         )
+        remedy = remedy_of_optimizer + remedy
     what = f"{update.cause} depends on parameters of several stages: {what}"
-    return file.error_in(function, what, first_remedy + remedy)
+    return file.error_in(function, what, remedy)
 
 
 class _Update:

@@ -173,6 +173,14 @@ class First(torch.optim.SGD):
     def step(self):
         self.param_groups[0]["lr"] = 0.1 * self.param_groups[0]["params"][0].numel()
         return super().step()
+class ByPosition(torch.optim.SGD):
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr)
+        self.sums = [torch.zeros_like(p) for p in parameters]
+    @torch.no_grad()
+    def step(self):
+        for p, total in zip(self.param_groups[0]["params"], self.sums):
+            p.sub_(total.add_(p.grad), alpha=0.1)
 class Noisy(torch.optim.SGD):
     @torch.no_grad()
     def step(self):
@@ -198,6 +206,11 @@ def after_update(named, update):
     for _, p in named:
         p.div_(total)
 """
+AVERAGED = """
+def after_update(named, update):
+    parameters = dict(named)
+    parameters["a.weight"].mul_(0.9).add_(parameters["d.weight"].mean(), alpha=0.1)
+"""
 SGD = "torch.optim.SGD(parameters, lr=0.1)"
 PROVED = [
     ("Scaled(parameters, 0.1)", CLIPPING, ""),
@@ -217,7 +230,14 @@ PROVED = [
     (
         "First([{'params': [p]} for p in parameters], 0.1)",
         CLIPPING,
-        r".*it works with all parameters, but fails with only .*IndexError",
+        r".*it works with all parameters, but fails .*IndexError.*\); if it fails because a parameter group is "
+        r"empty there, skip it with `if group\['params'\]:`; if it clips gradients, ",
+    ),
+    (
+        "ByPosition(parameters, 0.1)",
+        CLIPPING,
+        r"a step of ByPosition depends .* size of tensor .*\); if it finds the values that it keeps for a parameter by "
+        r"position, as in a list, keep them in self.state\[parameter\]; if it clips gradients, ",
     ),
     (
         "prodigyopt.Prodigy(parameters)",
@@ -227,6 +247,7 @@ PROVED = [
     (SGD, SCHEDULED, r"scheduler\(\) depends on parameters of several stages"),
     (SGD, NORMALIZED, r"after_update\(\) depends on parameters of several stages"),
     (SGD, NORMALIZED.replace("total)", "2.0)"), ""),
+    (SGD, AVERAGED, r"after_update\(\) depends .* raised KeyError: 'd.weight'\); if the update needs all parameters "),
 ]
 
 
