@@ -273,7 +273,7 @@ class DataFunctions(UserFile):
             return [operator.index(index) for index in returned]
         except TypeError as error:
             what = f"sampler() returned {returned!r:.80}, which is not a list of sample indices ({error})"
-            raise self.error(what, "return a list of integers, or a torch Sampler") from error
+            raise self.error(what, "return a list of integers or a Sampler; a BatchSampler yields batches") from error
 
     def read(self, data: Any, indices: Sequence[int], name: str) -> Any:
         """Return some samples of a split of the dataset, which `name` names in an error; raises ModelError.

@@ -116,7 +116,10 @@ def _check_variables(model: nn.Module, model_file: ModelFile) -> None:
     functions = _IN_TRAINING | {"dataset"} if model_file.has("example_inputs") else _IN_TRAINING
     for line, function, variable in changed_in_training(model, model_file.module, functions):
         what = f"{line}: {function}() changes {variable}, which forward reads, but stages have its value as a constant"
-        raise VerificationError(what, "keep it in a buffer that forward changes")
+        remedy = "keep it in a buffer that forward changes"
+        if function in ("loss", "metrics"):  # perhaps auxiliary losses, in a list that forward fills and loss() clears
+            remedy = f"if forward puts values there, return them as part of the output; otherwise {remedy}"
+        raise VerificationError(what, remedy)
 
 
 def _check_metrics(model_file: ModelFile, replicas: int) -> None:

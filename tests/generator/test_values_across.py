@@ -49,6 +49,12 @@ def optimizer(named_parameters):
     return torch.optim.SGD([p for _, p in named_parameters], lr=0.1)
 {after}
 """
+PENALIZED = """
+def loss(output, target):
+    penalty = sum(PENALTIES)
+    PENALTIES.clear()
+    return nn.functional.cross_entropy(output, target) + penalty
+"""
 CUBE = """
 CACHE = {}
 class Cube(torch.autograd.Function):
@@ -195,6 +201,11 @@ PASSED = {
     "dataset to forward": (
         {"before": FIRST["before"], "forward": "return h - MEAN", "after": FIRST["after"] + EXAMPLE},
         r"dataset\(\) changes MEAN, which forward reads, but stages have its value as a constant",
+    ),
+    "forward to loss in a list": (
+        {"before": "PENALTIES = []", "forward": "PENALTIES.append(h.abs().mean()); return h", "after": PENALIZED},
+        r"loss\(\) changes PENALTIES, which forward reads, .*; if forward puts values there, return them as part of "
+        r"the output; otherwise keep it in a buffer that forward changes$",
     ),
     "callable object to loss": ({"after": MIXUP}, r"model\.py:\d+: collate\(\) changes LAMBDA, which loss\(\) reads"),
     "a helper of loss to the optimizer's class": (

@@ -527,6 +527,10 @@ def test_the_seed_fixes_numpys_random_numbers_too(tmp_path):
     ("returned", "match"),
     [
         ("3", r"sampler\(\) returned 3, which is not a list of sample indices \(.*\); return a list of integers"),
+        (
+            "torch.utils.data.BatchSampler(range(4), 2, False)",
+            r"sampler\(\) returned <.*BatchSampler.*>, which is not .* or a Sampler; a BatchSampler yields batches$",
+        ),
         ("[[0, 1]]", r"sampler\(\) returned \[\[0, 1\]\], which is not a list"),
         ("[0, 4]", r"in epoch 2, sampler\(\) returned index 4, but the dataset has 4 samples; return indices from 0"),
         ("[]", r"in epoch 2, sampler\(\) returned no indices"),
