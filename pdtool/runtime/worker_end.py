@@ -32,6 +32,7 @@ _ENDING_S = 0.1  # a killed process closes its connections a little before it is
 _RAISE_AN_ERROR = "raise an error in the model file instead"
 _MEND_FORWARD = "let dataset() return only what forward accepts, or change forward so that it accepts this"
 _FAILED_GPU = re.compile(r"CUDA error|cuDNN error|CUDNN_STATUS|NCCL")  # in a RuntimeError
+_GENERATED = re.compile("^<|/torchinductor")  # the file of a frame: no file, or one that torch.compile has written
 _FOLDER = Path("/dev/shm")  # of counters
 _not_frozen: list[None] = []  # made after the last gc.freeze() of pdtool
 
@@ -68,9 +69,8 @@ def forward_error(error: Exception, stage_files: Path) -> ModelError | None:
         stage_files: the folder of the stage files. An error of a forward has passed through one of them.
     """
     is_of_machine = isinstance(error, (OSError, torch.AcceleratorError)) or _FAILED_GPU.search(describe_error(error))
-    own = [
-        f for f in traceback.extract_tb(error.__traceback__) if f.filename[0] != "<" and not is_of_library(f.filename)
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not _GENERATED.search(f.filename) and not is_of_library(f.filename)]
     in_stage = [Path(frame.filename).parent == stage_files for frame in own]
     if is_of_machine or isinstance(error, PdtoolError) or not any(in_stage):
         return None

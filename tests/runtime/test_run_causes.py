@@ -177,7 +177,8 @@ def test_what_is_the_models_fault_is_told_at_its_line_and_not_to_start_again(
     error is none of a forward."""
     scope: dict[str, Any] = {"torch": torch}
     for path, code in (
-        ("model.py", f"def block():\n    raise {raised}"),
+        ("/tmp/torchinductor/compiled.py", f"def compiled(): raise {raised}"),
+        ("model.py", "def block():\n    compiled()"),
         ("stages/stage_0.py", "def forward(): block()"),
     ):
         exec(compile(code, str(tmp_path / path), "exec"), scope)
