@@ -132,13 +132,10 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
                 found |= update.of(part)
             except ModelError as error:
                 what = f"it works with all parameters, but fails with only {', '.join(list(part)[:3])} ({error})"
-                remedy = "if it fails because a parameter group is empty there, skip it with `if group['params']:`; "
+                remedy = "if it fails because a parameter group is empty there, skip it with `if group['params']:`"
                 if "size of tensor" in str(error) or "shape" in str(error):
-                    remedy = (
-                        "if it finds the values that it keeps for a parameter by position, as in a list, keep them "
-                    )
-                    remedy += "in self.state[parameter]; "
-                raise _refusal(file, update, what, remedy) from error
+                    remedy = "if it keeps values of parameters by position, keep them in self.state[parameter] instead"
+                raise _refusal(file, update, what, f"{remedy}; ") from error
         different = [name for name in found if not is_same(found[name], expected[name])]
         if different:
             others = f" and {len(different) - 3} others" * (len(different) > 3)

@@ -23,6 +23,7 @@ from pdtool.frontend.operators import Traced, Value, storage_address, unique_nam
 from pdtool.profiler.execute import ProfiledModel
 from pdtool.profiler.kernels import FLOP_FORMULAS
 
+_AT = ", in "  # begins the note of which operator failed
 _MAX_REASON = 300  # characters of the reason why a module is opaque
 Seconds = Mapping[str, float]  # by node
 _T = TypeVar("_T")
@@ -103,7 +104,7 @@ def count_stash_and_flops(model: ProfiledModel) -> tuple[dict[str, int], dict[st
             try:
                 environment.update(zip(op.outputs, counted(partial(model.run, op, environment)), strict=True))
             except Exception as error:
-                error.add_note(f", in {op.name} at {op.location},")  # for minibatch_errors
+                error.add_note(f"{_AT}{op.name} at {op.location},")
                 raise
         if len(op.outputs) == 1:
             output = environment[op.outputs[0]]
@@ -278,4 +279,5 @@ def minibatch_errors(model_file: ModelFile, batch_size: int) -> Iterator[None]:
 
 def _minibatch_at(error: Exception) -> str:
     """Return `a minibatch, in layer1.embedding at model.py:12,`, with the operator that failed if it is known."""
-    return "".join(["a minibatch", *getattr(error, "__notes__", [])[:1]])
+    notes = (note for note in getattr(error, "__notes__", []) if note.startswith(_AT))
+    return f"a minibatch{next(notes, '')}"
