@@ -131,6 +131,8 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
             try:
                 found |= update.of(part)
             except ModelError as error:
+                if parts is not stages:  # such as parameters and their averages, which one stage has
+                    continue
                 what = f"it works with all parameters, but fails with only {', '.join(list(part)[:3])} ({error})"
                 remedy = "if it fails because a parameter group is empty there, skip it with `if group['params']:`"
                 if "size of tensor" in str(error) or "shape" in str(error):

@@ -212,7 +212,20 @@ def after_update(named, update):
     parameters["a.weight"].mul_(0.9).add_(parameters["d.weight"].mean(), alpha=0.1)
 """
 SGD = "torch.optim.SGD(parameters, lr=0.1)"
+FOLLOWING = """
+def after_update(named, update):
+    parameters = dict(named)
+    for name in parameters:
+        if name == "LATER.bias":
+            parameters[name].lerp_(parameters["EARLIER.bias"].mean(), 0.1)
+"""
 PROVED = [
+    ("torch.optim.SGD(parameters, 0.1)", FOLLOWING.replace("LATER", "c").replace("EARLIER", "b"), ""),  # of one stage
+    (
+        "torch.optim.SGD(parameters, 0.1)",
+        FOLLOWING.replace("LATER", "c").replace("EARLIER", "a"),
+        r"after_update\(\) depends on parameters of several stages: .* fails with only",
+    ),
     ("Scaled(parameters, 0.1)", CLIPPING, ""),
     ("Noisy(parameters, 0.1)", CLIPPING, ""),  # whose numbers are others for each stage: it cannot be proved
     (
@@ -236,8 +249,8 @@ PROVED = [
     (
         "ByPosition(parameters, 0.1)",
         CLIPPING,
-        r"a step of ByPosition depends .* size of tensor .*\); if it finds the values that it keeps for a parameter by "
-        r"position, as in a list, keep them in self.state\[parameter\]; if it clips gradients, ",
+        r"a step of ByPosition depends .* size of tensor .*\); if it keeps values of parameters by position, keep "
+        r"them in self.state\[parameter\] instead; if it clips gradients, ",
     ),
     (
         "prodigyopt.Prodigy(parameters)",
