@@ -8,7 +8,6 @@ import inspect
 import textwrap
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,17 +21,12 @@ _GLOBALS = ("LOAD_GLOBAL",)  # of Python's bytecode
 _READING = (*_GLOBALS, "LOAD_ATTR", "LOAD_METHOD")
 _ADDING = {"append", "appendleft", "extend", "add", "update", "clear"}  # methods of containers
 _CHANGING = _ADDING | {"insert", "remove", "discard", "pop", "popleft", "popitem", "setdefault", "sort", "reverse"}
-_OF_CONTAINERS = {
-    "fill",
-    "rotate",
-    "subtract",
-    "difference_update",
-    "intersection_update",
-}  # others may have these, too
+_CHANGING |= {"difference_update", "intersection_update"}
+_OF_CONTAINERS = {"fill", "rotate", "subtract"}  # other objects have methods of these names, too
 _CONTAINERS = (list, dict, set, deque, np.ndarray)
 _TENSORS = (Tensor, np.ndarray)
-_NOT_IN_PLACE = {"requires_grad_", "share_memory_"}  # these change no values
-_SAME_MEMORY = {"setdefault", "detach", "view"}  # methods whose result is part of the object
+_NOT_IN_PLACE = {"requires_grad_", "share_memory_", "clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"}
+_SAME_MEMORY = {"setdefault", "detach", "view", "reshape", "flatten", "squeeze", "unsqueeze", "t"}  # as the object
 _BUILDING = {"__init__", "reset_parameters"}  # methods of a model that build it
 _NOT_FORWARD = {"__repr__", "extra_repr", *_BUILDING}
 
@@ -62,8 +56,8 @@ class BoundValues(dict[str, Any]):
             super().__init__({f"[{name}]": value for name, value in (values | function.keywords).items()})
             return
         defaults, code = function.__defaults__ or (), function.__code__
-        names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-        values = dict(zip(names, defaults, strict=True)) | (function.__kwdefaults__ or {})
+        names = code.co_varnames[: code.co_argcount]
+        values = dict(zip(reversed(names), reversed(defaults), strict=False)) | (function.__kwdefaults__ or {})
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         values |= {name: cell.cell_contents for name, cell in cells if cell != CellType()}  # one without a value yet
         super().__init__({f"[{name}]": value for name, value in values.items()})
@@ -180,10 +174,7 @@ def _may_be_tensor(part: ast.AST, file: ModuleType) -> bool:
     """Whether `a.b[c]` may be a tensor or array in the memory of a: not if its value in the file is something else, or
     if `c` may itself be a tensor, with which `a.b[c]` is a copy."""
     if isinstance(part, ast.Subscript):
-        is_copy = isinstance(_value(part.value, file), _TENSORS) and not isinstance(
-            part.slice, ast.Constant | ast.Slice
-        )
-        return not is_copy
+        return isinstance(part.slice, ast.Constant | ast.Slice) or not isinstance(_value(part.value, file), _TENSORS)
     value = _value(part, file)
     return value is None or isinstance(value, _TENSORS)
 
@@ -202,10 +193,13 @@ def _value(part: ast.AST, file: ModuleType) -> Any:
             return getattr(file, name, None)
         case ast.Attribute(value=inner, attr=name):
             of = _value(inner, file)
-            if not isinstance(of, (ModuleType, nn.Module)):  # whose attributes run no code
-                return inspect.getattr_static(of, name, None)
-            with suppress(Exception):
+            if isinstance(of, ModuleType | Tensor):
                 return getattr(of, name, None)
+            if isinstance(of, nn.Module):
+                of_module: dict[str, Any] = of._parameters | of._buffers | of._modules
+                if name in of_module:
+                    return of_module[name]
+            return inspect.getattr_static(of, name, None)  # which runs no property
     return None
 
 
@@ -253,8 +247,11 @@ def collected(file: ModuleType, function: str, reader: str, *, builds: bool = Fa
     if reader == "optimizer" and function != "dataset":
         reading = {each for each in reading if isinstance(each, type)}
     tree, _, file_name = _tree(file)
-    read = {name for each in reading - changing for name in names_read(each, _GLOBALS, builds=builds)}
-    read -= _only_changed(tree, {each.__name__ for each in reading - changing})
+    read = {
+        name
+        for each in reading - changing
+        for name in {*names_read(each, _GLOBALS, builds=builds)} - _only_changed(tree, each.__name__)
+    }
     changers = {each.__name__ for each in changing - reading}
     kinds = ast.FunctionDef | ast.ClassDef
     for defined in (node for node in tree.body if isinstance(node, kinds) and node.name in changers):
@@ -266,9 +263,9 @@ def collected(file: ModuleType, function: str, reader: str, *, builds: bool = Fa
         yield from _collected_in_objects(file, function, reader)
 
 
-def _only_changed(tree: ast.Module, names: Collection[str]) -> set[str]:
-    """Return the variables that these functions and classes change without reading them, such as a list of logs."""
-    defined = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name in names]
+def _only_changed(tree: ast.Module, name: str) -> set[str]:
+    """Return the variables that a function or class of a file changes without reading them, such as a list of logs."""
+    defined = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name]
     nodes = [node for each in defined for node in ast.walk(each)]
     changed = {id(part): part for node in nodes for part in _changed_by(node)}
     read = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in changed}
@@ -300,7 +297,7 @@ def kept_between_calls(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield (line, name of the module, variable) for each variable that one of these functions changes and one reads,
     or functions and classes that they use: what one call leaves there, the next one may read. An assignment that does
-    not read the variable keeps nothing. The line is "" for a variable that is only passed to a function.
+    not read the variable keeps nothing.
 
     Args:
         modules: the user's modules, by name.
@@ -312,15 +309,13 @@ def kept_between_calls(
 
 
 def _kept_in(module: ModuleType, names: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield (line, variable) for each variable that these functions and classes of a module change and read; "" instead
-    of the line if they pass it to a function that may change it."""
+    """Yield (line, variable) for each variable that these functions and classes of a module change and read."""
     tree, _, file_name = _tree(module)
     functions = [n for top in tree.body for n in (ast.walk(top) if isinstance(top, ast.FunctionDef) else [top])]
     defined = [n for n in functions if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name in names]
     nodes = [(node, each) for each in defined for node in ast.walk(each)]
     changed = {id(part): (part, each) for node, each in nodes for part in _all_changed_by(node, module)}
-    passed = {id(part): (part, each) for node, each in nodes for part in _passed_on(node, module)}
-    changed |= passed
+    changed |= {id(part): (part, each) for node, each in nodes for part in _changed_by_callee(node, module)}
     only_changed = {id(part) for node, _ in nodes for part in _changed_by(node)}
     read = {node.id for node, _ in nodes if isinstance(node, ast.Name) and id(node) not in only_changed}
     read |= {part.id for node, _ in nodes if isinstance(node, ast.AugAssign) for part in _names_in(node.target)}
@@ -331,20 +326,21 @@ def _kept_in(module: ModuleType, names: Collection[str]) -> Iterator[tuple[str, 
         if not isinstance(part, ast.Name) or id(part) in anew:
             continue
         if part.id in read and _is_global(part.id, each, module):
-            yield f"{file_name}:{part.lineno}" * (id(part) not in passed), part.id
+            yield f"{file_name}:{part.lineno}", part.id
 
 
-def _passed_on(node: ast.AST, module: ModuleType) -> Iterator[ast.AST]:
-    """Yield the variables that a call passes to a function which may change their content: the user's, or heapq's."""
-    match node:
-        case ast.Call(args=arguments, keywords=keywords):
-            function = _value(node.func, module)
-            if isinstance(function, FunctionType | BuiltinFunctionType) and not is_of_torch(function):
-                for argument in [*arguments, *(keyword.value for keyword in keywords)]:
-                    if function.__module__ != "builtins" and isinstance(
-                        _value(argument, module), (*_CONTAINERS, Tensor)
-                    ):
-                        yield from _parts_of(argument)
+def _changed_by_callee(node: ast.AST, module: ModuleType) -> Iterator[ast.AST]:
+    """Yield the parts of each argument of a call that the called function changes, if it is the user's or heapq's."""
+    if not isinstance(node, ast.Call):
+        return
+    function = _value(node.func, module)
+    if isinstance(function, BuiltinFunctionType) and function.__module__ in ("_heapq", "_bisect"):
+        yield from (part for argument in node.args[:1] for part in _parts_of(argument))
+    if isinstance(function, FunctionType) and (defined := _tree(function)[0].body):
+        changed = {p.id for n in ast.walk(defined[0]) for p in _all_changed_by(n, module) if isinstance(p, ast.Name)}
+        arguments = [*zip(function.__code__.co_varnames, node.args, strict=False)]
+        for name, argument in arguments + [(keyword.arg, keyword.value) for keyword in node.keywords]:
+            yield from _parts_of(argument) if name in changed else ()
 
 
 def variables_used(file: ModuleType, function: str, modules: Mapping[str, ModuleType]) -> Iterator[tuple[str, str]]:
@@ -446,7 +442,7 @@ def names_read(
         yield from (each.argval for each in dis.get_instructions(code) if each.opname in operations)
 
 
-def _tree(source: type | ModuleType) -> tuple[ast.Module, int, str]:
+def _tree(source: type | ModuleType | FunctionType) -> tuple[ast.Module, int, str]:
     """Return the syntax tree of a class or file, its first line and the file's name; an empty tree if it has none."""
     try:
         lines, first = inspect.getsourcelines(source)

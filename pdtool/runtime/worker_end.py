@@ -31,7 +31,11 @@ _THREADS_GRACE_S = 1.0  # for threads of the user's code, when the work is done
 _ENDING_S = 0.1  # a killed process closes its connections a little before it is gone
 _RAISE_AN_ERROR = "raise an error in the model file instead"
 _MEND_FORWARD = "let dataset() return only what forward accepts, or change forward so that it accepts this"
-_FAILED_GPU = re.compile(r"CUDA error|cuDNN error|CUDNN_STATUS|NCCL")  # in a RuntimeError
+# What a RuntimeError says if a GPU, a connection or the system has failed.
+_OF_MACHINE = re.compile(
+    r"CUDA (driver )?error|Triton Error|cu[A-Za-z]+ error|CU[A-Z]+_STATUS|NCCL|gloo|inline_container|No space left|"
+    r"Too many open files|can't start new thread|onnection (closed|reset)"
+)
 _GENERATED = re.compile("^<|/torchinductor")  # the file of a frame: no file, or one that torch.compile has written
 _FOLDER = Path("/dev/shm")  # of counters
 _not_frozen: list[None] = []  # made after the last gc.freeze() of pdtool
@@ -68,7 +72,14 @@ def forward_error(error: Exception, stage_files: Path) -> ModelError | None:
     Args:
         stage_files: the folder of the stage files. An error of a forward has passed through one of them.
     """
-    is_of_machine = isinstance(error, (OSError, torch.AcceleratorError)) or _FAILED_GPU.search(describe_error(error))
+    causes: list[BaseException] = [error]
+    while cause := causes[-1].__cause__:
+        causes.append(cause)
+    is_of_machine = any(
+        isinstance(each, (OSError, torch.AcceleratorError, torch.distributed.DistError))
+        or (isinstance(each, RuntimeError) and _OF_MACHINE.search(describe_error(each)))
+        for each in causes
+    )
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not _GENERATED.search(f.filename) and not is_of_library(f.filename)]
     in_stage = [Path(frame.filename).parent == stage_files for frame in own]

@@ -265,6 +265,43 @@ def loss(output, target):
     STATE["all"][0].add_(1)
     return float(MEAN)
 """,
+    "one object at the start, several now": """
+AVERAGES, LISTS, ROWS = dict.fromkeys("ab", torch.zeros(1)), [[0]] * 2, torch.arange(4.0)
+FIRST = {"row": ROWS[:1]}
+def loss(output, target):
+    FIRST["row"] = FIRST["row"] + 1
+    for i, key in enumerate(AVERAGES):
+        AVERAGES[key] = 0.5 * AVERAGES[key] + i + 1
+        LISTS[i] = [*LISTS[i], i]
+    return {key: float(value) for key, value in AVERAGES.items()}, LISTS[:], ROWS.tolist(), float(FIRST["row"])
+""",
+    "a parameter of the loss": """
+class Loss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.zeros(1))
+    def forward(self, output, target):
+        if target is not None:  # a validation trains nothing
+            (self.scale - 1).square().sum().backward()
+            STEP.step()
+            STEP.zero_grad()
+        return float(self.scale.detach())
+loss = Loss()
+STEP = torch.optim.SGD(loss.parameters(), lr=0.1)
+""",
+    "a tensor that grows": """
+SEEN = torch.zeros(1)
+def loss(output, target):
+    SEEN.data = torch.cat([SEEN, SEEN[-1:] + 1])
+    return SEEN.tolist()
+""",
+    "memory of another form": """
+EMA = torch.zeros(2, 2)
+def loss(output, target):
+    EMA.data.mul_(0.5).add_(1)
+    EMA.flatten().add_(1)
+    return EMA.tolist()
+""",
     "an expanded tensor": """
 ONE = torch.ones(1)
 WEIGHTS = ONE.expand(3)
@@ -298,7 +335,7 @@ def test_values_that_share_a_name_or_memory_are_kept_each(tmp_path, code):
                 assert not kept.lost
             else:
                 with kept.restored():
-                    file.module.loss(1, 2)
+                    file.module.loss(1, None)
                 file.module.loss(1, 2)
                 for variable, entry, tensor in kept.state_dict():
                     saved.setdefault(variable, {})[entry] = tensor.clone()
@@ -313,13 +350,15 @@ def test_what_has_not_changed_is_not_saved(tmp_path):
     """NaN is not equal to itself, and a nested tensor cannot be compared."""
     code = """
 LABELS, NESTED = [torch.tensor([1.0, float("nan")])], [torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])]
-def look(labels, nested): return labels
-def loss(output, target): return look(LABELS, NESTED)
+def loss(output, target):
+    if target is None:
+        LABELS.append(NESTED.pop())
+    return LABELS
 """
     model = torch.nn.Linear(1, 1)
     kept = kept_values.KeptValues(load(tmp_path, more=code), model, [["weight"]], 0, torch.device("cpu"))
     assert "LABELS" in kept.names
-    assert not [*kept.state_dict()]
+    assert [name for name, *_ in kept.state_dict()] == ["NESTED"]  # which cannot be saved
 
 
 REPLACED = """

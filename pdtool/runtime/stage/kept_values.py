@@ -37,8 +37,8 @@ _KEEPERS = ("loss", "after_update", "scheduler", "metrics", "summarize_metrics",
 # Functions that may assign a variable -> those that may read it later.
 _READERS = {"after_update": ("loss", "collate", "dataset", "scheduler", "metrics"), "metrics": ("loss",)}
 _OF_MODULES = vars(nn.Module()).keys()
-# These are values themselves, whatever attributes they have.
-_NO_OBJECTS = (*CODE, Enum, dict, list, tuple, set, frozenset, deque, Tensor, np.ndarray)
+_CONTENTS = (dict, list, set, deque, Tensor, np.ndarray)  # whose content may change
+_NO_OBJECTS = (*CODE, *_CONTENTS, Enum, tuple, frozenset)  # values themselves, whatever attributes they have
 _Entries = Mapping[str, Tensor]
 
 
@@ -74,7 +74,7 @@ class KeptValues:
         own_first = sorted(used, key=lambda each: (each[0] != file.module.__name__, each))
         for module, name in dict.fromkeys([*lines, *own_first]):
             variable, line = _Variable(modules[module], name, modules, model), lines.get((module, name))
-            if line is not None or (variable.is_object and id(variable.value) not in objects):
+            if line or (variable.is_object and id(variable.value) not in objects):
                 objects.add(id(variable.value))
                 variable.start()
                 place = [] if modules[module] is file.module else user_module(module).split(".")
@@ -93,7 +93,7 @@ class KeptValues:
             if values or is_lost:
                 on_cpu = tensors_on_cpu(values, self._device)
                 record = {"stages": len(self._stages), "values": values, "on_cpu": on_cpu, "is_lost": is_lost}
-                record["classes"] = variable.classes()
+                record |= {"classes": variable.classes(), "replaced": variable.replaced(values)}
                 for key, tensor in pack(record):
                     yield name, f"{self._number}.{key}" if key else f"{self._number}", tensor
 
@@ -105,23 +105,37 @@ class KeptValues:
                 number, _, key = entry.partition(".")
                 by_stage.setdefault(int(number), {})[key] = tensor
             records = {number: unpack(of_stage) for number, of_stage in by_stage.items()}
-            values = self._chosen(by_stage, records)
+            saved = {
+                number: moved_to(self._device, record["values"], record["on_cpu"]) for number, record in records.items()
+            }
+            values = self._chosen(by_stage, records, saved)
+            replaced = {
+                id(part)
+                for number, record in records.items()
+                for path, flags in record.get("replaced", {}).items()
+                for part, is_replaced in zip(_parts_of(saved[number][path]), flags, strict=False)
+                if is_replaced
+            }
             is_lost = values is None or any(record["is_lost"] for record in records.values())
             read = (
                 [records[self._number]] if self._number in records and self._is_same_plan(records) else records.values()
             )
             classes = {path: kind for record in read for path, kind in record.get("classes", {}).items()}
-            is_lost |= not self._variables[name].assign(values or {}, classes)
+            is_lost |= not self._variables[name].assign(values or {}, classes, replaced)
             if is_lost:
                 self.lost.append(f"{name} ({self._lines[name]})" if name in self._lines else name)
 
     def _chosen(
-        self, by_stage: Mapping[int, _Entries], records: Mapping[int, Mapping[str, Any]]
+        self,
+        by_stage: Mapping[int, _Entries],
+        records: Mapping[int, Mapping[str, Any]],
+        values: Mapping[int, Mapping[str, Any]],
     ) -> Mapping[str, Any] | None:
-        """Return the values of a variable for this stage, by path; None if those of other stages differ."""
-        values: dict[int, Any] = {
-            number: moved_to(self._device, record["values"], record["on_cpu"]) for number, record in records.items()
-        }
+        """Return the values of a variable for this stage, by path; None if those of other stages differ.
+
+        Args:
+            values: those of each stage.
+        """
         if self._is_same_plan(records):
             return dict(values.get(self._number, {}))
         chosen = {}
@@ -201,10 +215,13 @@ class _Variable:
     def __init__(self, module: ModuleType, name: str, modules: Collection[str], model: nn.Module) -> None:
         self._module, self._name, self._modules, self._model = module, name, modules, model
         self._first: dict[str, _Snapshot | None] = {}
+        self._parts: dict[int, Any] = {}  # id -> container, tensor or array of the start
 
     def start(self) -> None:
         """Take the present values as those of the start."""
-        self._first = {location.path: state and state.copied() for location, state in self._states()}
+        for location, state in self._states():
+            self._first[location.path] = state and state.copied()
+            self._parts |= {id(part): part for part in _parts_of(location.value)} if state else {}
 
     @property
     def value(self) -> Any:
@@ -234,17 +251,22 @@ class _Variable:
             is_lost |= state is None and bool(not path or first)
         return values, is_lost
 
+    def replaced(self, values: Mapping[str, Any]) -> dict[str, list[bool]]:
+        """Return, by path, which containers, tensors and arrays in the values are no objects of the start."""
+        return {path: [id(part) not in self._parts for part in _parts_of(value)] for path, value in values.items()}
+
     def classes(self) -> dict[str, str]:
         """Return the name of the class of each object, by path."""
         objects: dict[str, Any] = {}
         deque(self._locations(objects), maxlen=0)
         return {path: type(each).__qualname__ for path, each in objects.items()}
 
-    def assign(self, values: Mapping[str, Any], classes: Mapping[str, str]) -> bool:
+    def assign(self, values: Mapping[str, Any], classes: Mapping[str, str], replaced: Collection[int]) -> bool:
         """Set values, by path.
 
         Args:
             classes: what `classes` returned when the values were saved.
+            replaced: ids of the values, and of what they contain, that no object of the start had become.
 
         Returns:
             Whether the variable has a place for each, in an object of the same class. It may not if the user's file was
@@ -258,7 +280,10 @@ class _Variable:
             if classes.get(inner, kind) != kind:
                 has_all = False
             elif path in locations:
-                locations[path].owner[locations[path].name] = _updated(locations[path].value, value)
+                current = locations[path].value
+                locations[path].owner[locations[path].name] = made = _updated(current, value, replaced)
+                if BoundValues.is_name(name) and made is not current:  # a default argument cannot be replaced
+                    has_all &= BoundValues.set_variable(objects[inner], name, made)
             elif path and inner in objects and not BoundValues.is_name(name):  # an attribute that a call makes
                 vars(objects[inner])[name] = value
             else:
@@ -344,7 +369,7 @@ def _remember(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
     match value:
         case Tensor():
             contents[id(value)] = value, value.detach().clone()
-        case np.ndarray() | list() | dict() | set() | deque():
+        case _ if isinstance(value, _CONTENTS):
             contents[id(value)] = value, copy.copy(value)
     match value:
         case list() | tuple() | deque() | set() | frozenset():
@@ -355,20 +380,36 @@ def _remember(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
                 _remember(each, contents)
 
 
-def _updated(current: Any, value: Any) -> Any:
-    """Return `current` with the content of `value`, also in what it contains; `value` if it does not fit in there."""
+def _parts_of(value: Any) -> Iterator[Any]:
+    """Yield the containers, tensors and arrays in a value, from the outside in."""
+    if isinstance(value, (*_CONTENTS, tuple, frozenset)):
+        yield value
+        if not isinstance(value, (Tensor, np.ndarray)):
+            for each in value.values() if isinstance(value, dict) else value:
+                yield from _parts_of(each)
+
+
+def _updated(current: Any, value: Any, replaced: Collection[int]) -> Any:
+    """Return `current` with the content of `value`, also in what it contains.
+
+    Args:
+        replaced: ids of values that are used themselves; so is one that does not fit into what is there.
+    """
+    is_replaced = id(value) in replaced
     match current, value:
-        case (Tensor() | np.ndarray(), Tensor() | np.ndarray()):
-            if (type(current), current.shape, current.dtype) != (type(value), value.shape, value.dtype):
-                return value
-        case (list(), list()) if len(current) == len(value):
-            value = [_updated(*pair) for pair in zip(current, value, strict=True)]
+        case (Tensor(), Tensor()) | (np.ndarray(), np.ndarray()):
+            is_replaced |= (current.shape, current.dtype) != (value.shape, value.dtype)
+        case (list(), list()):
+            more = [None] * (len(value) - len(current))
+            value = [_updated(*pair, replaced) for pair in zip([*current, *more], value, strict=False)]
         case (dict(), dict()):
-            value = {key: _updated(current[key], each) if key in current else each for key, each in value.items()}
-        case (list(), list()) | (set(), set()) | (deque(), deque()):
+            value = {key: _updated(current.get(key), each, replaced) for key, each in value.items()}
+        case (set(), set()) | (deque(), deque()):
             pass
         case _:
             return value
+    if is_replaced:
+        return value
     _fill(current, value)
     return current
 
@@ -376,7 +417,9 @@ def _updated(current: Any, value: Any) -> Any:
 def _fill(current: Any, value: Any) -> None:
     """Give a container, tensor or array the content of another one of its kind, if it can be written."""
     match current:
-        case Tensor():
+        case Tensor() if current.shape != value.shape:  # it was resized
+            current.data = value
+        case Tensor() if not _equal(current, value):
             with torch.no_grad():
                 without_repetition(current).copy_(without_repetition(value, current))
         case np.ndarray() if current.flags.writeable:
@@ -398,7 +441,7 @@ def variables_kept(file: ModelFile, modules: Mapping[str, ModuleType]) -> dict[t
         modules: the user's modules, by name.
 
     Returns:
-        (name of the module, variable) -> line; "" if a function that gets it as an argument may change it.
+        (name of the module, variable) -> line.
     """
     kept: dict[tuple[str, str], str] = {}
     for function, readers in _READERS.items():
@@ -406,7 +449,7 @@ def variables_kept(file: ModelFile, modules: Mapping[str, ModuleType]) -> dict[t
             for line, variable in collected(file.module, function, reader):
                 kept.setdefault((file.module.__name__, variable.partition(".")[0]), line)  # of an attribute, the object
     for line, module, variable in kept_between_calls(file.module, [*filter(file.has, _KEEPERS)], modules):
-        kept[module, variable] = kept.get((module, variable)) or line
+        kept.setdefault((module, variable), line)
     return kept
 
 
