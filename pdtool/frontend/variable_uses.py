@@ -8,6 +8,7 @@ import inspect
 import textwrap
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ _CHANGING |= {"difference_update", "intersection_update"}
 _OF_CONTAINERS = {"fill", "rotate", "subtract"}  # other objects have methods of these names, too
 _CONTAINERS = (list, dict, set, deque, np.ndarray)
 _TENSORS = (Tensor, np.ndarray)
+_INDEXED = (list, tuple, dict, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _NOT_IN_PLACE = {"requires_grad_", "share_memory_", "clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"}
 _SAME_MEMORY = {"setdefault", "detach", "view", "reshape", "flatten", "squeeze", "unsqueeze", "t"}  # as the object
 _BUILDING = {"__init__", "reset_parameters"}  # methods of a model that build it
@@ -187,8 +189,12 @@ def _all_changed_by(node: ast.AST, file: ModuleType) -> Iterator[ast.AST]:
 
 
 def _value(part: ast.AST, file: ModuleType) -> Any:
-    """The present value of `a.b` in a file; None if it has none."""
+    """The present value of `a.b` or `a[0]` in a file; None if it has none."""
     match part:
+        case ast.Subscript(value=inner, slice=ast.Constant(value=key)):
+            of = _value(inner, file)
+            with suppress(LookupError, TypeError):
+                return of[key] if type(of) in _INDEXED else None
         case ast.Name(id=name):
             return getattr(file, name, None)
         case ast.Attribute(value=inner, attr=name):
@@ -227,6 +233,12 @@ def changed_in_training(
                 continue  # parts of CONFIG.rates["low"] = 1: CONFIG.rates and CONFIG
             attributes = {part.attr for part in parts if isinstance(part, ast.Attribute)}
             value = getattr(file, owner.id, None)
+            if (
+                isinstance(value, nn.Module)
+                and isinstance(_value(parts[0], file), Tensor)
+                and isinstance(node, ast.Call)
+            ):
+                continue  # stages have the parameters and buffers of the model themselves
             is_owner = value in kinds if isinstance(value, type) else isinstance(value, (nn.Module, ModuleType))
             if owner.id in read or (is_owner and not read.isdisjoint(attributes)):
                 changed = parts[0] if isinstance(node, ast.Call) else node

@@ -332,6 +332,29 @@ def test_a_change_in_place_carries_a_value_too(statement, variable, tmp_path):
     assert found == ({variable} if variable else set())
 
 
+def test_an_update_may_change_weights_and_buffers_in_place(tmp_path):
+    """Unlike an attribute that is a constant in the stages."""
+    after = """
+NET = None
+def model(of=model):
+    global NET
+    NET = of()
+    NET.rate = 1.0
+    return NET
+def after_update(named, update):
+    with torch.no_grad():
+        NET[0].weight.clamp_(-1, 1)
+        NET[2].scale.fill_(1.0)
+"""
+    generated(tmp_path, forward="return torch.tanh(h * self.scale)", after=after)
+    with pytest.raises(
+        VerificationError, match=r"after_update\(\) changes NET\[2\].scale, which forward reads, but stages"
+    ):
+        generated(
+            tmp_path, forward="return torch.tanh(h * self.scale)", after=f"{after}    NET[2].scale = torch.ones(8)\n"
+        )
+
+
 def test_replicas_of_the_only_stage_see_different_values(tmp_path):
     """Each had a value of its own, so their weights became different. What collate leaves for loss is its own, too."""
     for name, is_refused in (("a helper of loss to the optimizer's class", True), ("callable object to loss", False)):

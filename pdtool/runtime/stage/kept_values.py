@@ -74,6 +74,8 @@ class KeptValues:
         own_first = sorted(used, key=lambda each: (each[0] != file.module.__name__, each))
         for module, name in dict.fromkeys([*lines, *own_first]):
             variable, line = _Variable(modules[module], name, modules, model), lines.get((module, name))
+            if any(variable.value is part for part in model.modules()):  # its tensors are in other components
+                continue
             if line or (variable.is_object and id(variable.value) not in objects):
                 objects.add(id(variable.value))
                 variable.start()
