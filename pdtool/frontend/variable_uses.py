@@ -27,8 +27,10 @@ _OF_CONTAINERS = {"fill", "rotate", "subtract"}  # other objects have methods of
 _CONTAINERS = (list, dict, set, deque, np.ndarray)
 _TENSORS = (Tensor, np.ndarray)
 _INDEXED = (list, tuple, dict, nn.Sequential, nn.ModuleList, nn.ModuleDict)
+# Of torch's functions that end in _, these change no values.
 _NOT_IN_PLACE = {"requires_grad_", "share_memory_", "clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"}
-_SAME_MEMORY = {"setdefault", "detach", "view", "reshape", "flatten", "squeeze", "unsqueeze", "t"}  # as the object
+# Methods whose result shares memory with the object.
+_SAME_MEMORY = {"setdefault", "detach", "view", "reshape", "flatten", "squeeze", "unsqueeze", "t"}
 _BUILDING = {"__init__", "reset_parameters"}  # methods of a model that build it
 _NOT_FORWARD = {"__repr__", "extra_repr", *_BUILDING}
 

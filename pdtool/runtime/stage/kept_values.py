@@ -111,17 +111,10 @@ class KeptValues:
                 number: moved_to(self._device, record["values"], record["on_cpu"]) for number, record in records.items()
             }
             values = self._chosen(by_stage, records, saved)
-            replaced = {
-                id(part)
-                for number, record in records.items()
-                for path, flags in record.get("replaced", {}).items()
-                for part, is_replaced in zip(_parts_of(saved[number][path]), flags, strict=False)
-                if is_replaced
-            }
+            replaced = _replaced_in(records, saved)
             is_lost = values is None or any(record["is_lost"] for record in records.values())
-            read = (
-                [records[self._number]] if self._number in records and self._is_same_plan(records) else records.values()
-            )
+            is_own = self._number in records and self._is_same_plan(records)
+            read = [records[self._number]] if is_own else records.values()
             classes = {path: kind for record in read for path, kind in record.get("classes", {}).items()}
             is_lost |= not self._variables[name].assign(values or {}, classes, replaced)
             if is_lost:
@@ -380,6 +373,17 @@ def _remember(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
         case dict():
             for each in value.values():
                 _remember(each, contents)
+
+
+def _replaced_in(records: Mapping[int, Mapping[str, Any]], saved: Mapping[int, Mapping[str, Any]]) -> set[int]:
+    """Return the ids of saved values, and of what they contain, that were no objects of the start (see `replaced`)."""
+    return {
+        id(part)
+        for number, record in records.items()
+        for path, flags in record.get("replaced", {}).items()
+        for part, is_replaced in zip(_parts_of(saved[number][path]), flags, strict=False)
+        if is_replaced
+    }
 
 
 def _parts_of(value: Any) -> Iterator[Any]:
