@@ -202,7 +202,8 @@ def _value(part: ast.AST, file: ModuleType) -> Any:
         case ast.Attribute(value=inner, attr=name):
             of = _value(inner, file)
             if isinstance(of, ModuleType | Tensor):
-                return getattr(of, name, None)
+                with suppress(Exception):  # of a module that imports its parts when they are asked for
+                    return getattr(of, name, None)
             if isinstance(of, nn.Module):
                 of_module: dict[str, Any] = of._parameters | of._buffers | of._modules
                 if name in of_module:

@@ -73,7 +73,7 @@ def forward_error(error: Exception, stage_files: Path) -> ModelError | None:
         stage_files: the folder of the stage files. An error of a forward has passed through one of them.
     """
     causes: list[BaseException] = [error]
-    while cause := causes[-1].__cause__:
+    while (cause := causes[-1].__cause__) and all(cause is not each for each in causes):
         causes.append(cause)
     is_of_machine = any(
         isinstance(each, (OSError, torch.AcceleratorError, torch.distributed.DistError))

@@ -345,6 +345,28 @@ def test_values_that_share_a_name_or_memory_are_kept_each(tmp_path, code):
     assert found == [uninterrupted] * 2
 
 
+def test_a_default_argument_that_cannot_be_set_again_is_told(tmp_path):
+    code = "def loss(output, target, seen=torch.zeros(1)):\n    seen.data = torch.cat([seen, seen])\n"
+    model, cpu, saved = torch.nn.Linear(1, 1), torch.device("cpu"), {"loss": {}}
+    for is_resumed in (False, True):
+        file = load(tmp_path, more=code)
+        kept = kept_values.KeptValues(file, model, [["weight"]], 0, cpu)
+        if is_resumed:
+            kept.load_state_dict(saved)
+        else:
+            file.module.loss(1, 2)
+            saved["loss"] = {entry: tensor for _, entry, tensor in kept.state_dict()}
+    assert kept.lost == ["loss (user.py:10)"]
+
+
+def test_a_module_whose_parts_cannot_be_imported_is_no_fault(tmp_path):
+    """As of a library that imports its parts when they are asked for."""
+    lazy = "import types\nclass Lazy(types.ModuleType):\n    def __getattr__(self, name): raise RuntimeError(name)\n"
+    code = f"{lazy}LAZY = Lazy('lazy')\ndef loss(output, target): return LAZY.part.run(LAZY.other(1))\n"
+    file = load(tmp_path, more=code)
+    assert not kept_values.variables_kept(file, {file.module.__name__: file.module})
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_has_not_changed_is_not_saved(tmp_path):
     """NaN is not equal to itself, and a nested tensor cannot be compared."""
