@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from pdtool.frontend.operators import Operator, Value
 
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _PROBABILITIES = ("p", "dropout", "dropout_p")  # ATen operators draw nothing if one of these arguments is 0
 _MODES = ("train", "training")  # or if one of these is False
 # These draw by sample and channel, or for a tensor of their own, not in the layout of an input.
@@ -111,6 +112,38 @@ def random_state_kept() -> Iterator[None]:
     finally:
         random.setstate(state)
         np.random.set_state(numpy_state)
+
+
+def generator_state(generator: Any) -> Any:
+    """Return the state of one of GENERATORS, of tensors, arrays, numbers and texts; it changes with each draw."""
+    match generator:
+        case torch.Generator():
+            return generator.get_state()
+        case np.random.Generator():
+            return generator.bit_generator.state
+        case np.random.RandomState():
+            return generator.get_state(legacy=False)
+    return generator.getstate()
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Give one of GENERATORS the state of another one of its kind."""
+    match generator:
+        case np.random.Generator():
+            generator.bit_generator.state = state
+        case random.Random():
+            generator.setstate(state)
+        case _:
+            generator.set_state(state)
+
+
+def generator_with_state(kind: type, state: Any) -> Any:
+    """Return a generator of one of the kinds GENERATORS, with this state."""
+    generator = (
+        np.random.Generator(getattr(np.random, state["bit_generator"])()) if kind is np.random.Generator else kind()
+    )
+    set_generator_state(generator, state)
+    return generator
 
 
 class OperatorSeeds:

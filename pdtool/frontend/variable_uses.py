@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from pdtool.frontend.random_numbers import GENERATORS
+
 _GLOBALS = ("LOAD_GLOBAL",)  # of Python's bytecode
 _READING = (*_GLOBALS, "LOAD_ATTR", "LOAD_METHOD")
 _ADDING = {"append", "appendleft", "extend", "add", "update", "clear"}  # methods of containers
@@ -345,10 +347,14 @@ def _kept_in(module: ModuleType, names: Collection[str]) -> Iterator[tuple[str, 
 
 
 def _changed_by_callee(node: ast.AST, module: ModuleType) -> Iterator[ast.AST]:
-    """Yield the parts of each argument of a call that the called function changes, if it is the user's or heapq's."""
+    """Yield the parts of each argument of a call that the called function changes, if it is the user's or heapq's, and
+    of each iterator and generator of random numbers that a call uses."""
     if not isinstance(node, ast.Call):
         return
     function = _value(node.func, module)
+    for used in (*node.args, *(keyword.value for keyword in node.keywords), getattr(node.func, "value", None)):
+        if isinstance(used, ast.AST) and isinstance(_value(used, module), (*GENERATORS, Iterator)):
+            yield from _parts_of(used)
     if isinstance(function, BuiltinFunctionType) and function.__module__ in ("_heapq", "_bisect"):
         yield from (part for argument in node.args[:1] for part in _parts_of(argument))
     if isinstance(function, FunctionType) and (defined := _tree(function)[0].body):

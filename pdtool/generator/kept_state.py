@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import random
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pdtool.frontend.random_numbers import GENERATORS, generator_state
 from pdtool.frontend.user_modules import CODE, files_and_classes, variables
 from pdtool.frontend.variable_uses import is_of_torch, user_classes, uses_in
 
@@ -38,7 +38,6 @@ _MAX_ITEMS, _MAX_BYTES = 10_000, 1 << 28  # of one container, one array; larger 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _COMPARABLE = (set, frozenset, range, slice, np.generic, torch.dtype, torch.device)
 _CLOSED = (*CODE, logging.Logger, enum.Enum)  # not looked into
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _OF_USER = (*_PLAIN, dict, set, deque)  # attributes of torch's modules that are looked at
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # `training`, and the dictionaries of parameters, buffers and hooks
 
@@ -194,7 +193,7 @@ class _Key:
         if isinstance(value, np.ndarray):
             return id(value), _checksum(value)
         if isinstance(value, GENERATORS):
-            return id(value), _generator_state(value)
+            return id(value), str(pytree.tree_map_only(Tensor, Tensor.tolist, generator_state(value)))
         if isinstance(value, Mapping) and len(value) <= _MAX_ITEMS:
             return id(value), tuple((repr(key), self._of(item, depth - 1)) for key, item in value.items())
         if isinstance(value, (list, tuple, set, frozenset, deque)) and len(value) <= _MAX_ITEMS:
@@ -209,18 +208,6 @@ class _Key:
         is_of_library = callable(value) and is_of_torch(type(value)) and not isinstance(value, nn.Module)
         attributes = {} if is_of_library else _attributes(value)
         return id(value), tuple((name, self._of(item, depth - 1)) for name, item in attributes.items())
-
-
-def _generator_state(value: Any) -> str:
-    """The state of a random generator; it changes with each number that is drawn."""
-    match value:
-        case torch.Generator():
-            return str(value.get_state().tolist())
-        case np.random.Generator():
-            return str(value.bit_generator.state)
-        case np.random.RandomState():
-            return str(value.get_state(legacy=False))
-    return str(value.getstate())
 
 
 def _attributes(value: Any) -> dict[str, Any]:

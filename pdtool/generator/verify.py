@@ -30,12 +30,11 @@ from pdtool.errors import PdtoolError, describe_error
 from pdtool.frontend.model_io import ModelInputs, named_leaves, tensors_of
 from pdtool.frontend.model_rules import hook_on_parameter
 from pdtool.frontend.operators import named_state, registered_state, shared_memory
-from pdtool.frontend.random_numbers import derive_seed, random_state_kept, seed_generators, seed_torch
+from pdtool.frontend.random_numbers import GENERATORS, derive_seed, random_state_kept, seed_generators, seed_torch
 from pdtool.frontend.user_code import line_of
 from pdtool.frontend.variable_uses import names_read, user_classes
 from pdtool.generator.composed import REPORT, ModelFailedError, VerificationError, compose, copy_state, load_stages
 from pdtool.generator.kept_state import (
-    GENERATORS,
     TOLERANCE,
     KeptAttribute,
     changed_attributes,

@@ -71,7 +71,8 @@ def loss(output, target):
 
 def test_variables_are_kept_that_a_later_call_reads(tmp_path):
     """Not those that are computed anew in each call, or never read."""
-    for more, expected in ((KEPT, ["TAU", "AVERAGE", "CALLS"]), ("", [])):
+    steps = "import itertools\nSTEPS = itertools.count()\ndef loss(output, target): return next(STEPS)\n"
+    for more, expected in ((KEPT, ["TAU", "AVERAGE", "CALLS"]), (steps, ["STEPS"]), ("", [])):
         file = load(tmp_path, more=more)
         found = kept_values.variables_kept(file, {file.module.__name__: file.module})
         assert [name for _, name in found] == expected
@@ -227,6 +228,7 @@ def test_what_is_bound_to_a_function_is_in_the_checkpoint_or_told(tmp_path, last
     assert found == [((2, 2, ([4.0], 2, [0, 1])), 3)] * 2
 
 
+IMPORTS = "import collections, functools, heapq, itertools, random\nimport numpy as np\n"
 SHARED = {
     "a counter in a dict": """
 def loss(output, target, seen={"a": collections.Counter()}):
@@ -319,6 +321,20 @@ def loss(output, target):
     heapq.heappush(LEAST, len(LEAST))
     return CENTER["x"], sorted(LEAST)
 """,
+    "generators of random numbers": """
+NOISE, LEGACY, BITS = np.random.default_rng(1), np.random.RandomState(2), np.random.Generator(np.random.MT19937(3))
+OWN = torch.Generator().manual_seed(4)
+DRAWN = {"own": OWN}
+class Mix:
+    def __init__(self):
+        self.random = random.Random(5)
+MIX = Mix()
+def some(generator):
+    return generator.random()
+def loss(output, target):
+    drawn = [float(NOISE.beta(1, 1)), float(LEGACY.rand()), some(BITS), MIX.random.gauss(0, 1)]
+    return [*drawn, float(torch.rand(1, generator=OWN)), float(torch.rand(1, generator=DRAWN["own"]))]
+""",
 }
 
 
@@ -328,7 +344,7 @@ def test_values_that_share_a_name_or_memory_are_kept_each(tmp_path, code):
     model, saved, found = torch.nn.Linear(1, 1), dict[str, dict[str, torch.Tensor]](), []
     for is_resumed in (False, True):
         with undoing_user_changes():
-            file = load(tmp_path, more=f"import collections, functools, heapq\n{code}")
+            file = load(tmp_path, more=IMPORTS + code)
             kept = kept_values.KeptValues(file, model, [["weight", "bias"]], 0, torch.device("cpu"))
             if is_resumed:
                 kept.load_state_dict({variable: {} for variable in kept.names} | saved)
@@ -340,7 +356,7 @@ def test_values_that_share_a_name_or_memory_are_kept_each(tmp_path, code):
                 for variable, entry, tensor in kept.state_dict():
                     saved.setdefault(variable, {})[entry] = tensor.clone()
             found.append(file.module.loss(1, 2))
-    file = load(tmp_path, more=f"import collections, functools, heapq\n{code}")
+    file = load(tmp_path, more=IMPORTS + code)
     uninterrupted = [file.module.loss(1, 2) for _ in range(2)][1]
     assert found == [uninterrupted] * 2
 

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pdtool.artifacts.bundle import Bundle
 from pdtool.errors import FieldError, with_article
+from pdtool.frontend.random_numbers import GENERATORS, generator_state, generator_with_state
 from pdtool.runtime.stage.averaging import without_repetition
 from pdtool.runtime.stage.pipeline_stage import PipelineStage
 
@@ -191,6 +192,8 @@ def _packed(value: object, key: str, tensors: dict[str, Tensor]) -> Any:
         return ["deque", [value.maxlen, _packed([*value], key, tensors)]]
     if type(value) in _CONTAINERS.values() and isinstance(value, (list, tuple, set, frozenset)):
         return [type(value).__name__, [_packed(v, f"{key}{dot}{i}", tensors) for i, v in enumerate(value)]]
+    if type(value) in GENERATORS and (not isinstance(value, torch.Generator) or value.device.type == "cpu"):
+        return ["generator", [GENERATORS.index(type(value)), _packed(generator_state(value), key, tensors)]]
     raise CannotPackError(with_article(type(value).__name__))
 
 
@@ -205,6 +208,9 @@ def _unpacked(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "deque":
         maxlen, values = content
         return deque(_unpacked(values, tensors), maxlen)
+    if kind == "generator":
+        index, state = content
+        return generator_with_state(GENERATORS[index], _unpacked(state, tensors))
     if kind == "dict":
         return {_unpacked(key, tensors): _unpacked(value, tensors) for key, value in content}
     return _CONTAINERS[kind](_unpacked(value, tensors) for value in content)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.random_numbers import GENERATORS, generator_state, set_generator_state
 from pdtool.frontend.user_modules import CODE, user_module, user_modules
 from pdtool.frontend.variable_uses import BoundValues, collected, kept_between_calls, variables_used
 from pdtool.runtime.stage.averaging import without_repetition
@@ -37,7 +38,7 @@ _KEEPERS = ("loss", "after_update", "scheduler", "metrics", "summarize_metrics",
 # Functions that may assign a variable -> those that may read it later.
 _READERS = {"after_update": ("loss", "collate", "dataset", "scheduler", "metrics"), "metrics": ("loss",)}
 _OF_MODULES = vars(nn.Module()).keys()
-_CONTENTS = (dict, list, set, deque, Tensor, np.ndarray)  # whose content may change
+_CONTENTS = (dict, list, set, deque, Tensor, np.ndarray, *GENERATORS)  # whose content may change
 _NO_OBJECTS = (*CODE, *_CONTENTS, Enum, tuple, frozenset)  # values themselves, whatever attributes they have
 _Entries = Mapping[str, Tensor]
 
@@ -364,6 +365,8 @@ def _remember(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
     match value:
         case Tensor():
             contents[id(value)] = value, value.detach().clone()
+        case _ if isinstance(value, GENERATORS):
+            contents[id(value)] = value, copy.deepcopy(value)
         case _ if isinstance(value, _CONTENTS):
             contents[id(value)] = value, copy.copy(value)
     match value:
@@ -390,7 +393,7 @@ def _parts_of(value: Any) -> Iterator[Any]:
     """Yield the containers, tensors and arrays in a value, from the outside in."""
     if isinstance(value, (*_CONTENTS, tuple, frozenset)):
         yield value
-        if not isinstance(value, (Tensor, np.ndarray)):
+        if not isinstance(value, (Tensor, np.ndarray, *GENERATORS)):
             for each in value.values() if isinstance(value, dict) else value:
                 yield from _parts_of(each)
 
@@ -411,6 +414,8 @@ def _updated(current: Any, value: Any, replaced: Collection[int]) -> Any:
         case (dict(), dict()):
             value = {key: _updated(current.get(key), each, replaced) for key, each in value.items()}
         case (set(), set()) | (deque(), deque()):
+            pass
+        case _ if isinstance(current, GENERATORS) and type(current) is type(value):
             pass
         case _:
             return value
@@ -438,6 +443,8 @@ def _fill(current: Any, value: Any) -> None:
         case deque():
             current.clear()
             current.extend(value)
+        case _ if isinstance(current, GENERATORS):
+            set_generator_state(current, generator_state(value))
 
 
 def variables_kept(file: ModelFile, modules: Mapping[str, ModuleType]) -> dict[tuple[str, str], str]:
