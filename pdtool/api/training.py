@@ -133,6 +133,8 @@ def write_stages(inputs: Inputs, folder: Path) -> Bundle:
     files = ", ".join([*(stage.file for stage in bundle.stages), Bundle.FILE])
     tied = (parameter.sentence() for parameter in bundle.tied)
     note("\n".join([f"wrote {folder}/ ({files})", *tied, proof[bundle.proof]]))
+    for doubt in bundle.doubts:
+        note(f"warning: {doubt}")
     return bundle
 
 

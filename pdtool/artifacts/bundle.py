@@ -110,6 +110,7 @@ class Bundle(YamlArtifact):
             dimension is None if it is unknown.
         output_classes: name of a class in the last stage's file -> `module:Class` of the user's class in the model's
             output that it stands for.
+        read_back: the buffers, in stages with replicas, that forward changes in training and its next call reads.
         differs_for_one_sample: whether the stages compute something else than the model from a minibatch of one sample.
     """
 
@@ -129,7 +130,19 @@ class Bundle(YamlArtifact):
     optional_gradients: bool = False
     opaque_outputs: dict[ModulePath, tuple[tuple[tuple[Dim | None, ...], ...], ...]] = Field(default_factory=dict)
     output_classes: dict[Identifier, Label] = Field(default_factory=dict)
+    read_back: tuple[Name, ...] = ()
     differs_for_one_sample: bool = False
+
+    @property
+    def doubts(self) -> list[str]:
+        """What may make training differ from that on one worker."""
+        if not self.read_back:
+            return []
+        return [
+            f"forward reads {', '.join(self.read_back)} as earlier minibatches have changed it. Each replica of this "
+            "stage changes its own, and they are averaged at the end of an epoch. `pdtool partition --straight` plans "
+            "without replicas"
+        ]
 
     def check(self) -> None:
         described: set[str] = set()

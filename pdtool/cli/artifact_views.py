@@ -58,6 +58,7 @@ def bundle_view(bundle: Bundle) -> Lines:
     tensor_columns = ("tensor", "from", "to", "shape", "dtype", "gradient back")
     yield Table(tensor_columns, tensors, names=6, drop=("dtype", "gradient back"))
     yield from (tied.sentence() for tied in bundle.tied)
+    yield from (f"warning: {doubt}" for doubt in bundle.doubts)
 
 
 def cluster_view(cluster: ClusterFile) -> Lines:

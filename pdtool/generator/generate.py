@@ -36,8 +36,9 @@ from pdtool.generator.composed import ModelFailedError, VerificationError, state
 from pdtool.generator.kept_state import has_same_content
 from pdtool.generator.output_writer import output_class_names
 from pdtool.generator.outputs_only import check_outputs_only
+from pdtool.generator.replicated_state import buffers_read_back
 from pdtool.generator.stage_file import StageWriter
-from pdtool.generator.verify import outputs_in_both_modes, set_by_first_minibatch, verify_shapes, verify_values
+from pdtool.generator.verify import outputs_in_both_modes, verify_shapes, verify_values
 from pdtool.generator.wiring import Wiring
 
 # Copies of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
@@ -93,7 +94,7 @@ def generate(
     several = any(stage.in_flight > 1 for stage in plan.stages)
     progress("comparing the stages with the model" if fits else "checking shapes (the model is too large to run here)")
     bundle = bundle.model_copy(update={"differs_for_one_sample": _verify(traced, model_file, texts, bundle, several)})
-    _check_replicated_parameters(plan, bundle, model_file)
+    bundle = bundle.model_copy(update={"read_back": buffers_read_back(plan, bundle, model_file)})
     outputs = len([leaf for _, leaf in named_leaves(traced.output, "output") if isinstance(leaf, Value)])
     check_user_functions(model_file, plan, bundle, texts, lambda: traced.model, outputs)
     _write(folder, texts | {Bundle.FILE: bundle.dump()})
@@ -219,8 +220,9 @@ def check_stage_files(
         traced: the model.
     """
     _, expected = _written(plan, stages, traced, bundle.proof)
-    # An older bundle has fewer digests, and none of the next two; only a comparison tells the last one.
-    unknown = {"digests": {}, "opaque_outputs": {}, "output_classes": {}, "differs_for_one_sample": False}
+    # An older bundle has fewer digests, and none of the next two; only a comparison tells the last ones.
+    unknown: dict[str, Any] = {"digests": {}, "opaque_outputs": {}, "output_classes": {}, "read_back": ()}
+    unknown["differs_for_one_sample"] = False
     ours, theirs = (made.model_copy(update=unknown) for made in (expected, bundle))
     if ours.content_sha256 == theirs.content_sha256:
         return
@@ -297,27 +299,6 @@ def _verify_values(model_file: ModelFile, texts: dict[str, str], bundle: Bundle,
     with suppress(PdtoolError):  # example_inputs cannot give one sample
         one_sample = model_file.example_inputs(1)
     return verify_values(model_file.build, texts, bundle, batches, after_forward, one_sample, several_in_flight=several)
-
-
-def _check_replicated_parameters(plan: Plan, bundle: Bundle, model_file: ModelFile) -> None:
-    """Check that forward sets no parameter of a stage with replicas from its first minibatch: each replica would set
-    its own, and from then on only gradients are averaged. Raises VerificationError."""
-    replicated = {
-        name: s for s, stage in enumerate(bundle.stages) if plan.stages[s].replicas > 1 for name in stage.parameters
-    }
-    if bundle.proof != "values" or not replicated:
-        return
-    size = min(bundle.batch_size, _VERIFIED_SAMPLES)
-    with suppress(ModelFailedError):  # the minibatch is too small
-        batches = [model_file.example_inputs(samples) for samples in (size, size + 1)]
-        for name in set_by_first_minibatch(model_file.build, batches):
-            if name in replicated:
-                s = replicated[name]
-                raise VerificationError(
-                    f"forward sets parameter {name} from its first minibatch, but stage {s} has "
-                    f"{plan.stages[s].replicas} replicas, and each would set it from another one",
-                    "set it in model() from fixed samples, or plan with one worker for this stage, such as --straight",
-                )
 
 
 def _check_target_kept(model_file: ModelFile, model: nn.Module) -> None:

@@ -199,7 +199,7 @@ class _StageComparison:
     def _expected(self, inputs: ModelInputs, where: str) -> Any:
         """Return the model's output."""
         with repeatable():
-            return _run_model(self.model, inputs, where)
+            return run_model(self.model, inputs, where)
 
     def _composed(self, inputs: ModelInputs, where: str) -> Any:
         """Return the output of the stages."""
@@ -295,20 +295,6 @@ def _runs_user_code(model: nn.Module, texts: Mapping[str, str], bundle: Bundle) 
     return any(not type(module).__module__.startswith("torch.nn.") for module in has_buffers)
 
 
-def set_by_first_minibatch(build: Callable[[], nn.Module], batches: Sequence[Any]) -> list[str]:
-    """Return the parameters that the first forward in training sets from its minibatch, as ActNorm does."""
-    changed: list[dict[str, Tensor]] = []
-    for inputs in (batches[0], batches[-1]):
-        model = build().train()
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        with repeatable():
-            _run_model(model, ModelInputs.of(inputs), "the first minibatch")
-        after = ((name, p.detach()) for name, p in model.named_parameters() if name in before)
-        changed.append({name: weight for name, weight in after if not torch.equal(weight, before[name])})
-    first, other = changed  # a mask that is applied to a weight changes both alike
-    return [n for n in first | other if n not in first or n not in other or not torch.equal(first[n], other[n])]
-
-
 def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batches: Sequence[ModelInputs]) -> bool:
     """Whether an attribute, or the model's output, depends on minibatches before the last one: on their inputs,
     weights, or random numbers.
@@ -322,7 +308,7 @@ def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batche
         fresh = kept.value(new)
         with torch.set_grad_enabled(training), random_state_kept():
             for inputs in before:
-                _run_model(old, inputs, "a minibatch before")
+                run_model(old, inputs, "a minibatch before")
         with torch.no_grad():
             for parameter in (parameter for parameter in old.parameters() if parameter.requires_grad):
                 parameter.add_(0.01)
@@ -334,7 +320,7 @@ def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batche
             results = []
             for model, value in ((old, kept.value(old)), (new, fresh)):
                 kept.restore(model, value)
-                output = _run_model(model, last, "the last minibatch")
+                output = run_model(model, last, "the last minibatch")
                 results.append((kept.value(model), *tensors_of(output)))
         if not has_same_content(results[0], results[1]):
             return True
@@ -371,7 +357,7 @@ def _refuse_hidden_paths(
     for path in opaque if len(opaque) > 1 else ():
         readers[path] = {name for kind in user_classes(model.get_submodule(path)) for name in names_read(kind)}
     before = kept_state(model)
-    _run_model(model, inputs, "a further minibatch")
+    run_model(model, inputs, "a further minibatch")
     for changed in changed_attributes(model, before):
         reading = [reader for reader, names in readers.items() if changed.name in names]
         if len(reading) > 1 or (reading and reading[0] not in opaque):
@@ -423,11 +409,11 @@ def outputs_in_both_modes(model: nn.Module, batch: Any) -> list[list[Tensor]]:
     for training in (True, False):
         model.train(training)
         with torch.no_grad(), repeatable():
-            outputs.append(tensors_of(_run_model(model, inputs, "a minibatch")))
+            outputs.append(tensors_of(run_model(model, inputs, "a minibatch")))
     return outputs
 
 
-def _run_model(model: nn.Module, inputs: ModelInputs, where: str) -> Any:
+def run_model(model: nn.Module, inputs: ModelInputs, where: str) -> Any:
     return _run("the model", lambda: _copy(inputs).call(model), where)
 
 

@@ -616,3 +616,31 @@ def test_replicas_do_not_set_a_parameter_each_from_its_first_minibatch(
     said = r"^forward sets parameter 0\.loc from its first minibatch, but stage 0 has 2 replicas"
     with pytest.raises(VerificationError, match=said) if is_refused else nullcontext():
         generate(plan, profile, file, tmp_path / "two")
+
+
+READ_BACK = """
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("rows", torch.zeros(3, 4))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.seen.add_(1)
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        x = self.first(x - READ)
+        self.rows[:, 0].copy_(x[0].detach().mean())
+        return self.last(x)
+"""
+
+
+@pytest.mark.parametrize(("read", "buffers"), [("x.mean(0)", []), ("self.rows.mean()", ["rows"])])
+def test_buffers_that_each_replica_changes_and_reads_are_told(read: str, buffers: list[str], tmp_path: Path) -> None:
+    """Such as a queue of earlier minibatches: each replica has one of its own. Running statistics are only written."""
+    (tmp_path / "model.py").write_text(HEAD.rpartition("\n    def")[0] + READ_BACK.replace("READ", read) + TAIL)
+    file = ModelFile.load(ModelRef(source=str(tmp_path / "model.py")), trusted=True)
+    profile = skeleton(file)
+    plan = plan_of(profile, 2)
+    assert not generate(plan, profile, file, tmp_path / "one").doubts
+    first, last = plan.stages
+    stages = (first, last.model_copy(update={"replicas": 2, "workers": (1, 2)}))
+    doubts = generate(plan.model_copy(update={"stages": stages}), profile, file, tmp_path / "two").doubts
+    assert [doubt.split(" as ")[0] for doubt in doubts] == [f"forward reads {name}" for name in buffers]

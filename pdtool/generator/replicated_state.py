@@ -1,0 +1,88 @@
+"""Find what a stage with replicas keeps of its minibatches: each replica sees only its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdtool.artifacts.bundle import Bundle
+from pdtool.artifacts.plan import Plan
+from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.model_io import ModelInputs
+from pdtool.frontend.variable_uses import is_of_torch
+from pdtool.generator.composed import ModelFailedError, VerificationError
+from pdtool.generator.kept_state import has_same_content
+from pdtool.generator.verify import repeatable, run_model
+
+_SAMPLES = 2  # of a minibatch; 1 is a special case for some operators
+
+
+def buffers_read_back(plan: Plan, bundle: Bundle, model_file: ModelFile) -> tuple[str, ...]:
+    """Return the buffers, in stages with replicas, that forward changes in training and that its next call reads.
+
+    Those of torch's own modules are left out.
+
+    Raises:
+        VerificationError: forward sets a parameter of such a stage from its first minibatch: each replica would set its
+            own, and from then on only gradients are averaged.
+    """
+    replicated = [stage for stage, planned in zip(bundle.stages, plan.stages, strict=True) if planned.replicas > 1]
+    if bundle.proof != "values" or not replicated:
+        return ()
+    size = min(bundle.batch_size, _SAMPLES)
+    batches = [ModelInputs.of(model_file.example_inputs(samples)) for samples in (size, size + 1)]
+    with suppress(ModelFailedError):  # the minibatch is too small
+        set_first = _set_by_first_minibatch(model_file.build, batches)
+        for s, name in ((s, name) for s, stage in enumerate(bundle.stages) for name in stage.parameters):
+            if name in set_first and plan.stages[s].replicas > 1:
+                raise VerificationError(
+                    f"forward sets parameter {name} from its first minibatch, but stage {s} has "
+                    f"{plan.stages[s].replicas} replicas, and each would set it from another one",
+                    "set it in model() from fixed samples, or plan with one worker for this stage, such as --straight",
+                )
+        found = _read_back(model_file.build().train(), batches)
+        return tuple(name for stage in replicated for name in stage.buffers if name in found)
+    return ()
+
+
+def _set_by_first_minibatch(build: Callable[[], nn.Module], batches: Sequence[ModelInputs]) -> list[str]:
+    """Return the parameters that the first forward in training sets from its minibatch, as ActNorm does."""
+    changed: list[dict[str, Tensor]] = []
+    for inputs in batches:
+        model = build().train()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        with repeatable():
+            run_model(model, inputs, "the first minibatch")
+        after = ((name, p.detach()) for name, p in model.named_parameters() if name in before)
+        changed.append({name: weight for name, weight in after if not torch.equal(weight, before[name])})
+    first, other = changed  # a mask that is applied to a weight changes both alike
+    return [n for n in first | other if n not in first or n not in other or not torch.equal(first[n], other[n])]
+
+
+def _read_back(model: nn.Module, batches: Sequence[ModelInputs]) -> list[str]:
+    """Return the buffers of the user's modules with whose values after one minibatch, instead of those of the start,
+    the output for another minibatch differs."""
+    first, other = batches
+    start = _copied(model.named_buffers())
+
+    def output_with(buffers: dict[str, Tensor], inputs: ModelInputs) -> Any:
+        for name, value in buffers.items():
+            path, _, attribute = name.rpartition(".")
+            model.get_submodule(path)._buffers[attribute] = value.clone()
+        with repeatable(), torch.no_grad():
+            return run_model(model, inputs, "a second minibatch")
+
+    output_with(start, first)
+    after = _copied(model.named_buffers())
+    expected = output_with(start, other)
+    changed = [name for name, value in start.items() if not has_same_content(value, after[name])]
+    own = [name for name in changed if not is_of_torch(type(model.get_submodule(name.rpartition(".")[0])))]
+    return [name for name in own if not has_same_content(expected, output_with(start | {name: after[name]}, other))]
+
+
+def _copied(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors}
