@@ -37,6 +37,7 @@ _OF_MACHINE = re.compile(
     r"Too many open files|can't start new thread|onnection (closed|reset)"
 )
 _GENERATED = re.compile("^<|/torchinductor")  # the file of a frame: no file, or one that torch.compile has written
+_PDTOOL = Path(__file__).parents[1]
 _FOLDER = Path("/dev/shm")  # of counters
 _not_frozen: list[None] = []  # made after the last gc.freeze() of pdtool
 
@@ -65,12 +66,13 @@ def exit_error(error: SystemExit) -> WorkerDiedError:
     return WorkerDiedError(f"sys.exit({text}) was called{_place(error)}", _RAISE_AN_ERROR)
 
 
-def forward_error(error: Exception, stage_files: Path) -> ModelError | None:
+def model_error(error: Exception, stage_files: Path) -> ModelError | None:
     """Return the error of a worker whose stage cannot compute a minibatch, with the deepest line of model.py or of the
     stage file. Return None for any other error, such as that of a GPU or of the system: starting again may help there.
 
     Args:
-        stage_files: the folder of the stage files. An error of a forward has passed through one of them.
+        stage_files: the folder of the stage files. An error of a forward has passed through one of them, and that of
+            the backward of an autograd.Function through the user's own file only.
     """
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__) and all(cause is not each for each in causes):
@@ -83,10 +85,13 @@ def forward_error(error: Exception, stage_files: Path) -> ModelError | None:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not _GENERATED.search(f.filename) and not is_of_library(f.filename)]
     in_stage = [Path(frame.filename).parent == stage_files for frame in own]
-    if is_of_machine or isinstance(error, PdtoolError) or not any(in_stage):
+    is_in_forward = any(in_stage)
+    is_of_user = is_in_forward or (own and not Path(own[-1].filename).is_relative_to(_PDTOOL))
+    if is_of_machine or isinstance(error, PdtoolError) or not is_of_user:
         return None
-    found = error_at(Path(own[-1].filename), error, f"`{own[-1].line}`" if in_stage[-1] else "forward")
-    found.remedy = found.remedy or _MEND_FORWARD
+    what = "forward" if is_in_forward else f"{own[-1].name}()"
+    found = error_at(Path(own[-1].filename), error, f"`{own[-1].line}`" if in_stage[-1] else what)
+    found.remedy = found.remedy or (_MEND_FORWARD if is_in_forward else "")
     return found
 
 

@@ -54,7 +54,7 @@ from pdtool.runtime.status import (
     read_status,
     write_failure,
 )
-from pdtool.runtime.worker_end import forward_error, record_failure
+from pdtool.runtime.worker_end import model_error, record_failure
 
 
 def with_code(toy: Toy, code: str) -> Toy:
@@ -173,8 +173,8 @@ def test_a_loss_with_a_parameter_of_its_own_is_refused(tmp_path: Path, recompute
 def test_what_is_the_models_fault_is_told_at_its_line_and_not_to_start_again(
     tmp_path: Path, raised: str, text: str | None
 ) -> None:
-    """As the forward of an opaque module of model.py raises it, which a stage file calls. Outside of a stage file an
-    error is none of a forward."""
+    """As the forward of an opaque module of model.py raises it, which a stage file calls, or as a backward there does,
+    which autograd calls."""
     scope: dict[str, Any] = {"torch": torch}
     for path, code in (
         ("/tmp/torchinductor/compiled.py", f"def compiled(): raise {raised}"),
@@ -184,9 +184,15 @@ def test_what_is_the_models_fault_is_told_at_its_line_and_not_to_start_again(
         exec(compile(code, str(tmp_path / path), "exec"), scope)
     with pytest.raises(Exception) as caught:
         scope["forward"]()
-    found = forward_error(caught.value, tmp_path / "stages")
+    found = model_error(caught.value, tmp_path / "stages")
     assert found is None if text is None else str(found).startswith(text)
-    assert forward_error(caught.value, tmp_path / "others") is None
+    if text:  # as autograd calls a backward
+        scope["block"].__code__ = scope["block"].__code__.replace(co_name="backward")
+        with pytest.raises(Exception) as caught:
+            scope["block"]()
+        caught.value.__traceback__ = caught.value.__traceback__.tb_next
+        found = model_error(caught.value, tmp_path / "stages")
+        assert str(found).startswith(text.replace("forward raised", "backward() raised").partition(";")[0])
 
 
 def test_a_loss_that_reads_the_weights_of_the_model_is_not_told_to_move_them_into_it(tmp_path: Path) -> None:

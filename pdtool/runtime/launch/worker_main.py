@@ -110,8 +110,8 @@ def run_worker(config: RunConfig, meeting_folder: str = "") -> Report:
             raise out_of_memory_error(error, config.plan, assignments[rank], device) from error
         if is_compiler_error(error):
             raise compiler_error(error) from error
-        if of_forward := worker_end.forward_error(error, config.stage_files or config.bundle_dir):
-            raise of_forward from error
+        if of_model := worker_end.model_error(error, config.stage_files or config.bundle_dir):
+            raise of_model from error
         raise
     dist.destroy_process_group()
     return report
