@@ -29,6 +29,7 @@ from pdtool.runtime.launch.launcher import launch
 
 _LIMIT_S, _GRACE_S = 120.0, 10.0  # for a launch to end by itself, and by a signal
 _SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
+_Server = tuple[str, bytes | None]
 
 
 class Launch:
@@ -38,7 +39,7 @@ class Launch:
         start_server()
         rank = spec.machines.node_rank
         self._output, self._errors = folder / f"output-{rank}", folder / f"errors-{rank}"
-        arguments = (spec, self._output, self._errors, _SERVER._forkserver_address)
+        arguments = (spec, self._output, self._errors, _server_here())
         self._process = multiprocessing.get_context("forkserver").Process(target=_launch, args=arguments)
         self._process.start()
 
@@ -51,8 +52,8 @@ class Launch:
         return self._process.exitcode, output, self._errors.read_text()
 
 
-def _launch(spec: RunConfig, output: Path, errors: Path, fork_server: str) -> None:
-    _use_fork_server(fork_server)
+def _launch(spec: RunConfig, output: Path, errors: Path, server: _Server) -> None:
+    _use_fork_server(server)
     with errors.open("w") as told:
         try:
             output.write_text(launch(spec, notify=lambda line: told.write(f"{line}\n")).config)
@@ -61,9 +62,14 @@ def _launch(spec: RunConfig, output: Path, errors: Path, fork_server: str) -> No
             sys.exit(error.exit_code)
 
 
-def _use_fork_server(address: str) -> None:
+def _server_here() -> _Server:
+    """Return the fork server's address and, from Python 3.14, its key."""
+    return _SERVER._forkserver_address, getattr(_SERVER, "_forkserver_authkey", None)
+
+
+def _use_fork_server(server: _Server) -> None:
     """Let workers come from the server that this process came from; multiprocessing would start another one."""
-    _SERVER._forkserver_address = address
+    _SERVER._forkserver_address, _SERVER._forkserver_authkey = server
     _SERVER.ensure_running = forkserver.ensure_running = lambda: None
 
 
@@ -75,7 +81,7 @@ class Command:
         descriptor, path = tempfile.mkstemp()
         os.close(descriptor)
         self._output = Path(path)
-        given = (folder, self._output, arguments, dict(environment), _SERVER._forkserver_address)
+        given = (folder, self._output, arguments, dict(environment), _server_here())
         self._process = multiprocessing.get_context("forkserver").Process(target=_command, args=given)
         self._process.start()
 
@@ -90,9 +96,9 @@ class Command:
 
 
 def _command(
-    folder: Path, output: Path, arguments: Sequence[str], environment: Mapping[str, str], fork_server: str
+    folder: Path, output: Path, arguments: Sequence[str], environment: Mapping[str, str], server: _Server
 ) -> None:
-    _use_fork_server(fork_server)
+    _use_fork_server(server)
     os.environ.update(environment)
     os.chdir(folder)
     measure._BUDGET_S = 0.0  # as the fixture `folder` has it
