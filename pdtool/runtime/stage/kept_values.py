@@ -103,53 +103,36 @@ class KeptValues:
     def load_state_dict(self, state: Mapping[str, _Entries]) -> None:
         """Set the values that had changed."""
         for name, entries in ((name, entries) for name, entries in state.items() if entries):
-            by_stage: dict[int, dict[str, Tensor]] = {}
-            for entry, tensor in entries.items():
-                number, _, key = entry.partition(".")
-                by_stage.setdefault(int(number), {})[key] = tensor
-            records = {number: unpack(of_stage) for number, of_stage in by_stage.items()}
-            saved = {
-                number: moved_to(self._device, record["values"], record["on_cpu"]) for number, record in records.items()
-            }
-            values = self._chosen(by_stage, records, saved)
-            replaced = _replaced_in(records, saved)
-            is_lost = values is None or any(record["is_lost"] for record in records.values())
-            is_own = self._number in records and self._is_same_plan(records)
-            read = [records[self._number]] if is_own else records.values()
-            classes = {path: kind for record in read for path, kind in record.get("classes", {}).items()}
-            is_lost |= not self._variables[name].assign(values or {}, classes, replaced)
-            if is_lost:
+            records = _Record.of_stages(entries, self._device)
+            values: Mapping[str, Any] | None
+            if any(record.stages == len(self._stages) for record in records.values()):  # the same plan
+                records = {number: record for number, record in records.items() if number == self._number}
+                values = records[self._number].values if records else {}
+            else:
+                values = self._merged([record.values for record in records.values()])
+            classes = {path: kind for record in records.values() for path, kind in record.classes.items()}
+            replaced = {part for record in records.values() for part in record.replaced}
+            is_set = values is not None and self._variables[name].assign(values, classes, replaced)
+            if not is_set or any(record.is_lost for record in records.values()):
                 self.lost.append(f"{name} ({self._lines[name]})" if name in self._lines else name)
 
-    def _chosen(
-        self,
-        by_stage: Mapping[int, _Entries],
-        records: Mapping[int, Mapping[str, Any]],
-        values: Mapping[int, Mapping[str, Any]],
-    ) -> Mapping[str, Any] | None:
-        """Return the values of a variable for this stage, by path; None if those of other stages differ.
+    def _merged(self, of_stages: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """Return this stage's values of a variable, by path, from those of another plan's stages; None if they differ.
 
-        Args:
-            values: those of each stage.
+        A dict of parameters is put together from all stages.
         """
-        if self._is_same_plan(records):
-            return dict(values.get(self._number, {}))
-        chosen = {}
-        for path in dict.fromkeys(path for of_stage in values.values() for path in of_stage):
-            found = [of_stage[path] for of_stage in values.values() if path in of_stage]
-            merged = {key: value for each in found if isinstance(each, dict) for key, value in each.items()}
-            if all(isinstance(each, dict) for each in found) and merged.keys() <= self._all_parameters:
-                chosen[path] = {key: value for key, value in merged.items() if key in self._stages[self._number]}
+        merged = {}
+        for path in dict.fromkeys(path for values in of_stages for path in values):
+            found = [values[path] for values in of_stages if path in values]
+            entries = {key: value for each in found if isinstance(each, dict) for key, value in each.items()}
+            if all(isinstance(each, dict) for each in found) and entries.keys() <= self._all_parameters:
+                merged[path] = {key: value for key, value in entries.items() if key in self._stages[self._number]}
             else:
                 first, *others = (dict(pack({"value": each})) for each in found)
                 if not all(_are_same(first, other) for other in others):
                     return None
-                chosen[path] = found[0]
-        return chosen
-
-    def _is_same_plan(self, records: Mapping[int, Mapping[str, Any]]) -> bool:
-        """Whether the records are of as many stages as there are now."""
-        return any(record["stages"] == len(self._stages) for record in records.values())
+                merged[path] = found[0]
+        return merged
 
     @property
     def _all_parameters(self) -> set[str]:
@@ -162,6 +145,44 @@ class KeptValues:
             for variable in self._variables.values():
                 opened.enter_context(variable.restored())
             yield
+
+
+class _Record(NamedTuple):
+    """What a stage has saved of a variable.
+
+    Attributes:
+        stages: the number of stages of its plan.
+        values: those that had changed, by path.
+        is_lost: whether there were others that cannot be saved.
+        classes: the name of the class of each object, by path.
+        replaced: ids of the values, and of what they contain, that no object of the start had become.
+    """
+
+    stages: int
+    values: Mapping[str, Any]
+    is_lost: bool
+    classes: Mapping[str, str]
+    replaced: Collection[int]
+
+    @classmethod
+    def of_stages(cls, entries: _Entries, device: torch.device) -> dict[int, _Record]:
+        """Return the record of each stage, by its number, with its tensors on the device that they were on."""
+        by_stage: dict[int, dict[str, Tensor]] = {}
+        for entry, tensor in entries.items():
+            number, _, key = entry.partition(".")
+            by_stage.setdefault(int(number), {})[key] = tensor
+        return {number: cls._of(unpack(of_stage), device) for number, of_stage in by_stage.items()}
+
+    @classmethod
+    def _of(cls, record: Mapping[str, Any], device: torch.device) -> _Record:
+        values = moved_to(device, record["values"], record["on_cpu"])
+        replaced = {
+            id(part)
+            for path, flags in record.get("replaced", {}).items()
+            for part, is_replaced in zip(_parts_of(values[path]), flags, strict=False)
+            if is_replaced
+        }
+        return cls(record["stages"], values, record["is_lost"], record.get("classes", {}), replaced)
 
 
 class _Snapshot(NamedTuple):
@@ -261,8 +282,7 @@ class _Variable:
         """Set values, by path.
 
         Args:
-            classes: what `classes` returned when the values were saved.
-            replaced: ids of the values, and of what they contain, that no object of the start had become.
+            classes, replaced: see _Record.
 
         Returns:
             Whether the variable has a place for each, in an object of the same class. It may not if the user's file was
@@ -376,17 +396,6 @@ def _remember(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
         case dict():
             for each in value.values():
                 _remember(each, contents)
-
-
-def _replaced_in(records: Mapping[int, Mapping[str, Any]], saved: Mapping[int, Mapping[str, Any]]) -> set[int]:
-    """Return the ids of saved values, and of what they contain, that were no objects of the start (see `replaced`)."""
-    return {
-        id(part)
-        for number, record in records.items()
-        for path, flags in record.get("replaced", {}).items()
-        for part, is_replaced in zip(_parts_of(saved[number][path]), flags, strict=False)
-        if is_replaced
-    }
 
 
 def _parts_of(value: Any) -> Iterator[Any]:
