@@ -165,7 +165,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     try:
         target = path.resolve()
-    except (RuntimeError, ValueError) as error:  # a loop of links, a NUL
+        if target.is_symlink():
+            raise RuntimeError("a loop of links")  # which Python before 3.13 raises itself
+    except (RuntimeError, ValueError) as error:  # or a NUL
         raise PdtoolError(f"{path} could not be written ({error})", "name another place") from error
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:

@@ -57,6 +57,9 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path, help="file to write; docs/models.md if no NAME is given")
     arguments = parser.parse_args()
     names = [name for family in (*FAMILIES, "refused", *_installed()) for name in tasks(family)]
+    families = {name.partition(".")[0] for name in names}
+    if unknown := {*arguments.names} - {*names} - families:
+        parser.error(f"no family or model is called {', '.join(sorted(unknown))}; families: {', '.join(families)}")
     chosen = [n for n in names if not arguments.names or {n, n.partition(".")[0]} & {*arguments.names}]
     outcomes = {}
     for name, outcome in _outcomes(chosen):
