@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from pdtool.frontend.operators import Operator, Value
 
+# Checkpoints name a generator's kind by its place here.
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _PROBABILITIES = ("p", "dropout", "dropout_p")  # ATen operators draw nothing if one of these arguments is 0
 _MODES = ("train", "training")  # or if one of these is False

@@ -353,8 +353,9 @@ def _changed_by_callee(node: ast.AST, module: ModuleType) -> Iterator[ast.AST]:
         return
     function = _value(node.func, module)
     for used in (*node.args, *(keyword.value for keyword in node.keywords), getattr(node.func, "value", None)):
-        if isinstance(used, ast.AST) and isinstance(_value(used, module), (*GENERATORS, Iterator)):
-            yield from _parts_of(used)
+        value = _value(used, module) if isinstance(used, ast.AST) else None
+        if isinstance(value, GENERATORS) or (isinstance(value, Iterator) and not hasattr(value, "__dict__")):
+            yield from _parts_of(used)  # files have a __dict__
     if isinstance(function, BuiltinFunctionType) and function.__module__ in ("_heapq", "_bisect"):
         yield from (part for argument in node.args[:1] for part in _parts_of(argument))
     if isinstance(function, FunctionType) and (defined := _tree(function)[0].body):

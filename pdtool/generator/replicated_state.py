@@ -14,7 +14,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.variable_uses import is_of_torch
-from pdtool.generator.composed import ModelFailedError, VerificationError
+from pdtool.generator.composed import ModelFailedError, VerificationError, state_kept
 from pdtool.generator.kept_state import has_same_content
 from pdtool.generator.verify import repeatable, run_model
 
@@ -44,7 +44,9 @@ def buffers_read_back(plan: Plan, bundle: Bundle, model_file: ModelFile) -> tupl
                     f"{plan.stages[s].replicas} replicas, and each would set it from another one",
                     "set it in model() from fixed samples, or plan with one worker for this stage, such as --straight",
                 )
-        found = _read_back(model_file.build().train(), batches)
+        model = model_file.build().train()
+        with state_kept(model):  # model() may return the same one each time
+            found = _read_back(model, batches)
         return tuple(name for stage in replicated for name in stage.buffers if name in found)
     return ()
 
