@@ -352,8 +352,9 @@ def _changed_by_callee(node: ast.AST, module: ModuleType) -> Iterator[ast.AST]:
     if not isinstance(node, ast.Call):
         return
     function = _value(node.func, module)
-    for used in (*node.args, *(keyword.value for keyword in node.keywords), getattr(node.func, "value", None)):
-        value = _value(used, module) if isinstance(used, ast.AST) else None
+    owners = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+    for used in (*owners, *node.args, *(keyword.value for keyword in node.keywords)):
+        value = _value(used, module)
         if isinstance(value, GENERATORS) or (isinstance(value, Iterator) and not hasattr(value, "__dict__")):
             yield from _parts_of(used)  # files have a __dict__
     if isinstance(function, BuiltinFunctionType) and function.__module__ in ("_heapq", "_bisect"):
