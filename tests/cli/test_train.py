@@ -244,7 +244,7 @@ def test_a_sweep_side_by_side_trains_what_it_trains_in_a_row(folder, tmp_path_fa
     """
 
     def asked(width: int) -> list[str]:
-        alone = ["train", "model.py", "--topology", "1", "--memory", "1GB", "--device", "cpu"]
+        alone = ["train", "model.py", "--topology", "1", "--memory", "2GB", "--device", "cpu"]
         return [*alone, "--steps", "2", "--epochs", "1", "--set", f"width={width}", "-o", f"runs/{width}"]
 
     folder.write("model.py", NET)
