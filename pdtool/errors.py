@@ -177,7 +177,7 @@ def refused_exit(error: BaseException) -> ModelError:
 
 def with_article(noun: str) -> str:
     """Return `a plan` or `an emulation`."""
-    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+    return f"{'an' if noun[0] in 'aeiouAEIO' else 'a'} {noun}"
 
 
 def suggestion(name: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -209,14 +209,16 @@ def _are_joinable(a: Any, b: Any) -> bool:
 
 
 def _connections(traced: Traced) -> tuple[object, ...]:
-    """The operators, the tensors that they take, and the tensors that the model returns, without constants."""
+    """The operators, the shapes that they return, the tensors that they take, and the tensors that the model returns,
+    without constants."""
     arguments = [(op.args, op.kwargs) for op in traced.operators]
     leaves, spec = pytree.tree_flatten((arguments, traced.output))
     tensors = [
         (leaf.operator, leaf.index) if isinstance(leaf, Value) else leaf if isinstance(leaf, State) else None
         for leaf in leaves
     ]
-    return [(op.name, op.target) for op in traced.operators], tensors, spec
+    returned = [(op.name, op.target, [(v.shape, v.dtype) for v in op.outputs]) for op in traced.operators]
+    return returned, tensors, spec
 
 
 def _with_arguments(op: Operator, evaluated: Operator, joined: Callable[[Any, Any], Any]) -> Operator:

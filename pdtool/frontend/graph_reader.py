@@ -73,6 +73,7 @@ class GraphReader:
         self._values = NodeValues(program)
         self._builder = OperatorBuilder(model, self._values)
         self._leaf_reader = LeafReader(calls, self._values, self._builder)
+        self._in_calls = tuple(f"{call.path}." for call in calls if call.path)
         self._autocast_off: list[str] = []  # the lines where the model switches it off
         self._over_parameters = {name for group in names_over_parameters(named_state(model)) for name in group}
 
@@ -134,18 +135,29 @@ class GraphReader:
             what = "this line uses a transform of torch.func, which torch.export cannot trace"
             raise TraceError(what, OWN_MODULE, location=location(user), module=module_path(user))
         trained = next((n for n, p in self._builder.parameters.items() if have_one_storage(p, tensor)), None)
-        if name in tensor_attributes(self._model) and (trained or tensor.numel() > _MAX_LITERAL_ELEMENTS):
+        attributes = tensor_attributes(self._model)
+        if name in attributes and (trained or tensor.numel() > _MAX_LITERAL_ELEMENTS):
+            same = [other for other, value in attributes.items() if value is attributes[name]]
+            name = next((other for other in same if not other.startswith(self._in_calls)), "")
+            if not name:
+                what = f"forward uses {same[0]}, but its module is one operator, whose attributes only it can use"
+                raise TraceError(what, "keep it with register_buffer", location=location(user))
             self._builder.buffers[name] = tensor
             return State(name)
         if trained:
             what = f"forward uses an unnamed tensor that shares the memory of parameter {trained}"
-            remedy = "keep it with register_buffer, or make it from the parameter in forward"
+            remedy = (
+                "if it is this parameter in a list, use nn.ParameterList; otherwise keep it with register_buffer, or "
+                "make it from the parameter in forward"
+            )
             raise TraceError(what, remedy, location=location(user))
         if tensor.numel() <= _MAX_LITERAL_ELEMENTS:
             small: Tensor = tensor.detach().clone()
             return small
-        what = f"the model makes a tensor of {tensor.numel()} elements from Python numbers in forward"
-        remedy = "make it in __init__, as an attribute or with register_buffer"
+        what = (
+            f"forward uses a tensor of {tensor.numel()} elements that it makes from Python numbers, or finds in a list"
+        )
+        remedy = "make it in __init__, as an attribute of its own or with register_buffer"
         raise TraceError(what, remedy, location=location(user), module=module_path(user))
 
     def _call(self, node: fx.Node) -> None:

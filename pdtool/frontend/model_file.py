@@ -35,6 +35,7 @@ from pdtool.frontend.model_rules import (
     Hints,
     TrainingOptions,
     optimizer_fault,
+    schedule_fault,
     state_fault,
     takes_total,
 )
@@ -366,17 +367,13 @@ class TrainingFunctions(UserFile):
         return returned  # type: ignore[no-any-return]
 
     def scheduler(self, optimizer: Optimizer, total_steps: int) -> LRScheduler | None:
-        """Make the user's learning-rate schedule; None without one.
-
-        Args:
-            total_steps: steps in the whole run, for a scheduler() that asks for it.
-        """
+        """Make the user's learning-rate schedule, for a whole run of `total_steps` if it asks; None without one."""
         if not self.has("scheduler"):
             return None
         total = [total_steps] if self.scheduler_takes_total else []
         scheduler = self.call_with_settings("scheduler", optimizer, *total)
-        if not callable(getattr(scheduler, "step", None)):
-            raise self.error(f"scheduler() returned {type(scheduler).__name__}, not an LRScheduler")
+        if fault := schedule_fault(scheduler):
+            raise self.error_in("scheduler", f"scheduler() {fault}")
         return scheduler  # type: ignore[no-any-return]
 
     @property

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer, SparseAdam
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pdtool.artifacts.fields import MAX_WORKERS
 from pdtool.errors import FieldError, ModelError, TraceError, suggestion
@@ -134,7 +135,9 @@ def state_fault(model: nn.Module, state: object) -> str:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             what = f"has {name}, a {type(value).__name__} and not a tensor"
-            return f"{what}; leave get_extra_state() out, or keep the value in a buffer"
+            return (
+                f"{what}; leave out the get_extra_state() or state_dict() that adds it, or keep the value in a buffer"
+            )
         if name not in known:
             what = f"has {name}, but no parameter or buffer has this name, so checkpoints would not have its values"
             return f"{what}; leave out the hook, wrapper, get_extra_state() or state_dict() that adds or renames it"
@@ -167,6 +170,21 @@ def optimizer_fault(returned: object) -> str:
             f"returned {type(returned).__name__}, whose step needs a closure that computes the loss again, but "
             f"{NO_CLOSURE}"
         )
+    return ""
+
+
+def schedule_fault(returned: object) -> str:
+    """Say why the result of scheduler() cannot be used, and what can; "" if it can."""
+    step: Any = getattr(returned, "step", None)
+    name = type(returned).__name__
+    if not callable(step):
+        return f"returned {name}, not an LRScheduler; return one"
+    try:
+        inspect.signature(step).bind(*([0.0] if isinstance(returned, ReduceLROnPlateau) else []))
+    except TypeError as error:
+        return f"returned {name}, which cannot be stepped ({error}); return one whose step() needs no argument"
+    except ValueError:  # Python cannot tell
+        pass
     return ""
 
 

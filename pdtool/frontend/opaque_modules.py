@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -83,7 +84,8 @@ def fixed_sizes(model: nn.Module) -> Iterator[list[FixedSize]]:
             guards: list[Any] = node.shape_env.guards if node.shape_env else []
             before = len(guards)
             result = guard(node, file, line)
-            for frame, _ in walk_stack(sys._getframe(1)) if len(guards) > before else ():
+            is_new = any(not _compares_minibatch_sizes(guard.expr) for guard in guards[before:])
+            for frame, _ in walk_stack(sys._getframe(1)) if is_new else ():
                 if (path := _path(frame, paths)) is not None:  # the innermost module that is running
                     found.append(FixedSize(path, line_of(frame)))
                     break
@@ -96,6 +98,11 @@ def fixed_sizes(model: nn.Module) -> Iterator[list[FixedSize]]:
         patch.object(SymNode, "guard_bool", noting(SymNode.guard_bool)),
     ):
         yield found
+
+
+def _compares_minibatch_sizes(expression: Any) -> bool:
+    """Whether it says no more than that two inputs have as many samples."""
+    return isinstance(expression, sympy.Eq) and all(side.is_Symbol for side in expression.args)
 
 
 def _paths(model: nn.Module) -> dict[int, str]:

@@ -69,8 +69,8 @@ def trace(
                 _check_shared_memory(traced)
                 return replace(traced, opaque={path: why for path, why in reasons.items() if path in called})
             except TraceError as error:
-                found = _alike(model, error.module)
-                if found <= reasons.keys():
+                found = _next_opaque(model, error.module, reasons)
+                if not found:
                     raise
                 reasons = without_inner(reasons | dict.fromkeys(sorted(found), error.what))
     finally:
@@ -139,6 +139,18 @@ def _check_shared_memory(traced: Traced) -> None:
 def trace_file(file: ModelFile, model: nn.Module, batch_size: int) -> Traced:
     """Trace a model of the user's file, as `trace` does."""
     return trace(model, file.example_inputs, batch_size, file.path, file.hints.opaque)
+
+
+def _next_opaque(model: nn.Module, failing: str | None, opaque: Collection[str]) -> set[str]:
+    """The paths of the modules to make opaque: those like the failing one or, if these are opaque already, like the one
+    around it; none if that is the model."""
+    path, inside = failing, tuple(f"{each}." for each in opaque)
+    while path:
+        found = _alike(model, path)
+        if not all(f"{each}.".startswith(inside) for each in found):
+            return found
+        path = path.rpartition(".")[0]
+    return set()
 
 
 def _alike(model: nn.Module, path: str | None) -> set[str]:

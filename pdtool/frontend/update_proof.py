@@ -28,6 +28,7 @@ from pdtool.frontend.trial import tried
 
 NAMES_OF_GROUP = {"params", "param_names"}  # keys of a parameter group that say which parameters it has
 TRIED_UPDATES = 40  # before training, to see what the optimizer and after_update() do
+_FIRST_UPDATES = 3
 _LAST_SIZES = {-2: 1e-6, -1: 1e3}  # number of an update, from the end -> factor on its gradients
 _LARGE, _CORNER = 1_000_000, 8  # numbers in all parameters; of larger models, the most in each dimension of one
 _RTOL, _ATOL = 1e-3, 1e-5  # for an optimizer that does not compute the same bits twice
@@ -238,7 +239,7 @@ class _Update:
         keep_parameters(optimizer, {id(p) for p in own.values()})
         scheduler: Any = self._file.scheduler(optimizer, TRIED_UPDATES)
         gradients = {name: self._gradients[name] for name in own}
-        before = _generator_states()
+        before, update = _generator_states(), 0
         try:
             set_mode(optimizer, training=True)
             for update in range(2 if spoiled else TRIED_UPDATES):
@@ -257,7 +258,8 @@ class _Update:
         except ModelError:  # of after_update()
             raise
         except Exception as error:
-            raise self._file.error_at(error, self.cause) from error
+            if spoiled or update < _FIRST_UPDATES:  # later, a number may have grown too large, which these gradients do
+                raise self._file.error_at(error, self.cause) from error
         return {name: p.detach() for name, p in own.items()}, before != _generator_states()
 
 

@@ -234,3 +234,45 @@ def test_a_model_too_large_for_memory_cannot_be_proved_by_shapes(tmp_path, monke
     ):
         generate(plan_of(profile, 2), profile, model_file, tmp_path / "b")
     assert not (tmp_path / "b").exists()
+
+
+AROUND = """
+import numpy as np
+import torch
+from torch import nn
+class Moved(nn.Module):
+    def __init__(self): super().__init__(); self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    def forward(self, x): self.layers.to(x.device); return self.layers(x)
+class Factors(nn.Module):
+    def forward(self, shape): return torch.from_numpy(np.random.rand(shape[0])).float()
+class Scaled(nn.Module):
+    def __init__(self): super().__init__(); self.factors = Factors()
+    def forward(self, x): return x * self.factors(x.shape)[:, None]
+class Large(nn.Module):
+    def forward(self, x): return x.contiguous() * 2 if x.shape[0] >= 64 else x * 2
+class Embedder(nn.Module):
+    def __init__(self): super().__init__(); self.linear = nn.Linear(4, 4); self.matrix = torch.rand(4, 9)
+    def forward(self, x): return self.linear(x)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 4), INNER(), nn.Linear(4, 2)
+        self.matrix = getattr(self.inner, "matrix", torch.ones(1))
+    def forward(self, x, t):
+        x = self.inner(self.first(x * t[:, None]))
+        return self.last(x @ self.matrix @ self.matrix.T if self.matrix.dim() > 1 else x)
+def model(): return Net()
+def example_inputs(batch_size): return torch.randn(batch_size, 4), torch.rand(batch_size)
+"""
+
+
+@pytest.mark.parametrize("inner", ["Moved", "Scaled", "Large", "Embedder"])
+def test_the_module_around_one_that_cannot_be_alone_becomes_opaque(tmp_path, inner):
+    """If the code to blame is in an opaque module already. Nor is a comparison of the inputs' sizes to blame, and a
+    tensor that modules share has a name outside of an opaque one."""
+    text = AROUND.replace("INNER", inner) + ("HINTS = {'opaque': ['inner']}" if inner == "Embedder" else "")
+    (tmp_path / f"around_{inner}.py").write_text(text)
+    file = ModelFile.load(ModelRef(source=str(tmp_path / f"around_{inner}.py")), trusted=True)
+    assert set(trace_file(file, file.build(), 4).opaque) == {"inner"}
+    profile = skeleton(file)
+    generate(plan_of(profile, 2), profile, file, tmp_path / "bundle")

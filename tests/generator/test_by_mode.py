@@ -25,8 +25,9 @@ LINES = {
     "moving_target": "self.target_weight.lerp_(detach, ",
     "spectral_norm": "",
     "old_spectral_norm": "",
+    "other_shape": ", training) if self.training else (last, training_1)",
 }
-OPAQUE = {"codebook": {"1"}}  # torch.cdist computes in another way from 26 samples on
+OPAQUE = {"codebook": {"1"}, "other_shape": {"balanced"}}  # torch.cdist computes in another way from 26 samples on
 
 
 class ModelByMode(ModelFile):

@@ -117,9 +117,7 @@ def test_a_large_tensor_that_is_an_attribute_is_taken_from_the_model(tmp_path):
 def test_a_large_tensor_made_of_numbers_in_forward_is_refused():
     model_file = load("table_of_numbers")
     line = next(i for i, text in enumerate(MODELS.read_text().splitlines(), 1) if "torch.tensor([[" in text)
-    message = (
-        rf"^model_io.py:{line}: the model makes a tensor of 72 elements from Python numbers .*; make it in __init__"
-    )
+    message = rf"^model_io.py:{line}: forward uses a tensor of 72 elements that it makes from Python numbers, .*; make"
     with pytest.raises(TraceError, match=message):
         trace(model_file.build(), model_file.example_inputs, 4, model_file.path)
 

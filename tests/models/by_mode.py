@@ -218,3 +218,32 @@ def old_spectral_norm():
     return nn.Sequential(
         nn.utils.spectral_norm(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)
     )
+
+
+class Balanced(nn.Module):
+    """Code that cannot be traced, whose second output has another shape in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("zero", torch.zeros(1), persistent=False)
+
+    def forward(self, x):
+        if float(x.detach().sum()) > 1e9:
+            x = x.relu()
+        y = self.linear(x)
+        return y, y.square().mean() if self.training else self.zero
+
+
+class OtherShape(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.balanced, self.last = nn.Linear(8, 8), Balanced(), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x, loss = self.balanced(self.first(x))
+        return self.last(x), 0 + loss
+
+
+def other_shape():
+    return OtherShape()

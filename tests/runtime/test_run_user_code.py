@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import NET
+from torch.testing._internal.two_tensor import TwoTensor
 
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import TensorSpec
@@ -20,7 +21,7 @@ from pdtool.runtime.groups import user_code_settings
 from pdtool.runtime.loading.minibatch_loader import MinibatchLoader
 from pdtool.runtime.loading.minibatches import DatasetSplit, TrainingData
 from pdtool.runtime.stage import kept_values
-from pdtool.runtime.stage.component import pack, unpack
+from pdtool.runtime.stage.component import CannotPackError, pack, unpack
 from pdtool.runtime.stage.optimizer import NamedOptimizer, RunLength
 from pdtool.runtime.stage.pipeline_stage import PipelineStage
 from pdtool.runtime.worker import checkpoint
@@ -727,6 +728,8 @@ def test_what_an_optimizer_keeps_is_packed_as_it_is():
     found = unpack(dict(pack(record)))
     torch.testing.assert_close({key: found["state"].pop(key) for key in nested}, nested, rtol=0, atol=0)
     assert found == {"updates": 2**70, "state": plain | {"n": 3}}
+    with pytest.raises(CannotPackError, match="a TwoTensor"):  # such as the state of torchao's AdamW8bit
+        list(pack({"exp_avg": TwoTensor(torch.ones(1), torch.ones(1))}))
 
 
 EVERY = (
@@ -838,8 +841,10 @@ class Metric:
         pass
 def scheduler(o): return Metric()
 """
-    with pytest.raises(ModelError, match=r"Metric cannot be stepped \(.*\); use ReduceLROnPlateau, or one whose step"):
-        optimizer_of(load(tmp_path, more=more)).step()
+    with pytest.raises(
+        ModelError, match=r"scheduler\(\) returned Metric, which cannot be stepped \(missing .* 'metric'"
+    ):
+        optimizer_of(load(tmp_path, more=more))
 
 
 def test_what_is_no_schedule_is_refused(tmp_path):

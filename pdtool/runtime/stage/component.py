@@ -170,7 +170,7 @@ def _packed(value: object, key: str, tensors: dict[str, Tensor]) -> Any:
     """
     if value is None or type(value) in (bool, int, str):
         return value
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not hasattr(value, "__tensor_flatten__"):  # of tensors that consist of others
         while key in tensors:
             key += "'"
         tensors[key] = value

@@ -383,7 +383,6 @@ class LearningRateSchedule:
     def _step(self, *metrics: Any) -> None:
         if not self._scheduler:
             return
-        name = type(self._scheduler).__name__
         self._add_changed(self._set_by_others)
         self._taken += 1
         if self.is_by_user_code:
@@ -391,8 +390,6 @@ class LearningRateSchedule:
         try:
             self._scheduler.step(*metrics)
             self._add_changed(self._set_by_it)
-        except TypeError as error:
-            what = f"the learning-rate schedule {name} cannot be stepped ({error})"
-            raise self._file.error(what, "use ReduceLROnPlateau, or one whose step() takes no argument") from error
         except Exception as error:
-            raise self._file.error_at(error, f"the learning-rate schedule {name}") from error
+            what = f"the learning-rate schedule {type(self._scheduler).__name__}"
+            raise self._file.error_at(error, what) from error
