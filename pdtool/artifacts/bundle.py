@@ -139,9 +139,9 @@ class Bundle(YamlArtifact):
         if not self.read_back:
             return []
         return [
-            f"forward reads {', '.join(self.read_back)} as earlier minibatches have changed it. Each replica of this "
-            "stage changes its own, and they are averaged at the end of an epoch. `pdtool partition --straight` plans "
-            "without replicas"
+            f"forward changes buffers and reads them in the next minibatch: {', '.join(self.read_back)}. Each replica "
+            "of their stage does so with its own minibatches only, until the end of an epoch. `pdtool partition "
+            "--straight` plans without replicas"
         ]
 
     def check(self) -> None:

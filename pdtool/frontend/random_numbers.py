@@ -138,11 +138,21 @@ def set_generator_state(generator: Any, state: Any) -> None:
             generator.set_state(state)
 
 
+def has_known_state(value: object) -> bool:
+    """Whether it is one of GENERATORS, on the CPU, whose state another one of its kind can take.
+
+    Not one of a subclass, or with a bit generator that is not numpy's.
+    """
+    if isinstance(value, torch.Generator):
+        return type(value) is torch.Generator and value.device.type == "cpu"
+    bits = getattr(value, "_bit_generator", None)
+    return type(value) in GENERATORS and (bits is None or type(bits) is getattr(np.random, type(bits).__name__, None))
+
+
 def generator_with_state(kind: type, state: Any) -> Any:
     """Return a generator of one of the kinds GENERATORS, with this state."""
-    generator = (
-        np.random.Generator(getattr(np.random, state["bit_generator"])()) if kind is np.random.Generator else kind()
-    )
+    bits = [getattr(np.random, state["bit_generator"])()] if kind.__module__.startswith("numpy") else []
+    generator = kind(*bits)
     set_generator_state(generator, state)
     return generator
 

@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from pdtool.frontend.random_numbers import GENERATORS
-
 _GLOBALS = ("LOAD_GLOBAL",)  # of Python's bytecode
 _READING = (*_GLOBALS, "LOAD_ATTR", "LOAD_METHOD")
 _ADDING = {"append", "appendleft", "extend", "add", "update", "clear"}  # methods of containers
@@ -347,16 +345,13 @@ def _kept_in(module: ModuleType, names: Collection[str]) -> Iterator[tuple[str, 
 
 
 def _changed_by_callee(node: ast.AST, module: ModuleType) -> Iterator[ast.AST]:
-    """Yield the parts of each argument of a call that the called function changes, if it is the user's or heapq's, and
-    of each iterator and generator of random numbers that a call uses."""
+    """Yield the parts of each argument of a call that the called function changes, if it is the user's, heapq's or
+    next()."""
     if not isinstance(node, ast.Call):
         return
     function = _value(node.func, module)
-    owners = [node.func.value] if isinstance(node.func, ast.Attribute) else []
-    for used in (*owners, *node.args, *(keyword.value for keyword in node.keywords)):
-        value = _value(used, module)
-        if isinstance(value, GENERATORS) or (isinstance(value, Iterator) and not hasattr(value, "__dict__")):
-            yield from _parts_of(used)  # files have a __dict__
+    if isinstance(node.func, ast.Name) and node.func.id == "next":
+        yield from (part for argument in node.args[:1] for part in _parts_of(argument))
     if isinstance(function, BuiltinFunctionType) and function.__module__ in ("_heapq", "_bisect"):
         yield from (part for argument in node.args[:1] for part in _parts_of(argument))
     if isinstance(function, FunctionType) and (defined := _tree(function)[0].body):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -30,24 +30,27 @@ def buffers_read_back(plan: Plan, bundle: Bundle, model_file: ModelFile) -> tupl
         VerificationError: forward sets a parameter of such a stage from its first minibatch: each replica would set its
             own, and from then on only gradients are averaged.
     """
-    replicated = [stage for stage, planned in zip(bundle.stages, plan.stages, strict=True) if planned.replicas > 1]
+    stages = zip(bundle.stages, plan.stages, strict=True)
+    replicated = [(s, stage, planned.replicas) for s, (stage, planned) in enumerate(stages) if planned.replicas > 1]
     if bundle.proof != "values" or not replicated:
         return ()
     size = min(bundle.batch_size, _SAMPLES)
     batches = [ModelInputs.of(model_file.example_inputs(samples)) for samples in (size, size + 1)]
     with suppress(ModelFailedError):  # the minibatch is too small
         set_first = _set_by_first_minibatch(model_file.build, batches)
-        for s, name in ((s, name) for s, stage in enumerate(bundle.stages) for name in stage.parameters):
-            if name in set_first and plan.stages[s].replicas > 1:
+        for name, s, replicas in (
+            (name, s, replicas) for s, stage, replicas in replicated for name in stage.parameters
+        ):
+            if name in set_first:
                 raise VerificationError(
-                    f"forward sets parameter {name} from its first minibatch, but stage {s} has "
-                    f"{plan.stages[s].replicas} replicas, and each would set it from another one",
+                    f"forward sets parameter {name} from its first minibatch, but stage {s} has {replicas} replicas, "
+                    "and each would set it from another one",
                     "set it in model() from fixed samples, or plan with one worker for this stage, such as --straight",
                 )
         model = model_file.build().train()
         with state_kept(model):  # model() may return the same one each time
             found = _read_back(model, batches)
-        return tuple(name for stage in replicated for name in stage.buffers if name in found)
+        return tuple(name for _, stage, _ in replicated for name in stage.buffers if name in found)
     return ()
 
 
@@ -66,25 +69,40 @@ def _set_by_first_minibatch(build: Callable[[], nn.Module], batches: Sequence[Mo
 
 
 def _read_back(model: nn.Module, batches: Sequence[ModelInputs]) -> list[str]:
-    """Return the buffers of the user's modules with whose values after one minibatch, instead of those of the start,
-    the output for another minibatch differs."""
-    first, other = batches
-    start = _copied(model.named_buffers())
+    """Return the buffers of the user's modules that a forward in training changes and the next one reads.
 
-    def output_with(buffers: dict[str, Tensor], inputs: ModelInputs) -> Any:
-        for name, value in buffers.items():
-            path, _, attribute = name.rpartition(".")
-            model.get_submodule(path)._buffers[attribute] = value.clone()
+    The output for a minibatch is computed with the buffers of the start, and with those after another minibatch.
+    """
+    first, other = batches
+    start = _copied(model)
+
+    def output_with(buffers: Mapping[str, Tensor], inputs: ModelInputs) -> Any:
+        _set(model, buffers)
         with repeatable(), torch.no_grad():
             return run_model(model, inputs, "a second minibatch")
 
     output_with(start, first)
-    after = _copied(model.named_buffers())
-    expected = output_with(start, other)
+    after = _copied(model)
     changed = [name for name, value in start.items() if not has_same_content(value, after[name])]
-    own = [name for name in changed if not is_of_torch(type(model.get_submodule(name.rpartition(".")[0])))]
-    return [name for name in own if not has_same_content(expected, output_with(start | {name: after[name]}, other))]
+    own = {n: after[n] for n in changed if not is_of_torch(type(model.get_submodule(n.rpartition(".")[0])))}
+    expected = output_with(start, other)
+    if not own or has_same_content(expected, output_with(start | own, other)):
+        return []
+    alone = [name for name in own if not has_same_content(expected, output_with(start | {name: own[name]}, other))]
+    return alone or [*own]
 
 
-def _copied(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors}
+def _copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
+
+
+def _set(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Set buffers, in place where they have the same shape: some may share memory."""
+    for name, value in buffers.items():
+        path, _, attribute = name.rpartition(".")
+        owner = model.get_submodule(path)._buffers
+        current = owner[attribute]
+        if current is not None and current.shape == value.shape:
+            current.copy_(value)
+        else:
+            owner[attribute] = value.clone()

@@ -37,7 +37,7 @@ _OF_MACHINE = re.compile(
     r"Too many open files|can't start new thread|onnection (closed|reset)"
 )
 _GENERATED = re.compile("^<|/torchinductor")  # the file of a frame: no file, or one that torch.compile has written
-_PDTOOL = Path(__file__).parents[1]
+_NOT_OF_USER = (Path(__file__).parents[1], Path(torch.__file__).parent)
 _FOLDER = Path("/dev/shm")  # of counters
 _not_frozen: list[None] = []  # made after the last gc.freeze() of pdtool
 
@@ -71,8 +71,8 @@ def model_error(error: Exception, stage_files: Path) -> ModelError | None:
     stage file. Return None for any other error, such as that of a GPU or of the system: starting again may help there.
 
     Args:
-        stage_files: the folder of the stage files. An error of a forward has passed through one of them, and that of
-            the backward of an autograd.Function through the user's own file only.
+        stage_files: the folder of the stage files. An error of a forward has passed through one of them. Autograd calls
+            a user's backward or hook, so that its error has passed through the user's file only.
     """
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__) and all(cause is not each for each in causes):
@@ -85,14 +85,15 @@ def model_error(error: Exception, stage_files: Path) -> ModelError | None:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not _GENERATED.search(f.filename) and not is_of_library(f.filename)]
     in_stage = [Path(frame.filename).parent == stage_files for frame in own]
-    is_in_forward = any(in_stage)
-    is_of_user = is_in_forward or (own and not Path(own[-1].filename).is_relative_to(_PDTOOL))
-    if is_of_machine or isinstance(error, PdtoolError) or not is_of_user:
+    if is_of_machine or isinstance(error, PdtoolError) or not own:
         return None
-    what = "forward" if is_in_forward else f"{own[-1].name}()"
-    found = error_at(Path(own[-1].filename), error, f"`{own[-1].line}`" if in_stage[-1] else what)
-    found.remedy = found.remedy or (_MEND_FORWARD if is_in_forward else "")
-    return found
+    path = Path(own[-1].filename)
+    if any(in_stage):
+        found = error_at(path, error, f"`{own[-1].line}`" if in_stage[-1] else "forward")
+        found.remedy = found.remedy or _MEND_FORWARD
+        return found
+    is_of_user = path.is_absolute() and path.is_file() and not any(map(path.is_relative_to, _NOT_OF_USER))
+    return error_at(path, error, f"{own[-1].name}()") if is_of_user else None
 
 
 def describe_end(exit_code: int | None) -> str:

@@ -330,7 +330,7 @@ def loss(output, target):
     "generators of random numbers": """
 NOISE, LEGACY, BITS = np.random.default_rng(1), np.random.RandomState(2), np.random.Generator(np.random.MT19937(3))
 OWN = torch.Generator().manual_seed(4)
-DRAWN = {"own": OWN}
+DRAWN, SEVERAL = {"own": OWN}, (np.random.RandomState(np.random.PCG64(6)), np.random.Generator(np.random.SFC64(7)))
 class Mix:
     def __init__(self):
         self.random = random.Random(5)
@@ -339,6 +339,7 @@ def some(generator):
     return generator.random()
 def loss(output, target):
     drawn = [float(NOISE.beta(1, 1)), float(LEGACY.rand()), some(BITS), MIX.random.gauss(0, 1)]
+    drawn += [float(each.normal()) for each in SEVERAL]
     return [*drawn, float(torch.rand(1, generator=OWN)), float(torch.rand(1, generator=DRAWN["own"]))]
 """,
 }

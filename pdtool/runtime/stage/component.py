@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pdtool.artifacts.bundle import Bundle
 from pdtool.errors import FieldError, with_article
-from pdtool.frontend.random_numbers import GENERATORS, generator_state, generator_with_state
+from pdtool.frontend.random_numbers import GENERATORS, generator_state, generator_with_state, has_known_state
 from pdtool.runtime.stage.averaging import without_repetition
 from pdtool.runtime.stage.pipeline_stage import PipelineStage
 
@@ -192,7 +192,7 @@ def _packed(value: object, key: str, tensors: dict[str, Tensor]) -> Any:
         return ["deque", [value.maxlen, _packed([*value], key, tensors)]]
     if type(value) in _CONTAINERS.values() and isinstance(value, (list, tuple, set, frozenset)):
         return [type(value).__name__, [_packed(v, f"{key}{dot}{i}", tensors) for i, v in enumerate(value)]]
-    if type(value) in GENERATORS and (not isinstance(value, torch.Generator) or value.device.type == "cpu"):
+    if has_known_state(value):
         return ["generator", [GENERATORS.index(type(value)), _packed(generator_state(value), key, tensors)]]
     raise CannotPackError(with_article(type(value).__name__))
 

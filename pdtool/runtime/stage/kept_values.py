@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.random_numbers import GENERATORS, generator_state, set_generator_state
+from pdtool.frontend.random_numbers import generator_state, has_known_state, set_generator_state
 from pdtool.frontend.user_modules import CODE, user_module, user_modules
 from pdtool.frontend.variable_uses import BoundValues, collected, kept_between_calls, variables_used
 from pdtool.runtime.stage.averaging import without_repetition
@@ -38,7 +38,9 @@ _KEEPERS = ("loss", "after_update", "scheduler", "metrics", "summarize_metrics",
 # Functions that may assign a variable -> those that may read it later.
 _READERS = {"after_update": ("loss", "collate", "dataset", "scheduler", "metrics"), "metrics": ("loss",)}
 _OF_MODULES = vars(nn.Module()).keys()
-_CONTENTS = (dict, list, set, deque, Tensor, np.ndarray, *GENERATORS)  # whose content may change
+_CONTENTS = (dict, list, set, deque, Tensor, np.ndarray)  # whose content may change
+_HOLDERS = (dict, list, set, deque, tuple, frozenset)  # of other values
+_MOST_SEARCHED = 1000  # values in a container
 _NO_OBJECTS = (*CODE, *_CONTENTS, Enum, tuple, frozenset)  # values themselves, whatever attributes they have
 _Entries = Mapping[str, Tensor]
 
@@ -77,7 +79,8 @@ class KeptValues:
             variable, line = _Variable(modules[module], name, modules, model), lines.get((module, name))
             if any(variable.value is part for part in model.modules()):  # its tensors are in other components
                 continue
-            if line or (variable.is_object and id(variable.value) not in objects):
+            is_kept = line or _holds_generator(variable.value)
+            if is_kept or (variable.is_object and id(variable.value) not in objects):
                 objects.add(id(variable.value))
                 variable.start()
                 place = [] if modules[module] is file.module else user_module(module).split(".")
@@ -385,7 +388,7 @@ def _remember(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
     match value:
         case Tensor():
             contents[id(value)] = value, value.detach().clone()
-        case _ if isinstance(value, GENERATORS):
+        case _ if has_known_state(value):
             contents[id(value)] = value, copy.deepcopy(value)
         case _ if isinstance(value, _CONTENTS):
             contents[id(value)] = value, copy.copy(value)
@@ -398,11 +401,23 @@ def _remember(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
                 _remember(each, contents)
 
 
+def _holds_generator(value: object, depth: int = 4) -> bool:
+    """Whether it is a generator of random numbers, or a container with some: each call of one changes it."""
+    if isinstance(value, _HOLDERS) and depth and len(value) <= _MOST_SEARCHED:
+        return any(_holds_generator(each, depth - 1) for each in (value.values() if isinstance(value, dict) else value))
+    return has_known_state(value)
+
+
+def _kind_of(generator: Any) -> tuple[type, type]:
+    """The kind of a generator, whose state another one of this kind can take."""
+    return type(generator), type(getattr(generator, "_bit_generator", None))
+
+
 def _parts_of(value: Any) -> Iterator[Any]:
     """Yield the containers, tensors and arrays in a value, from the outside in."""
-    if isinstance(value, (*_CONTENTS, tuple, frozenset)):
+    if isinstance(value, (*_CONTENTS, tuple, frozenset)) or has_known_state(value):
         yield value
-        if not isinstance(value, (Tensor, np.ndarray, *GENERATORS)):
+        if isinstance(value, _HOLDERS):
             for each in value.values() if isinstance(value, dict) else value:
                 yield from _parts_of(each)
 
@@ -424,7 +439,7 @@ def _updated(current: Any, value: Any, replaced: Collection[int]) -> Any:
             value = {key: _updated(current.get(key), each, replaced) for key, each in value.items()}
         case (set(), set()) | (deque(), deque()):
             pass
-        case _ if isinstance(current, GENERATORS) and type(current) is type(value):
+        case _ if has_known_state(current) and has_known_state(value) and _kind_of(current) == _kind_of(value):
             pass
         case _:
             return value
@@ -452,7 +467,7 @@ def _fill(current: Any, value: Any) -> None:
         case deque():
             current.clear()
             current.extend(value)
-        case _ if isinstance(current, GENERATORS):
+        case _ if has_known_state(current):
             set_generator_state(current, generator_state(value))
 
 
