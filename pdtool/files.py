@@ -165,12 +165,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     try:
         target = path.resolve()
-        if target.is_symlink():
-            raise RuntimeError("a loop of links")  # which Python before 3.13 raises itself
-    except (RuntimeError, ValueError) as error:  # or a NUL
+    except (RuntimeError, ValueError) as error:  # a loop of links, a NUL
         raise PdtoolError(f"{path} could not be written ({error})", "name another place") from error
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
+        if target.is_symlink():  # a loop of links, for which Python before 3.13 raises RuntimeError
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if path.exists() and not path.is_file() and not path.is_dir():
             with path.open("wb") as file:
                 yield file

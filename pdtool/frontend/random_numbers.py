@@ -143,10 +143,12 @@ def has_known_state(value: object) -> bool:
 
     Not one of a subclass, or with a bit generator that is not numpy's.
     """
+    if type(value) not in GENERATORS:
+        return False
     if isinstance(value, torch.Generator):
-        return type(value) is torch.Generator and value.device.type == "cpu"
+        return value.device.type == "cpu"
     bits = getattr(value, "_bit_generator", None)
-    return type(value) in GENERATORS and (bits is None or type(bits) is getattr(np.random, type(bits).__name__, None))
+    return bits is None or type(bits) is getattr(np.random, type(bits).__name__, None)
 
 
 def generator_with_state(kind: type, state: Any) -> Any:

@@ -221,8 +221,8 @@ def check_stage_files(
     """
     _, expected = _written(plan, stages, traced, bundle.proof)
     # An older bundle has fewer digests, and none of the next two; only a comparison tells the last ones.
-    unknown: dict[str, Any] = {"digests": {}, "opaque_outputs": {}, "output_classes": {}, "read_back": ()}
-    unknown["differs_for_one_sample"] = False
+    unknown: dict[str, Any] = {"digests": {}, "opaque_outputs": {}, "output_classes": {}}
+    unknown |= {"read_back": (), "differs_for_one_sample": False}
     ours, theirs = (made.model_copy(update=unknown) for made in (expected, bundle))
     if ours.content_sha256 == theirs.content_sha256:
         return

@@ -40,7 +40,7 @@ _READERS = {"after_update": ("loss", "collate", "dataset", "scheduler", "metrics
 _OF_MODULES = vars(nn.Module()).keys()
 _CONTENTS = (dict, list, set, deque, Tensor, np.ndarray)  # whose content may change
 _HOLDERS = (dict, list, set, deque, tuple, frozenset)  # of other values
-_MOST_SEARCHED = 1000  # values in a container
+_MOST_SEARCHED = 100  # values in a container, of which some may be generators of random numbers
 _NO_OBJECTS = (*CODE, *_CONTENTS, Enum, tuple, frozenset)  # values themselves, whatever attributes they have
 _Entries = Mapping[str, Tensor]
 
@@ -158,7 +158,7 @@ class _Record(NamedTuple):
         values: those that had changed, by path.
         is_lost: whether there were others that cannot be saved.
         classes: the name of the class of each object, by path.
-        replaced: ids of the values, and of what they contain, that no object of the start had become.
+        replaced: ids of the values, and of parts of them, that training had made anew.
     """
 
     stages: int
@@ -388,10 +388,10 @@ def _remember(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
     match value:
         case Tensor():
             contents[id(value)] = value, value.detach().clone()
-        case _ if has_known_state(value):
-            contents[id(value)] = value, copy.deepcopy(value)
         case _ if isinstance(value, _CONTENTS):
             contents[id(value)] = value, copy.copy(value)
+        case _ if has_known_state(value):
+            contents[id(value)] = value, copy.deepcopy(value)
     match value:
         case list() | tuple() | deque() | set() | frozenset():
             for each in value:

@@ -375,9 +375,9 @@ def resume(
         warn_of_length(config, data, manifest)
         if lost:
             sys.stderr.write(
-                f"warning: the resumed run begins with the file's own values of {' and '.join(lost)}, because the "
-                "checkpoint has not all others: it holds numbers, texts, tensors and containers of these, and not "
-                "those that differ between the stages of another plan\n"
+                f"warning: the checkpoint lacks values of {' and '.join(lost)}, so the resumed run begins with those "
+                "that the file sets. It holds numbers, texts, tensors and containers of these, and no values that "
+                "differ between the stages of another plan\n"
             )
 
 
