@@ -110,6 +110,8 @@ class Bundle(YamlArtifact):
             dimension is None if it is unknown.
         output_classes: name of a class in the last stage's file -> `module:Class` of the user's class in the model's
             output that it stands for.
+        repeats_samples: whether the first samples of the training set are the same when they are read again with equal
+            seeds.
         read_back: the buffers, in stages with replicas, that forward changes in training and its next call reads.
         differs_for_one_sample: whether the stages compute something else than the model from a minibatch of one sample.
     """
@@ -130,19 +132,28 @@ class Bundle(YamlArtifact):
     optional_gradients: bool = False
     opaque_outputs: dict[ModulePath, tuple[tuple[tuple[Dim | None, ...], ...], ...]] = Field(default_factory=dict)
     output_classes: dict[Identifier, Label] = Field(default_factory=dict)
+    repeats_samples: bool = True
     read_back: tuple[Name, ...] = ()
     differs_for_one_sample: bool = False
 
     @property
     def doubts(self) -> list[str]:
         """What may make training differ from that on one worker."""
-        if not self.read_back:
-            return []
-        return [
-            f"forward changes buffers and reads them in the next minibatch: {', '.join(self.read_back)}. Each replica "
-            "of their stage does so with its own minibatches only, until the end of an epoch. `pdtool partition "
-            "--straight` plans without replicas"
-        ]
+        doubts = []
+        if not self.repeats_samples:
+            doubts.append(
+                "dataset() or collate() makes other values of the same samples when it reads them again, although the "
+                "generators of torch, numpy and Python are seeded alike. What a generator of its own draws depends on "
+                "the plan and does not go on in a resumed run: seed it for each sample with "
+                "int(torch.randint(2**31, ()))"
+            )
+        if self.read_back:
+            doubts.append(
+                f"forward changes buffers and reads them in the next minibatch: {', '.join(self.read_back)}. Each "
+                "replica of their stage does so with its own minibatches only, until the end of an epoch. `pdtool "
+                "partition --straight` plans without replicas"
+            )
+        return doubts
 
     def check(self) -> None:
         described: set[str] = set()

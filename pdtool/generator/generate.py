@@ -59,6 +59,7 @@ _APART: dict[tuple[str, ...], tuple[str, ...]] = {
 _OF_MINIBATCHES = {"collate", "loss", "metrics"}  # each replica calls these for its own
 _VALUES = (bool, int, float, str, tuple, torch.Tensor)  # of a parameter group
 _COMPARED_UPDATES = (1, 2, 3, TRIED_UPDATES)  # a value may change at first only
+_REPEATED_SAMPLES = 8
 _VERIFIED_SAMPLES = 2  # of most minibatches; 1 is a special case for some operators
 
 
@@ -94,7 +95,11 @@ def generate(
     several = any(stage.in_flight > 1 for stage in plan.stages)
     progress("comparing the stages with the model" if fits else "checking shapes (the model is too large to run here)")
     bundle = bundle.model_copy(update={"differs_for_one_sample": _verify(traced, model_file, texts, bundle, several)})
-    bundle = bundle.model_copy(update={"read_back": buffers_read_back(plan, bundle, model_file)})
+    found = {
+        "read_back": buffers_read_back(plan, bundle, model_file),
+        "repeats_samples": _repeats_samples(model_file, min(plan.batch_size, _REPEATED_SAMPLES)),
+    }
+    bundle = bundle.model_copy(update=found)
     outputs = len([leaf for _, leaf in named_leaves(traced.output, "output") if isinstance(leaf, Value)])
     check_user_functions(model_file, plan, bundle, texts, lambda: traced.model, outputs)
     _write(folder, texts | {Bundle.FILE: bundle.dump()})
@@ -222,7 +227,7 @@ def check_stage_files(
     _, expected = _written(plan, stages, traced, bundle.proof)
     # An older bundle has fewer digests, and none of the next two; only a comparison tells the last ones.
     unknown: dict[str, Any] = {"digests": {}, "opaque_outputs": {}, "output_classes": {}}
-    unknown |= {"read_back": (), "differs_for_one_sample": False}
+    unknown |= {"read_back": (), "repeats_samples": True, "differs_for_one_sample": False}
     ours, theirs = (made.model_copy(update=unknown) for made in (expected, bundle))
     if ours.content_sha256 == theirs.content_sha256:
         return
@@ -299,6 +304,16 @@ def _verify_values(model_file: ModelFile, texts: dict[str, str], bundle: Bundle,
     with suppress(PdtoolError):  # example_inputs cannot give one sample
         one_sample = model_file.example_inputs(1)
     return verify_values(model_file.build, texts, bundle, batches, after_forward, one_sample, several_in_flight=several)
+
+
+def _repeats_samples(model_file: ModelFile, count: int) -> bool:
+    """Whether the first samples of the training set are the same when they are read again with the same seeds."""
+    if not model_file.has("dataset"):
+        return True
+    with suppress(PdtoolError):  # there may be no training set here
+        first, again = (list(tensors_in(model_file.example_batch(count))) for _ in range(2))
+        return has_same_content(first, again)
+    return True
 
 
 def _check_target_kept(model_file: ModelFile, model: nn.Module) -> None:

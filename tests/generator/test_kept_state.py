@@ -645,3 +645,23 @@ def test_buffers_that_each_replica_changes_and_reads_are_told(read: str, buffer:
     doubts = generate(plan.model_copy(update={"stages": stages}), profile, file, tmp_path / "two").doubts
     said = f"forward changes buffers and reads them in the next minibatch: {buffer}. Each replica"
     assert [doubt[: len(said)] for doubt in doubts] == [said] * bool(buffer)
+
+
+@pytest.mark.parametrize(
+    ("line", "repeats"), [("", False), ("OWN.manual_seed(int(torch.randint(2**31, ())))", True), ("return i, 0", True)]
+)
+def test_samples_of_a_generator_of_their_own_are_told(line: str, repeats: bool, tmp_path: Path) -> None:
+    """As albumentations has one: a run drew other numbers with another plan, and after it was resumed."""
+    text = f"""
+OWN, X = torch.Generator(), torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
+class Noisy(TensorDataset):
+    def __getitem__(self, i):
+        {line.replace("i, 0", "X[i], 0")}
+        return X[i] + torch.randn(4, generator=OWN), 0
+def dataset(split):
+    return Noisy(X)
+"""
+    file = _model(tmp_path, "        return self.last(self.first(x))\n", functions=text)
+    profile = skeleton(file)
+    doubts = generate(plan_of(profile, 2), profile, file, tmp_path / "bundle").doubts
+    assert ["makes other values of the same samples" in doubt for doubt in doubts] == [True] * (not repeats)
