@@ -166,7 +166,7 @@ class NodeValues(dict[fx.Node, Any]):
             if not node.target.is_view:
                 return False
             node = node.args[0]
-            if node.op == "placeholder" and (isinstance(self[node], State) or node not in self._outer_inputs):
+            if isinstance(self[node], State) or (node.op == "placeholder" and node not in self._outer_inputs):
                 return True
             if any(self._order[user] > self._order[writer] for user in node.users):
                 return True

@@ -618,6 +618,7 @@ def test_replicas_do_not_set_a_parameter_each_from_its_first_minibatch(
         generate(plan, profile, file, tmp_path / "two")
 
 
+WRITTEN_FIRST = "self.rows.index_copy_(0, (self.seen % 3).reshape(1), x[:1].detach()).mean()"
 READ_BACK = """
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("rows", torch.zeros(3, 4))
@@ -632,7 +633,7 @@ READ_BACK = """
 """
 
 
-@pytest.mark.parametrize(("read", "buffer"), [("x.mean(0)", ""), ("self.rows.mean()", "rows")])
+@pytest.mark.parametrize(("read", "buffer"), [("x.mean(0)", ""), ("self.rows.mean()", "rows"), (WRITTEN_FIRST, "rows")])
 def test_buffers_that_each_replica_changes_and_reads_are_told(read: str, buffer: str, tmp_path: Path) -> None:
     """Such as a queue of earlier minibatches: each replica has one of its own. Running statistics are only written."""
     (tmp_path / "model.py").write_text(HEAD.rpartition("\n    def")[0] + READ_BACK.replace("READ", read) + TAIL)
