@@ -310,7 +310,7 @@ def _repeats_samples(model_file: ModelFile, count: int) -> bool:
     """Whether the first samples of the training set are the same when they are read again with the same seeds."""
     if not model_file.has("dataset"):
         return True
-    with suppress(PdtoolError):  # there may be no training set here
+    with suppress(Exception):  # there may be no training set here, or tensors of a kind that cannot be compared
         first, again = (list(tensors_in(model_file.example_batch(count))) for _ in range(2))
         return has_same_content(first, again)
     return True

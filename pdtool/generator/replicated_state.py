@@ -14,7 +14,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.variable_uses import is_of_torch
-from pdtool.generator.composed import ModelFailedError, VerificationError, state_kept
+from pdtool.generator.composed import ModelFailedError, VerificationError
 from pdtool.generator.kept_state import has_same_content
 from pdtool.generator.verify import repeatable, run_model
 
@@ -47,9 +47,7 @@ def buffers_read_back(plan: Plan, bundle: Bundle, model_file: ModelFile) -> tupl
                     "and each would set it from another one",
                     "set it in model() from fixed samples, or plan with one worker for this stage, such as --straight",
                 )
-        model = model_file.build().train()
-        with state_kept(model):  # model() may return the same one each time
-            found = _read_back(model, batches)
+        found = _read_back(model_file.build().train(), batches)
         return tuple(name for _, stage, _ in replicated for name in stage.buffers if name in found)
     return ()
 
@@ -83,13 +81,14 @@ def _read_back(model: nn.Module, batches: Sequence[ModelInputs]) -> list[str]:
 
     output_with(start, first)
     after = _copied(model)
-    changed = [name for name, value in start.items() if not has_same_content(value, after[name])]
+    changed = [name for name in start.keys() & after if not has_same_content(start[name], after[name])]
     own = {n: after[n] for n in changed if not is_of_torch(type(model.get_submodule(n.rpartition(".")[0])))}
     expected = output_with(start, other)
-    if not own or has_same_content(expected, output_with(start | own, other)):
-        return []
-    alone = [name for name in own if not has_same_content(expected, output_with(start | {name: own[name]}, other))]
-    return alone or [*own]
+    are_read = bool(own) and not has_same_content(expected, output_with(start | own, other))
+    tried = own if are_read else {}
+    alone = [n for n in tried if not has_same_content(expected, output_with(start | {n: own[n]}, other))]
+    _set(model, start)  # model() may return the same one each time
+    return alone or [*tried]
 
 
 def _copied(model: nn.Module) -> dict[str, Tensor]:
