@@ -64,6 +64,9 @@ def copy_state(model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle) ->
                 what = f"{spec.file} and the model name their parameters and buffers differently: {sorted(missing)}"
                 raise VerificationError(what, REPORT)
             for name, tensor in stage_state.items():
+                if tensor.shape != state[name].shape:
+                    shapes = f"of shape {list(tensor.shape)}, by one of shape {list(state[name].shape)}"
+                    raise VerificationError(f"forward replaces the buffer {name}, {shapes}", "keep its shape")
                 tensor.copy_(state[name])
 
 

@@ -96,12 +96,12 @@ def _copied(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _set(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Set buffers, in place where they have the same shape: some may share memory."""
+    """Set buffers that differ, in place where they have the same shape: some may share memory."""
     for name, value in buffers.items():
         path, _, attribute = name.rpartition(".")
         owner = model.get_submodule(path)._buffers
         current = owner[attribute]
-        if current is not None and current.shape == value.shape:
-            current.copy_(value)
-        else:
+        if current is None or current.shape != value.shape:
             owner[attribute] = value.clone()
+        elif not torch.equal(current, value):
+            current.copy_(value)

@@ -666,3 +666,27 @@ def dataset(split):
     profile = skeleton(file)
     doubts = generate(plan_of(profile, 2), profile, file, tmp_path / "bundle").doubts
     assert ["makes other values of the same samples" in doubt for doubt in doubts] == [True] * (not repeats)
+
+
+LAST = """
+class Last(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(1, 8))
+    def forward(self, x):
+        x = x + self.rows.mean(0)
+        self.rows = x.detach()
+        return x
+def model():
+    return nn.Sequential(nn.Linear(4, 8), Last(), nn.Linear(8, 2))
+HINTS = {"opaque": ["1"]}
+"""
+
+
+def test_a_buffer_that_takes_the_size_of_the_minibatch_is_refused(tmp_path: Path) -> None:
+    file = _model(tmp_path, "        return x\n", functions=LAST)
+    profile = skeleton(file)
+    with pytest.raises(
+        VerificationError, match=r"^forward replaces the buffer 1\.rows, of shape \[3, 8\], by one of shap"
+    ):
+        generate(plan_of(profile, 2), profile, file, tmp_path / "bundle")
