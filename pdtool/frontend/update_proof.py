@@ -28,7 +28,10 @@ from pdtool.frontend.trial import tried
 
 NAMES_OF_GROUP = {"params", "param_names"}  # keys of a parameter group that say which parameters it has
 TRIED_UPDATES = 40  # before training, to see what the optimizer and after_update() do
-_FIRST_UPDATES = 3
+_GROWN = (
+    "pdtool tries it with gradients that grow from update to update. If it estimates a step size from all of them, as "
+    "Prodigy does, train without stages, as with `pdtool partition --strategy data-parallel`"
+)
 _LAST_SIZES = {-2: 1e-6, -1: 1e3}  # number of an update, from the end -> factor on its gradients
 _LARGE, _CORNER = 1_000_000, 8  # numbers in all parameters; of larger models, the most in each dimension of one
 _RTOL, _ATOL = 1e-3, 1e-5  # for an optimizer that does not compute the same bits twice
@@ -239,7 +242,7 @@ class _Update:
         keep_parameters(optimizer, {id(p) for p in own.values()})
         scheduler: Any = self._file.scheduler(optimizer, TRIED_UPDATES)
         gradients = {name: self._gradients[name] for name in own}
-        before, update = _generator_states(), 0
+        before = _generator_states()
         try:
             set_mode(optimizer, training=True)
             for update in range(2 if spoiled else TRIED_UPDATES):
@@ -258,8 +261,10 @@ class _Update:
         except ModelError:  # of after_update()
             raise
         except Exception as error:
-            if spoiled or update < _FIRST_UPDATES:  # later, a number may have grown too large, which these gradients do
-                raise self._file.error_at(error, self.cause) from error
+            found = self._file.error_at(error, self.cause)
+            if "overflow" in str(error):
+                found.remedy = _GROWN
+            raise found from error
         return {name: p.detach() for name, p in own.items()}, before != _generator_states()
 
 

@@ -350,9 +350,8 @@ def _changed_by_callee(node: ast.AST, module: ModuleType) -> Iterator[ast.AST]:
     if not isinstance(node, ast.Call):
         return
     function = _value(node.func, module)
-    if isinstance(node.func, ast.Name) and node.func.id == "next":
-        yield from (part for argument in node.args[:1] for part in _parts_of(argument))
-    if isinstance(function, BuiltinFunctionType) and function.__module__ in ("_heapq", "_bisect"):
+    is_next = isinstance(node.func, ast.Name) and node.func.id == "next"
+    if is_next or (isinstance(function, BuiltinFunctionType) and function.__module__ in ("_heapq", "_bisect")):
         yield from (part for argument in node.args[:1] for part in _parts_of(argument))
     if isinstance(function, FunctionType) and (defined := _tree(function)[0].body):
         changed = {p.id for n in ast.walk(defined[0]) for p in _all_changed_by(n, module) if isinstance(p, ast.Name)}

@@ -251,16 +251,17 @@ class Scaled(nn.Module):
 class Large(nn.Module):
     def forward(self, x): return x.contiguous() * 2 if x.shape[0] >= 64 else x * 2
 class Embedder(nn.Module):
-    def __init__(self): super().__init__(); self.linear = nn.Linear(4, 4); self.matrix = torch.rand(4, 9)
+    def __init__(self): super().__init__(); self.linear = nn.Linear(4, 4); self.matrix = torch.rand(4, 40)
     def forward(self, x): return self.linear(x)
+class Last(nn.Module):
+    def __init__(self, matrix): super().__init__(); self.linear = nn.Linear(4, 2); self.matrix = matrix
+    def forward(self, x): return self.linear(x @ self.matrix @ self.matrix.T if self.matrix.dim() > 1 else x)
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.inner, self.last = nn.Linear(4, 4), INNER(), nn.Linear(4, 2)
-        self.matrix = getattr(self.inner, "matrix", torch.ones(1))
-    def forward(self, x, t):
-        x = self.inner(self.first(x * t[:, None]))
-        return self.last(x @ self.matrix @ self.matrix.T if self.matrix.dim() > 1 else x)
+        self.first, self.inner = nn.Linear(4, 4), INNER()
+        self.last = Last(getattr(self.inner, "matrix", torch.ones(1)))
+    def forward(self, x, t): return self.last(self.inner(self.first(x * t[:, None])))
 def model(): return Net()
 def example_inputs(batch_size): return torch.randn(batch_size, 4), torch.rand(batch_size)
 """
@@ -275,4 +276,18 @@ def test_the_module_around_one_that_cannot_be_alone_becomes_opaque(tmp_path, inn
     file = ModelFile.load(ModelRef(source=str(tmp_path / f"around_{inner}.py")), trusted=True)
     assert set(trace_file(file, file.build(), 4).opaque) == {"inner"}
     profile = skeleton(file)
-    generate(plan_of(profile, 2), profile, file, tmp_path / "bundle")
+    generate(plan_of(profile, 1), profile, file, tmp_path / "bundle")
+
+
+def test_an_attribute_that_only_an_opaque_module_has_is_refused_outside_of_it(tmp_path):
+    text = AROUND.replace("INNER", "Embedder") + "HINTS = {'opaque': ['inner']}"
+    text = text.replace("t[:, None])))", "t[:, None])) @ self.inner.matrix)").replace(
+        'getattr(self.inner, "matrix", ', "("
+    )
+    text = text.replace("nn.Linear(4, 2)", "nn.Linear(40, 2)")
+    (tmp_path / "outside.py").write_text(text)
+    file = ModelFile.load(ModelRef(source=str(tmp_path / "outside.py")), trusted=True)
+    with pytest.raises(
+        TraceError, match=r"forward uses inner\.matrix, but its module is one operator.*register_buffer"
+    ):
+        trace_file(file, file.build(), 4)

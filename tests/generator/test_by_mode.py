@@ -27,7 +27,8 @@ LINES = {
     "old_spectral_norm": "",
     "other_shape": ", training) if self.training else (last, training_1)",
 }
-OPAQUE = {"codebook": {"1"}, "other_shape": {"balanced"}}  # torch.cdist computes in another way from 26 samples on
+# torch.cdist computes in another way from 26 samples on, and Balanced branches on values.
+OPAQUE = {"codebook": {"1"}, "other_shape": {"balanced"}}
 
 
 class ModelByMode(ModelFile):

@@ -649,7 +649,8 @@ def test_buffers_that_each_replica_changes_and_reads_are_told(read: str, buffer:
 
 
 @pytest.mark.parametrize(
-    ("line", "repeats"), [("", False), ("OWN.manual_seed(int(torch.randint(2**31, ())))", True), ("return i, 0", True)]
+    ("line", "repeats"),
+    [("", False), ("OWN.manual_seed(int(torch.randint(2**31, ())))", True), ("return X[i], 0", True)],
 )
 def test_samples_of_a_generator_of_their_own_are_told(line: str, repeats: bool, tmp_path: Path) -> None:
     """As albumentations has one: a run drew other numbers with another plan, and after it was resumed."""
@@ -657,7 +658,7 @@ def test_samples_of_a_generator_of_their_own_are_told(line: str, repeats: bool, 
 OWN, X = torch.Generator(), torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
 class Noisy(TensorDataset):
     def __getitem__(self, i):
-        {line.replace("i, 0", "X[i], 0")}
+        {line}
         return X[i] + torch.randn(4, generator=OWN), 0
 def dataset(split):
     return Noisy(X)

@@ -316,6 +316,13 @@ def test_an_update_that_looks_at_several_stages_is_refused(tmp_path: Path, code:
         update_proof.check_update(file, file.build(), stages)
 
 
+def test_an_update_that_fails_on_growing_gradients_is_refused(tmp_path: Path) -> None:
+    """If the steps up to there are all that is compared, they may be equal by chance, as NaN equals NaN."""
+    file, stages = parts(tmp_path, with_optimizer("prodigyopt.Prodigy(parameters, lr=1.0, weight_decay=0.01)"))
+    with pytest.raises(ModelError, match=r"Prodigy raised .* overflow; pdtool tries it with .* train without stages"):
+        update_proof.check_update(file, file.build(), stages)
+
+
 @pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_of_each_parameter_alone_is_proved(tmp_path: Path, monkeypatch: Any, name: str) -> None:

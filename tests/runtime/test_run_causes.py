@@ -16,6 +16,7 @@ import pytest
 import torch
 from harness import CONV1, CONV2, CONV3, Toy, faulty
 
+import pdtool.runtime
 from pdtool import host
 from pdtool.artifacts.plan import Predicted
 from pdtool.artifacts.run_dir import RunDir
@@ -194,6 +195,15 @@ def test_what_is_the_models_fault_is_told_at_its_line_and_not_to_start_again(
         caught.value.__traceback__ = caught.value.__traceback__.tb_next
         found = model_error(caught.value, tmp_path / "stages")
         assert str(found).startswith(text.replace("forward raised", "backward() raised").partition(";")[0])
+
+
+@pytest.mark.parametrize("file", ["_mt19937.pyx", torch.__file__, pdtool.runtime.__file__, "/home/a/gone.py"])
+def test_an_error_outside_of_the_users_files_is_not_the_models(tmp_path: Path, file: str) -> None:
+    scope: dict[str, Any] = {}
+    exec(compile("def backward(): raise ValueError('of a library')", file, "exec"), scope)
+    with pytest.raises(ValueError, match="of a library") as caught:
+        scope["backward"]()
+    assert model_error(caught.value.with_traceback(caught.tb.tb_next), tmp_path / "stages") is None
 
 
 def test_a_loss_that_reads_the_weights_of_the_model_is_not_told_to_move_them_into_it(tmp_path: Path) -> None:

@@ -39,9 +39,9 @@ _KEEPERS = ("loss", "after_update", "scheduler", "metrics", "summarize_metrics",
 _READERS = {"after_update": ("loss", "collate", "dataset", "scheduler", "metrics"), "metrics": ("loss",)}
 _OF_MODULES = vars(nn.Module()).keys()
 _CONTENTS = (dict, list, set, deque, Tensor, np.ndarray)  # whose content may change
-_HOLDERS = (dict, list, set, deque, tuple, frozenset)  # of other values
+_CONTAINERS = (dict, list, set, deque, tuple, frozenset)
 _MOST_SEARCHED = 100  # values in a container, of which some may be generators of random numbers
-_NO_OBJECTS = (*CODE, *_CONTENTS, Enum, tuple, frozenset)  # values themselves, whatever attributes they have
+_NO_OBJECTS = (*CODE, *_CONTAINERS, Tensor, np.ndarray, Enum)  # values themselves, whatever attributes they have
 _Entries = Mapping[str, Tensor]
 
 
@@ -403,7 +403,7 @@ def _remember(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
 
 def _holds_generator(value: object, depth: int = 4) -> bool:
     """Whether it is a generator of random numbers, or a container with some: each call of one changes it."""
-    if isinstance(value, _HOLDERS) and depth and len(value) <= _MOST_SEARCHED:
+    if isinstance(value, _CONTAINERS) and depth and len(value) <= _MOST_SEARCHED:
         return any(_holds_generator(each, depth - 1) for each in (value.values() if isinstance(value, dict) else value))
     return has_known_state(value)
 
@@ -414,10 +414,10 @@ def _kind_of(generator: Any) -> tuple[type, type]:
 
 
 def _parts_of(value: Any) -> Iterator[Any]:
-    """Yield the containers, tensors and arrays in a value, from the outside in."""
-    if isinstance(value, (*_CONTENTS, tuple, frozenset)) or has_known_state(value):
+    """Yield the containers, tensors, arrays and generators of random numbers in a value, from the outside in."""
+    if isinstance(value, (*_CONTAINERS, Tensor, np.ndarray)) or has_known_state(value):
         yield value
-        if isinstance(value, _HOLDERS):
+        if isinstance(value, _CONTAINERS):
             for each in value.values() if isinstance(value, dict) else value:
                 yield from _parts_of(each)
 

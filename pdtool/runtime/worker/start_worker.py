@@ -376,8 +376,8 @@ def resume(
         if lost:
             sys.stderr.write(
                 f"warning: the checkpoint lacks values of {' and '.join(lost)}, so the resumed run begins with those "
-                "that the file sets. It holds numbers, texts, tensors and containers of these, and no values that "
-                "differ between the stages of another plan\n"
+                "that the file sets. A checkpoint holds numbers, texts, tensors and containers of these, and for "
+                "another plan only what did not differ between its stages\n"
             )
 
 
