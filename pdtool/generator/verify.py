@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -96,10 +96,10 @@ def verify_values(
         for training in (True, False):
             comparison.compare_minibatches(minibatches, training=training)
     except VerificationError:  # state may be why the values differ
-        _refuse_kept_state(kept_attributes(model, before), build, minibatches)
+        _refuse_kept_state([*kept_attributes(model, before)], build, minibatches)
         _refuse_changed_memory(model, shared)
         raise
-    _refuse_kept_state(kept_attributes(model, before), build, minibatches)
+    _refuse_kept_state([*kept_attributes(model, before)], build, minibatches)
     _refuse_hidden_paths(model.train(), bundle, minibatches[0], after_forward or {})
     if several_in_flight and _runs_user_code(model, texts, bundle):
         comparison.compare_in_flight((minibatches[0], minibatches[-1]))
@@ -295,56 +295,67 @@ def _runs_user_code(model: nn.Module, texts: Mapping[str, str], bundle: Bundle) 
     return any(not type(module).__module__.startswith("torch.nn.") for module in has_buffers)
 
 
-def _is_carried_over(kept: KeptAttribute, build: Callable[[], nn.Module], batches: Sequence[ModelInputs]) -> bool:
-    """Whether an attribute, or the model's output, depends on minibatches before the last one: on their inputs,
-    weights, or random numbers.
+def _are_carried_over(
+    attributes: Sequence[KeptAttribute], build: Callable[[], nn.Module], batches: Sequence[ModelInputs]
+) -> bool:
+    """Whether attributes, or the model's output, depend on minibatches before the last one: on their inputs, weights,
+    or random numbers.
 
-    It does not if a hook stores each minibatch's activations, or if the first minibatch makes a table. The last two
-    minibatches have the same size, because such a table may be for that size only.
+    They do not if a hook stores each minibatch's activations, if the first minibatch makes a table, or if train()
+    clears what an evaluation has made of the weights. The last two minibatches have the same size, because such a table
+    may be for that size only.
     """
     *before, last = (batches[-1], *batches[:-1])
-    for training in (True, False):
+    for training, trains_between in ((True, True), (False, False), (False, True)):
         old, new = build().train(training), build().train(training)
-        fresh = kept.value(new)
+        fresh = [kept.value(new) for kept in attributes]
         with torch.set_grad_enabled(training), random_state_kept():
             for inputs in before:
                 run_model(old, inputs, "a minibatch before")
+        if trains_between and not training:
+            old.train()
+            new.train()
         with torch.no_grad():
-            for parameter in (parameter for parameter in old.parameters() if parameter.requires_grad):
-                parameter.add_(0.01)
+            for parameter in old.parameters():
+                if parameter.requires_grad and trains_between:
+                    parameter.add_(0.01)
             state = registered_state(old)
             for name, tensor in registered_state(new).items():
                 if name in state and state[name].shape == tensor.shape:
                     tensor.copy_(state[name])
+        if trains_between and not training:
+            old.eval()
+            new.eval()
         with torch.set_grad_enabled(training), repeatable():
             results = []
-            for model, value in ((old, kept.value(old)), (new, fresh)):
-                kept.restore(model, value)
+            for model, values in ((old, [kept.value(old) for kept in attributes]), (new, fresh)):
+                for kept, value in zip(attributes, values, strict=True):
+                    kept.restore(model, value)
                 output = run_model(model, last, "the last minibatch")
-                results.append((kept.value(model), *tensors_of(output)))
+                results.append((*(kept.value(model) for kept in attributes), *tensors_of(output)))
         if not has_same_content(results[0], results[1]):
             return True
     return False
 
 
 def _refuse_kept_state(
-    attributes: Iterable[KeptAttribute], build: Callable[[], nn.Module], batches: Sequence[ModelInputs]
+    attributes: Sequence[KeptAttribute], build: Callable[[], nn.Module], batches: Sequence[ModelInputs]
 ) -> None:
-    for kept in attributes:
-        if not _is_carried_over(kept, build, batches):
-            continue
-        where = f"{kept.location}: " if kept.location else ""
-        if isinstance(kept.value(build()), GENERATORS):
-            raise VerificationError(
-                f"{where}forward draws random numbers from {kept.described}: they would depend on the plan, and start "
-                "anew in a resumed run",
-                "draw from the global generators of torch, numpy or random, which pdtool seeds for each minibatch",
-            )
+    """Refuse attributes that carry values over to the next minibatch, with the name of one that does so by itself."""
+    if not attributes or not _are_carried_over(attributes, build, batches):
+        return
+    kept = next((kept for kept in attributes if _are_carried_over([kept], build, batches)), attributes[0])
+    where = f"{kept.location}: " if kept.location else ""
+    if isinstance(kept.value(build()), GENERATORS):
         raise VerificationError(
-            f"{where}forward changes {kept.described} and reads it again: "
-            "minibatches in flight together cannot share it",
-            "compute it from the inputs in each call, or keep it in a buffer that the module's __init__ makes",
+            f"{where}forward draws random numbers from {kept.described}: they would depend on the plan, and start "
+            "anew in a resumed run",
+            "draw from the global generators of torch, numpy or random, which pdtool seeds for each minibatch",
         )
+    raise VerificationError(
+        f"{where}forward changes {kept.described} and reads it again: minibatches in flight together cannot share it",
+        "compute it from the inputs in each call, or keep it in a buffer that the module's __init__ makes",
+    )
 
 
 def _refuse_hidden_paths(

@@ -101,6 +101,30 @@ REFUSED = {
         "kept",
         15,
     ),
+    "weights that an evaluation leaves to the next": (
+        """
+        h = torch.tanh(self.first(x))
+        if self.training:
+            return self.last(h)
+        return self.last(h) + self.cache.setdefault("x", self.last.weight.detach() * 2).sum()
+""",
+        "cache",
+        None,
+    ),
+    "hidden state of an evaluation that train() clears": (
+        """
+        h = torch.tanh(self.first(x))
+        if not self.training:
+            self.kept = h = h + (0 if self.kept is None else self.kept.mean())
+        return self.last(h)
+
+    def train(self, mode=True):
+        self.kept = None
+        return super().train(mode)
+""",
+        "kept",
+        16,
+    ),
     "random numbers that are drawn once": (
         """
         if self.table is None:
@@ -226,6 +250,16 @@ CACHES = {
         if not self.training:
             h = h + self.cache.setdefault((8, h.dtype), torch.arange(8.0))
         return self.last(h)
+""",
+    "weights, for one evaluation": """
+        h = torch.tanh(self.first(x))
+        if self.training:
+            return self.last(h * self.last.weight.sum(0))
+        return self.last(h * self.cache.setdefault("x", self.last.weight.sum(0)))
+
+    def train(self, mode=True):
+        self.cache = {}
+        return super().train(mode)
 """,
 }
 PARTS = {
