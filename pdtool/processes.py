@@ -60,8 +60,7 @@ class WorkerProcesses:
     @property
     def exit_codes(self) -> dict[int, int]:
         """Exit codes of the workers that have ended, by rank; negative for a signal."""
-        codes = {rank: process.exitcode for rank, process in self.processes.items()}
-        return {rank: code for rank, code in codes.items() if code is not None}
+        return {rank: code for rank, each in self.processes.items() if (code := each.exitcode) is not None}
 
     def listen(self, has_failed: Callable[[], bool] = lambda: False) -> Iterator[tuple[int, Any]]:
         """Yield (rank, message) as messages come, until all workers have ended.
@@ -81,7 +80,7 @@ class WorkerProcesses:
             self.longest_pause_s = max(self.longest_pause_s, time.monotonic() - begin_s - _POLL_S)
             for source in ready:
                 pipe = self.pipes[sources[source]]
-                with suppress(EOFError, ConnectionError):
+                with suppress(EOFError, OSError):  # it may end in the middle of a message
                     while pipe.poll():
                         yield sources[source], pipe.recv()
                     if source is pipe:

@@ -151,7 +151,7 @@ def emulated(plan: Plan | Path | str, output: str | None, asked: EmulateOptions)
 def _others(chosen: Plan, rivals: Mapping[str, Plan]) -> dict[str, Plan]:
     """Return the rivals that differ from the chosen plan; two emulations of one plan would differ only by noise."""
     others = {name: plan for name, plan in rivals.items() if _run_by(plan) != _run_by(chosen)}
-    for name in rivals.keys() - others.keys():
+    for name in [name for name in rivals if name not in others]:
         note(f"{name} is the same as this plan, so it is not emulated again")
     return others
 

@@ -39,18 +39,15 @@ def _plain(name: str, value: object) -> str | int | float | bool:
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise UsageError(f"{name!r:.80} is not the name of a setting", "pass a dict such as {'lr': 0.01}")
-    plain: str | int | float | bool | None = None
     if isinstance(value, str):
-        plain = str.__str__(value)
-    elif isinstance(value, bool):
-        plain = value
-    elif isinstance(value, Integral):
-        plain = int(value)
-    elif isinstance(value, Real) and math.isfinite(value):
-        plain = float(value)
-    if plain is None:
-        raise UsageError(f"setting {name}={value!r:.80} is not a str, number or bool", "pass one of these")
-    return plain
+        return str.__str__(value)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real) and math.isfinite(value):
+        return float(value)
+    raise UsageError(f"setting {name}={value!r:.80} is not a str, number or bool", "pass one of these")
 
 
 def with_settings(inputs: Inputs, given: Sequence[str]) -> Inputs:

@@ -37,7 +37,6 @@ from pdtool.options.plan_options import INNER_BANDWIDTH, OUTER_BANDWIDTH, Partit
 from pdtool.options.simulate_options import SimulateOptions
 from pdtool.planner.choice.make_plan import make_plan, with_fastest_size
 from pdtool.planner.choice.strategies import planner_asked_for
-from pdtool.planner.placement import plan_name
 from pdtool.units import bytes_option, format_bytes, parse_bandwidth, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
@@ -232,11 +231,6 @@ class PlanRequest:
         cluster = with_worker_memory(cluster, profile, asked.memory)
         return cls(path_of_profile(profile, path), profile, cluster, search_options)
 
-    @property
-    def plan_name(self) -> str:
-        """Name of the plan."""
-        return plan_name(self.profile, self.cluster, self.options.strategy)
-
     def plan(self) -> Plan:
         """Return the best plan; raises NoPlanError if none fits the memory, the pins or the number of operators."""
         plan = make_plan(self.profile, self.path, self.cluster, self.options)
@@ -343,18 +337,16 @@ def with_worker_memory(cluster: Cluster, profile: Profile, given: str | None) ->
     else:
         memory_bytes = cluster.memory_bytes or _profiled_bytes(cluster, profile)
     if memory_bytes is not None and profile.reserved_bytes:  # which no tensor gets
-        tensor_bytes = profile.tensor_bytes(memory_bytes, cluster.levels[-1].size)
+        tensor_bytes, is_cpu = profile.tensor_bytes(memory_bytes, cluster.levels[-1].size), profile.is_measured_on_cpu
         whole, reserved = format_bytes(memory_bytes), format_bytes(memory_bytes - tensor_bytes)
-        purpose = "CUDA's context, communicators, workspaces and fragmentation"
-        memory_bytes = tensor_bytes
-        if profile.is_measured_on_cpu:
-            purpose = "the processes themselves and for fragmentation"
-            memory_bytes = max(1, memory_bytes)  # no plan fits, and the error says what would help
-        if memory_bytes <= 0:
+        of_gpu = "CUDA's context, communicators, workspaces and fragmentation"
+        purpose = "the processes themselves and for fragmentation" if is_cpu else of_gpu
+        if tensor_bytes <= 0 and not is_cpu:
             what = f"{whole} of memory is not enough: {reserved} is set aside for {purpose}"
             raise UsageError(what, "pass the memory of the whole device")
         is_enough = f"of each worker's {whole}, {reserved} is set aside for {purpose}"
         note(is_enough if tensor_bytes > 0 else f"{whole} of memory is not enough for {purpose}")
+        memory_bytes = max(1, tensor_bytes)  # with 1, no plan fits, and the error says what would help
     return replace(cluster, memory_bytes=memory_bytes)
 
 

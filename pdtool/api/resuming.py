@@ -140,7 +140,7 @@ def note_options(before: RunOptions, asked: RunOptions) -> None:
 
 def _typed(option: Option, value: Any) -> str:
     if isinstance(value, bool):
-        return option.flag
+        return option.switched(on=value)
     return " ".join(f"{option.flag} {each}" for each in (value if isinstance(value, tuple) else (value,)))
 
 

@@ -30,6 +30,7 @@ from pdtool.files import write_remedy
 from pdtool.options.declaration import Option, declared
 from pdtool.options.plan_options import PartitionOptions, ProfileOptions
 from pdtool.options.values import Flag
+from pdtool.planner.placement import plan_name
 from pdtool.units import format_bits_rate, format_bytes, format_seconds
 
 _DIGEST_LENGTH = 8
@@ -157,7 +158,7 @@ def fresh_plan(profiles: Sequence[str], output: str | None, asked: PartitionOpti
         raise UsageError(what, "name one file, or leave --if-stale out")
     with muted():  # what `partition` says, if it is run
         request = PlanRequest.read(profiles[0], asked)
-    target = output or default_plan_path(request.plan_name)
+    target = output or default_plan_path(plan_name(request.profile, request.cluster, request.options.strategy))
     why = why_plan_not_reused(target, request)
     if why:
         note(f"partition: making {target}: {why}")
@@ -210,8 +211,7 @@ def _samples_per_update(asked: PlanOptions, batch_size: int) -> int | None:
 
 def _made_with(option: Option, before: Any, now: Any) -> str:
     if isinstance(option.value, Flag):
-        on, _, off = option.usage.partition("/")
-        return f"it was made with {on if before else off}, not {on if now else off}"
+        return f"it was made with {option.switched(on=before)}, not {option.switched(on=now)}"
     return f"it was made with {option.flag} {_text(before)}, not {_text(now)}"
 
 

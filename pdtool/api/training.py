@@ -49,6 +49,7 @@ def codegen(plan: Plan | Path | str, *, model: Path | str | None = None, output:
         output: folder to write; None: the plan's path without `.yaml`.
 
     Raises:
+        UsageError: `output` is `-`.
         StaleError: the profile or the model's operators changed after the plan was made.
         ArtifactError: the plan is inconsistent.
         ModelError: the model cannot be imported or traced.
@@ -56,6 +57,8 @@ def codegen(plan: Plan | Path | str, *, model: Path | str | None = None, output:
     """
     inputs = Inputs.load(plan, optional_text(model))
     folder = optional_text(output)
+    if folder == "-":
+        raise UsageError("-o - is not possible: codegen writes a folder, not a file", "name a folder")
     return write_stages(inputs, Path(folder) if folder else inputs.folder)
 
 

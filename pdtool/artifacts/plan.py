@@ -120,6 +120,17 @@ class Predicted(FrozenModel):
         """The simulated time of a minibatch, or if there is none, the time by the formulas."""
         return self.bottleneck_s if self.simulated_s is None else self.simulated_s
 
+    def slowest_part(self, depth: int) -> str:
+        """Say what takes longest by itself: the computing of one of `depth` workers, an average or a border."""
+        parts = []
+        for s in range(depth):
+            stages = list(map(str, range(s, len(self.compute_s), depth)))  # of one worker
+            longest = f"stages {' and '.join(stages)} together compute" if len(stages) > 1 else f"stage {s} computes"
+            parts.append((sum(self.compute_s[s::depth]), f"{longest} longest"))
+        parts += [(time_s, f"stage {s} averages gradients longest") for s, time_s in enumerate(self.allreduce_s)]
+        parts += [(time_s, f"stages {s} and {s + 1} send longest") for s, time_s in enumerate(self.transfer_s)]
+        return max(parts, key=lambda part: part[0])[1]
+
 
 class Rival(FrozenModel):
     """A plan that was considered and rejected; its fields are named like those of Predicted."""

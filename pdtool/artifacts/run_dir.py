@@ -300,20 +300,13 @@ class RunDir:
         folder = os.path.realpath(self.path)
         if folder in _HELD_HERE:
             raise _in_use(self.path, "this process", hint)
-        _HELD_HERE.add(folder)
-        try:
-            with self._locked(hint):
-                yield
-        finally:
-            _HELD_HERE.discard(folder)
-
-    @contextmanager
-    def _locked(self, hint: str) -> Iterator[None]:
-        with ExitStack() as opened:
+        with ExitStack() as held:
+            _HELD_HERE.add(folder)
+            held.callback(_HELD_HERE.discard, folder)
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self.check_written()
-                file = opened.enter_context(open_in_place(self._lock_file))
+                file = held.enter_context(open_in_place(self._lock_file))
                 _lock(file.fileno(), self.path, hint)
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())

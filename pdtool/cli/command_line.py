@@ -28,8 +28,8 @@ _FEW = 9  # up to this many options need no groups
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
 _LATER_S = 0.05  # when the object is gone, or the import done
 _FLAGS = {
-    "quiet": ("-q", "--quiet", "Print only results, warnings and errors."),
-    "verbose": ("-v", "--verbose", "Also print what is loaded and searched, and tracebacks of errors."),
+    ("-q", "--quiet"): "Print only results, warnings and errors.",
+    ("-v", "--verbose"): "Also print what is loaded and searched, and tracebacks of errors.",
 }
 
 
@@ -115,12 +115,8 @@ def _is_import_of_torch(frame: FrameType) -> bool:
 
 def verbosity_options() -> Sequence[click.Option]:
     """Make the options `-q` and `-v`, which stand before or after the name of a command."""
-    return [
-        CommandOption(
-            (short, long, name), section="Output", is_flag=True, expose_value=False, callback=_take, help=text
-        )
-        for name, (short, long, text) in _FLAGS.items()
-    ]
+    settings: dict[str, Any] = {"section": "Output", "is_flag": True, "expose_value": False, "callback": _take}
+    return [CommandOption(names, help=text, **settings) for names, text in _FLAGS.items()]
 
 
 def _take(ctx: click.Context, parameter: click.Parameter, is_given: bool) -> None:

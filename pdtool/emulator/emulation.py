@@ -153,12 +153,6 @@ def check_minibatches(plan: Plan, profile: Profile, minibatches: int | None) -> 
     )
 
 
-def scaled_cluster(cluster: Cluster, scaling: Scaling) -> Cluster:
-    """Return the cluster with the bandwidths that the pretend links get."""
-    factor = scaling.scale * scaling.slowdown
-    return cluster.slower(factor)
-
-
 def minibatches_to_steady_state(plan: Plan, profile: Profile, slowdown: float = 1.0) -> int:
     """Return the minibatches of an epoch that is mostly in steady state and does not last for minutes."""
     shape = _shape(plan, profile)
@@ -189,7 +183,7 @@ def emulate(
         _check_memory(config.plan)
     reports = {}
     for scaling, names in groupby(configs, key=lambda name: scalings[name]):
-        with links_of(scaled_cluster(cluster, scaling)) as run:
+        with links_of(cluster.slower(scaling.scale * scaling.slowdown)) as run:
             for name in names:
                 notify(name)
                 run(configs[name])

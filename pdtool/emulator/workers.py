@@ -23,7 +23,7 @@ from pdtool.processes import WorkerProcesses
 from pdtool.rendezvous import GLOO_VARIABLE
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.launch.diagnosis import diagnose
-from pdtool.runtime.launch.launcher import wait_for_workers
+from pdtool.runtime.launch.launcher import start_errors_explained, wait_for_workers
 from pdtool.runtime.launch.worker_main import worker_main
 from pdtool.runtime.ranks import RankAssignment, assign_ranks
 from pdtool.runtime.status import prepare_folder
@@ -60,7 +60,8 @@ def links_of(cluster: Cluster) -> Iterator[Callable[[RunConfig], None]]:
             _receive(pipe, switch, timeout_s, late, f"the process that holds {what} ended with {{}}")
 
         def run(config: RunConfig) -> None:
-            pipe.send(config)
+            with suppress(BrokenPipeError):  # the switch has ended
+                pipe.send(config)
             wait_for("the workers", None)
 
         try:
@@ -82,7 +83,7 @@ def _receive(pipe: Connection, process: BaseProcess, timeout_s: float | None, la
         raise late
     try:
         error = pipe.recv()
-    except EOFError:
+    except (EOFError, OSError):  # at the end of the pipe, or in the middle of an answer
         process.join()
         raise WorkerDiedError(ended.format(process.exitcode), "start it again") from None
     if error is not None:
@@ -126,9 +127,10 @@ def _run_workers(pretend: PretendCluster, config: RunConfig) -> None:
     assignments = assign_ranks(config.plan)
     prepare_folder(config.out, [assignment.rank for assignment in assignments], keep_metrics=False)
     with ExitStack() as links, WorkerProcesses("fork") as workers:
-        for assignment in assignments:
-            pid = workers.start(assignment.rank, _worker_main, pretend, config, assignment, os.getpid())
-            links.callback(pretend.remove_worker, pid)
+        with start_errors_explained():
+            for assignment in assignments:
+                pid = workers.start(assignment.rank, _worker_main, pretend, config, assignment, os.getpid())
+                links.callback(pretend.remove_worker, pid)
         for assignment in assignments:  # linked once it is in its own namespace
             process, pipe = workers.processes[assignment.rank], workers.pipes[assignment.rank]
             what = f"{assignment} did not start within {_START_TIMEOUT_S} s"

@@ -59,6 +59,11 @@ class Option:
         """The long name, as users know it: `--batch-size`."""
         return self.flags[-1].partition("/")[0]
 
+    def switched(self, *, on: bool) -> str:
+        """The flag that switches it on or off: `--compile` or `--no-compile`."""
+        flag, _, opposite = self.usage.partition("/")
+        return flag if on else opposite
+
     @property
     def metavar(self) -> str | None:
         """The placeholder of the value."""

@@ -14,7 +14,6 @@ from pdtool.units import format_metric
 _LOWER_IS_BETTER = ("loss", "perplexity")
 _HIGHER_IS_BETTER = ("accuracy",)
 _RELATIONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
-_TARGET = r"(?P<metric>[^<>=]*)(?P<relation><=|>=|<|>|=)(?P<value>.*)"
 
 
 @dataclass(frozen=True)
@@ -32,16 +31,16 @@ class Target:
     @classmethod
     def parse(cls, text: str) -> Target:
         """Read what `str` writes; raises UsageError."""
-        match = re.fullmatch(_TARGET, text, re.DOTALL)
         try:
-            value = float(match["value"]) if match else float("nan")
-        except ValueError:
-            value = float("nan")
-        metric = match["metric"].strip() if match else ""
-        if match is None or not metric.isprintable() or not metric or not math.isfinite(value):
+            metric, relation, number = re.split("([<>]=?|=)", text, maxsplit=1)
+            value = float(number)
+        except ValueError:  # there is no relation, or no number after it
+            metric, relation, value = "", "", math.nan
+        metric = metric.strip()
+        if not metric or not metric.isprintable() or not math.isfinite(value):
             what = f"target {text!r} is not METRIC=NUMBER, where = can also be <, <=, > or >="
             raise UsageError(what, "write accuracy=0.98, loss=0.5 or nll<=4")
-        return cls(metric, match["relation"], value)
+        return cls(metric, relation, value)
 
     def __str__(self) -> str:
         return f"{self.metric}{self.relation}{self._number}"

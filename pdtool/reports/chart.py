@@ -65,11 +65,12 @@ def gain_chart(points: Sequence[SweepPoint], width: float, own: float | None = N
     """Draw gain over data parallelism against bandwidth, both logarithmic; dashed where both are equally fast.
 
     Args:
-        own: the plan's own bandwidth in bytes/s, to mark.
+        own: the plan's own bandwidth in bytes/s, to mark if the chart contains it.
     """
     picture = Picture(width, title or "gain over data parallelism against bandwidth")
     line = [(point.bandwidth_bytes_per_s, point.gain) for point in points]
     rates, gains = zip(*line, strict=True)
+    own = own if own and rates[0] <= own <= rates[-1] else None
     low, high = min(1.0, *gains) / 1.4, max(1.0, *gains) * 1.15
     picture.text(0, 14, fitted(title or "times as fast as data parallelism", width), "strong")
     y = AxisScale(low, high, _GAIN_HEIGHT - _BOTTOM, 40 if own else 28, is_log=True)

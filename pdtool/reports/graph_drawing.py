@@ -14,6 +14,8 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import printable
 from pdtool.graph import Graph
+from pdtool.planner.placement import Placement
+from pdtool.planner.stage_costs import stage_loads
 from pdtool.reports.picture import Picture, fitted, stage_class
 from pdtool.units import format_bytes, format_seconds
 
@@ -215,23 +217,13 @@ class _GraphPicture:
 
     def _draw_borders(self) -> None:
         """Write at each border of stages how many bytes of activations cross it, for one minibatch."""
-        sizes = self._border_bytes()
+        stages = Placement.of(self.plan, self.profile).stages
+        loads = stage_loads(self.profile.sent_as(self.plan.wire_dtype), stages)
         for (before, *_), (box, *_) in pairwise(self.columns):
             if before.block.stage != box.block.stage and before.line == box.line:
-                label = format_bytes(sizes[before.block.stage])
+                label = format_bytes(loads[before.block.stage + 1].entering_bytes)
                 centre = (before.x + self.box_width + box.x) / 2
                 self.picture.text(centre, self.lines[box.line].bottom + 2, label, "accent small", anchor="middle")
-
-    def _border_bytes(self) -> list[int]:
-        """Return for each stage the bytes that it and earlier stages send to later ones."""
-        profile = self.profile.sent_as(self.plan.wire_dtype)
-        stage_of = {name: box.block.stage for box in self.boxes for name in box.block.nodes}
-        sizes = [0] * len(self.plan.stages)
-        for name, users in profile.graph.consumers.items():
-            if profile.by_name[name].op != "input":
-                for stage in range(stage_of[name], max((stage_of[user] for user in users), default=0)):
-                    sizes[stage] += profile.sent_bytes(name)[0]
-        return sizes
 
 
 def _bend(x: float, y: float, end_x: float, end_y: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pdtool.artifacts.plan import Plan, Predicted
+from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.report import EmulatedPlan, Emulation, Report
 from pdtool.artifacts.run_dir import RunRecord
@@ -29,7 +29,8 @@ def plan_sentence(plan: Plan, profile: Profile) -> str:
         return f"{where}: data parallelism, at {rate}"
     if not plan.predicted:
         return f"{where}, at {rate}"
-    return f"{where}: {gain_in_words(plan.predicted.gain_over_data_parallel)} at {rate}; {slowest_part(plan.predicted)}"
+    gain, slowest = plan.predicted.gain_over_data_parallel, plan.predicted.slowest_part(plan.pipeline_depth)
+    return f"{where}: {gain_in_words(gain)} at {rate}; {slowest}"
 
 
 def gain_in_words(gain: float) -> str:
@@ -39,16 +40,6 @@ def gain_in_words(gain: float) -> str:
     if 0.5 <= gain < 1:
         return f"{1 - gain:.0%} slower than data parallelism"
     return f"{format_speedup(gain)} times as fast as data parallelism"
-
-
-def slowest_part(predicted: Predicted) -> str:
-    """Name the slowest part: `stage 0 computes longest`."""
-    parts = [
-        *((seconds, f"stage {s} computes longest") for s, seconds in enumerate(predicted.compute_s)),
-        *((seconds, f"stage {s} averages gradients longest") for s, seconds in enumerate(predicted.allreduce_s)),
-        *((seconds, f"stages {s} and {s + 1} send longest") for s, seconds in enumerate(predicted.transfer_s)),
-    ]
-    return max(parts, key=lambda part: part[0])[1]
 
 
 def run_sentence(run: RunRecord, plan: Plan | None) -> str:

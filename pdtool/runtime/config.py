@@ -65,6 +65,5 @@ class RunConfig(WorkerOptions):
 
     def with_absolute_paths(self) -> RunConfig:
         """Return the same with absolute paths, which hold when the current folder changes."""
-        stage_files, resume = (path and path.absolute() for path in (self.stage_files, self.resume))
-        bundle_dir, out = self.bundle_dir.absolute(), self.out.absolute()
-        return replace(self, bundle_dir=bundle_dir, stage_files=stage_files, out=out, resume=resume)
+        paths: dict[str, Any] = {name: each.absolute() for name, each in vars(self).items() if isinstance(each, Path)}
+        return replace(self, **paths)

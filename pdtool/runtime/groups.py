@@ -118,8 +118,7 @@ def broadcast(value: _T, kind: type[_T], source: int, what: str) -> _T:
     size, problem = torch.tensor([len(content)]), f"{what} did not arrive from rank {source}"
     with PeerErrorContext(problem, source):
         dist.broadcast(size, source)
-    tensor = _as_tensor(content, _length(size, source, what, _MAX_BROADCAST_BYTES))
-    with PeerErrorContext(problem, source):
+        tensor = _as_tensor(content, _length(size, source, what, _MAX_BROADCAST_BYTES))
         dist.broadcast(tensor, source)
     return _read(tensor, kind, source, what)
 
@@ -161,14 +160,12 @@ class ReplicaGroup:
         ranks: in the order of the replicas.
         group: their process group, for gradients and buffers; None for one replica.
         host_group: their gloo group, for tensors in CPU memory.
-        uses_nccl: whether `group` is one of NCCL, else of gloo.
     """
 
     stage: int
     ranks: list[int]
     group: Any
     host_group: Any
-    uses_nccl: bool = False
 
 
 @dataclass(frozen=True)
@@ -204,7 +201,7 @@ def make_process_groups(config: RunConfig, device: torch.device) -> ProcessGroup
         members = [[ranks[worker] for worker in stage.workers] for stage in plan.stages]
         host = [dist.new_group(m, timeout=timeout, backend="gloo") if len(m) > 1 else None for m in members]
         groups = [_nccl_group(m, timeout, device) if len(m) > 1 else None for m in members] if uses_nccl else host
-        replicas = [ReplicaGroup(s, members[s], groups[s], host[s], uses_nccl) for s in range(len(members))]
+        replicas = [ReplicaGroup(s, members[s], groups[s], host[s]) for s in range(len(members))]
         tied = [
             dist.new_group(sorted(r for s in t.stages for r in members[s]), timeout=timeout, backend="gloo")
             for t in config.bundle.tied

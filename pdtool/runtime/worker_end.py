@@ -46,10 +46,9 @@ def record_failure(out: Path, rank: int, error: BaseException) -> int:
     """Write this worker's failure for the launcher; return the exit code of the process."""
     at_s, stopped, gone, text = time.time(), list[int](), list[int](), ""
     if isinstance(error, PeerError):  # its traceback would end in our own waiting
-        stopped, gone = _silent_neighbours(out, rank)
-        while not stopped and not gone and time.time() < at_s + _ENDING_S:
+        while not any(silent := _silent_neighbours(out, rank)) and time.time() < at_s + _ENDING_S:
             time.sleep(0.01)
-            stopped, gone = _silent_neighbours(out, rank)
+        stopped, gone = silent
     else:
         with suppress(Exception):  # memory is full, or the error cannot be printed
             text = "".join(traceback.format_exception(error))

@@ -100,14 +100,13 @@ class ExecutionConfig:
         """
         policy = WEIGHT_POLICIES[self.weights]
         in_flight = in_flight or self.usual_in_flight(replicas)
-        if self.minibatches_per_update:
-            intervals = [self.minibatches_per_update] * len(replicas)
-        else:
-            wanted = policy.intervals(replicas, in_flight)
-            intervals = list(wanted)
-            for stages in _joined(tied_stages):
-                for s in stages:
-                    intervals[s] = math.lcm(*(wanted[t] for t in stages))
+        every = self.minibatches_per_update
+        intervals = [every] * len(replicas) if every else [*policy.intervals(replicas, in_flight)]
+        groups = [] if every else [*dict.fromkeys(map(tuple, tied_stages))]
+        for stages in groups * len(groups):  # so often that groups with a stage in common agree
+            common = math.lcm(*(intervals[s] for s in stages))
+            for s in stages:
+                intervals[s] = common
         return PipelineShape(
             replicas=tuple(replicas) * self.chunks,
             in_flight=tuple(in_flight),
@@ -155,12 +154,3 @@ class ExecutionConfig:
         if first <= usual[0]:
             return tuple(min(first, w) for w in usual)
         return self.deeper_in_flight(replicas, first - usual[0])
-
-
-def _joined(groups: Iterable[Sequence[int]]) -> list[set[int]]:
-    """Join the groups that have a stage in common."""
-    joined: list[set[int]] = []
-    for group in groups:
-        met = [each for each in joined if not each.isdisjoint(group)]
-        joined = [each for each in joined if each not in met] + [set(group).union(*met)]
-    return joined

@@ -139,6 +139,8 @@ def test_errors_are_those_of_the_commands(road):
     for wrong in (5, [5]):
         with pytest.raises(UsageError, match=r"against=\[?5\]? is not a list of strategies; write against=\['gpipe'\]"):
             pdtool.simulate(plan, against=wrong)
+    with pytest.raises(UsageError, match="codegen writes a folder, not a file"):
+        pdtool.codegen(plan, output="-")
     with pytest.raises(NoPlanError):
         pdtool.partition("profiles/model.json", topology="2", memory="1B", output="none.yaml")
     with pytest.raises(TypeError, match=r"partition\(\) has no option 'worker'; did you mean workers"):

@@ -14,7 +14,7 @@ import pytest
 from conftest import Folder
 
 from pdtool import Plan, RunState
-from pdtool.api.resuming import as_asked
+from pdtool.api.resuming import as_asked, note_options
 from pdtool.artifacts.metrics import UpdateLine, read_metrics
 from pdtool.artifacts.plan import FasterPlan
 from pdtool.artifacts.run_dir import RunDir
@@ -129,6 +129,15 @@ def test_an_option_of_the_plan_leaves_the_others_as_they_were(tmp_path: Path, re
     assert (asked.schedule, asked.microbatches, asked.weights, asked.update_every, asked.correction) == kept
     asked = as_asked("other.yaml", RunOptions(resume=tmp_path, **given), given)
     assert asked.schedule == given.get("schedule"), "the schedule of another plan is its own"
+
+
+def test_a_switch_is_taken_from_the_earlier_run_as_it_stood(tmp_path: Path, capsys) -> None:
+    """Here over pdtool.toml. Once, the note said --compile."""
+    state = RunState(plan="net", config="1-1", schedule="1f1b", epochs=4, plan_path="p.yaml", asked={"compiled": False})
+    state.save(RunDir(tmp_path).state_file)
+    before = RunOptions(resume=tmp_path, compiled=True)
+    note_options(before, as_asked(None, before, {}))
+    assert "taken from the earlier run: --epochs 4 --no-compile" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("stages")

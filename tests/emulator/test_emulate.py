@@ -26,7 +26,7 @@ from pdtool.artifacts.profile import Profile, SharedParameter
 from pdtool.artifacts.report import Emulation
 from pdtool.cli.run_view import emulation_view
 from pdtool.emulator import emulation
-from pdtool.emulator.emulation import choose_scaling, scaled_cluster, without_latency
+from pdtool.emulator.emulation import choose_scaling, without_latency
 from pdtool.emulator.pretend_cluster import enter_own_network
 from pdtool.emulator.sleeping_model import Scaling, write_sleeping_model
 from pdtool.errors import PdtoolError
@@ -89,7 +89,7 @@ def test_a_skip_is_sent_to_every_stage_that_takes_it_and_tied_weights_stay_tied(
 
 
 def test_bandwidths_are_divided_by_what_bytes_and_times_are_scaled_with():
-    cluster = scaled_cluster(_CLUSTER, Scaling(scale=4, slowdown=2.5))
+    cluster = _CLUSTER.slower(4 * 2.5)
     assert [level.bandwidth_bytes_per_s for level in cluster.levels] == [2e5, 2e6]
 
 

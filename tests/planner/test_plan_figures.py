@@ -152,7 +152,7 @@ def test_simulate_lets_no_rival_recompute_if_the_plan_may_not(seed, recompute):
 
 
 @pytest.mark.parametrize("schedule", [name for name, kind in SCHEDULES.items() if not kind.has_formulas])
-@pytest.mark.parametrize(("bandwidth", "slowest"), [(FAST, "most"), (1.0, "send longest")])
+@pytest.mark.parametrize(("bandwidth", "slowest"), [(FAST, "longest"), (1.0, "send longest")])
 def test_the_bottleneck_of_a_schedule_without_formulas_may_be_a_border(schedule, bandwidth, slowest):
     """It was "stage 1 computes most", while workers computed for 6 % of the time and sent for 74 %."""
     profile = chain([1.0] * 6, parameters=1000, crossing=100)

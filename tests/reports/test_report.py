@@ -193,6 +193,15 @@ def test_charts_are_tidy(digits, width):
         assert_tidy(curve_chart(curves, width, "loss", "updates"))
 
 
+@pytest.mark.parametrize(("own", "is_marked"), [(0.9e8, False), (1e8, True), (3e8, True), (4.1e8, False)])
+def test_the_plans_bandwidth_is_marked_where_the_chart_has_it(own, is_marked):
+    points = [
+        SweepPoint(bandwidth_bytes_per_s=rate, time_per_minibatch_s=1.0, data_parallel_s=1.2) for rate in (1e8, 4e8)
+    ]
+    labels = [text for text, *_ in text_boxes(parsed(gain_chart(points, WIDTHS[0], own)))]
+    assert any(label.startswith("this plan") for label in labels) == is_marked
+
+
 @settings(max_examples=40)
 @given(st.sampled_from([400, *WIDTHS]), st.lists(st.sampled_from([0.5, 0.9, 1.2, 3.0]), min_size=2, max_size=9))
 def test_bandwidths_of_equal_gain_are_told_apart_or_together(width, gains):

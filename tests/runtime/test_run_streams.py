@@ -249,6 +249,9 @@ def test_an_epoch_is_a_pass_or_what_follows(tmp_path: Path) -> None:
 def test_a_stream_may_say_that_it_knows_no_length(tmp_path: Path, body: str) -> None:
     unknown = TEXT.replace("    def __iter__", f"    def __len__(self): {body}\n    def __iter__")
     assert loader(tmp_path, unknown).describe().samples is None
+    validation = loader(tmp_path, unknown, "valid")
+    samples = validation.describe(60.0).samples
+    assert [len(validation._stream.read(0, range(samples))) for _ in range(2)] == [samples, samples]
 
 
 def test_a_validation_set_without_a_length_is_counted(tmp_path: Path) -> None:

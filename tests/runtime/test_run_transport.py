@@ -468,7 +468,7 @@ def test_where_pipes_may_not_be_large_enough_no_memory_is_offered(monkeypatch: p
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("")
         listener.listen()
-        layout = SlotLayout(depth=10_000, spare=0, starts=(0, 64))
+        layout = SlotLayout(depth=10_000, slots=10_000, starts=(0, 64))
         assert shared_memory_setup.offer_memory(listener.getsockname(), 5, layout) is None
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -486,7 +486,7 @@ def test_callers_that_are_no_workers_are_sent_away() -> None:
         line.connect(address)
         line.sendall(said)
         strangers.append(line)
-    layout = SlotLayout(depth=1, spare=0, starts=(0, 4096))
+    layout = SlotLayout(depth=1, slots=1, starts=(0, 4096))
     made = shared_memory_setup.offer_memory(address, 5, layout)
     assert made
     taken = shared_memory_setup.accept_memory(listener, {5: layout})

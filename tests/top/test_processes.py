@@ -27,6 +27,12 @@ def fail(pipe: Connection, code: int) -> None:
     sys.exit(code)
 
 
+def die_in_a_message(pipe: Connection) -> None:
+    pipe.send("reporting")
+    os.write(pipe.fileno(), (1000).to_bytes(4, "big") + b"half of it")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def hang(pipe: Connection) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -68,6 +74,13 @@ def test_a_failure_that_only_the_caller_sees_ends_the_wait() -> None:
         assert list(workers.listen(lambda: True)) == []
         assert workers.exit_codes == {}
     assert is_gone(pid)
+
+
+def test_a_worker_killed_in_the_middle_of_a_message_has_ended() -> None:
+    with WorkerProcesses("fork") as workers:
+        workers.start(0, die_in_a_message)
+        assert list(workers.listen()) == [(0, "reporting")]
+        assert workers.exit_codes == {0: -signal.SIGKILL}
 
 
 def test_a_worker_has_ended_even_if_a_child_of_its_own_goes_on() -> None:

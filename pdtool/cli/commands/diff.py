@@ -285,7 +285,7 @@ def moved_operators(first: Plan, second: Plan, profile: Profile | None) -> list[
 
 
 def _without_unit(name: str) -> str:
-    for suffix in ("_bytes_per_s", "_bytes", "_s"):
+    for suffix in _WRITERS:
         name = name.removesuffix(suffix)
     return name.translate(str.maketrans("_.", "  "))
 

@@ -29,8 +29,6 @@ def codegen(plan: str | None, output: str | None, model: str | None, as_json: bo
     from pdtool.api.inputs import given_or_only
     from pdtool.api.training import codegen as write
 
-    if output == "-":
-        raise UsageError("-o - is not possible: codegen writes a folder, not a file", "name a folder")
     bundle = write(given_or_only("plan", plan), model=model, output=output)
     if as_json:
         print_json(bundle)

@@ -44,11 +44,13 @@ def explain_infeasible(search: PlanSearch) -> NoPlanError:
     recomputing = " with every stage recomputing" if options.recompute else ""
     is_recomputing_help = not options.recompute and _is_possible(search, recompute=True)
     recompute = ", or leave out --no-recompute" if is_recomputing_help else ""
+    is_replicas_help = options.replicas is not None and _is_possible(search, replicas=None)
+    other_replicas = ", or leave --replicas out" if is_replicas_help else ""
     return NoPlanError(
         f"no plan{options.with_replicas} fits into memory. Even the smallest, {smallest.placement.config}"
         f"{recomputing},{short}: its tensors need {format_bytes(needed)}, and {left}",
         f"give each worker at least --memory {bytes_option(least)}{recompute}"
-        f"{_more_workers(search)}{_other_schedules(search)}{_other_replicas(search)}, or use smaller minibatches",
+        f"{_more_workers(search)}{_other_schedules(search)}{other_replicas}, or use smaller minibatches",
     )
 
 
@@ -77,12 +79,6 @@ def _other_schedules(search: PlanSearch) -> str:
         if _is_possible(search, schedule=kind.name, microbatches=microbatches):
             return f", or use --schedule {kind.name}"
     return ""
-
-
-def _other_replicas(search: PlanSearch) -> str:
-    """Return whether a plan would fit without --replicas."""
-    is_help = search.options.replicas is not None and _is_possible(search, replicas=None)
-    return ", or leave --replicas out" if is_help else ""
 
 
 def _fits_on(search: PlanSearch, cluster: Cluster) -> bool:

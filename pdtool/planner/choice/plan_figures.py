@@ -56,26 +56,11 @@ def _with_simulated_figures(plan: Plan, evaluator: Evaluator, placement: Placeme
     """Return the plan with the figures of a simulation."""
     cost, time_s = simulated_cost(evaluator, placement)
     execution = placement.execution
-    name = (
-        f"{execution.schedule} with --weights {execution.weights}"
-        if execution.kind.has_formulas
-        else execution.schedule
-    )
-    why = f"{_slowest_part(cost, placement.pipeline_depth)}; {name} has no formulas, so it is simulated"
+    weights = f" with --weights {execution.weights}" if execution.kind.has_formulas else ""
     figures = predicted_figures(plan, evaluator, cost, time_s, time_s)
+    slowest = figures.slowest_part(placement.pipeline_depth)
+    why = f"{slowest}; {execution.schedule}{weights} has no formulas, so it is simulated"
     return plan.model_copy(update={"why": Why(bottleneck=why), "predicted": figures})
-
-
-def _slowest_part(cost: PlanCost, depth: int) -> str:
-    """Say what takes longest by itself: the computing of one of `depth` workers, an average or a border."""
-    parts = []
-    for s in range(depth):
-        stages = list(map(str, range(s, len(cost.compute_s), depth)))  # of one worker
-        most = f"stages {' and '.join(stages)} together compute" if len(stages) > 1 else f"stage {s} computes"
-        parts.append((sum(cost.compute_s[s::depth]), f"{most} most"))
-    parts += [(time_s, f"stage {s} averages gradients longest") for s, time_s in enumerate(cost.allreduce_s)]
-    parts += [(time_s, f"stages {s} and {s + 1} send longest") for s, time_s in enumerate(cost.transfer_s)]
-    return max(parts, key=lambda part: part[0])[1]
 
 
 def predicted_figures(

@@ -529,7 +529,8 @@ def _straight_pipeline(search: PlanSearch, execution: ExecutionConfig) -> Candid
     if not STRATEGIES[search.options.strategy].is_searched:
         return None
     depth = min(search.workers, search.whole_space.max_stages, MAX_WORKERS_PER_COPY)
-    layout_search = search.search_layout(Layout.whole(search.cluster, depth), execution, straight=True)
+    any_replicas = search.search_layout(Layout.whole(search.cluster, depth), execution)
+    layout_search = replace(any_replicas, replicas=(1,) * depth)
     fastest = layout_search.fastest
     is_possible = depth > 1 and fastest.time_per_minibatch_s < float("inf")
     return layout_search.candidate(fastest) if is_possible else None

@@ -173,18 +173,11 @@ class LayoutSearch:
     @cached_property
     def program(self) -> DynamicProgram:
         """The recurrence, solved as far as it was asked for."""
-        return self._program()
+        return self._program(self.bound_s)
 
-    def _program(self, *, minimize_memory: bool = False, limit_bytes: float = np.inf) -> DynamicProgram:
-        layout = self.layout
-        bounds = (
-            limit_bytes if minimize_memory else self.bound_s,
-            minimize_memory,
-            self.min_stages,
-            layout.spare,
-            self.unit,
-        )
-        return DynamicProgram(self.space, self.model, layout.workers, self.replicas, *bounds)
+    def _program(self, bound: float, *, minimize_memory: bool = False) -> DynamicProgram:
+        limits = bound, minimize_memory, self.min_stages, self.layout.spare, self.unit
+        return DynamicProgram(self.space, self.model, self.layout.workers, self.replicas, *limits)
 
     @property
     def _stage_counts(self) -> Sequence[int]:
@@ -264,14 +257,12 @@ class LayoutSearch:
         """Return the plan whose largest stage needs the least memory, whatever time it takes; None: there is none."""
         coarser, limit_bytes = self.coarser, np.inf
         if coarser.space is not self.space and not self.space.has_counted_pins:
-            rough = coarser._program(minimize_memory=True)
+            rough = coarser._program(np.inf, minimize_memory=True)
             limit_bytes = rough.best(rough.any_number_of_stages) * TOLERANCE
-        program = self._program(minimize_memory=True, limit_bytes=limit_bytes)
+        program = self._program(limit_bytes, minimize_memory=True)
+        tables = [program.any_number_of_stages]
         if self.space.has_counted_pins:
-            tables_by_count = (self._tables(program, stages) for stages in self._stage_counts)
-            tables = min(tables_by_count, key=lambda tables: program.best(tables[-1]))
-        else:
-            tables = [program.any_number_of_stages]
+            tables = min(map(program.exactly, self._stage_counts), key=lambda tables: program.best(tables[-1]))
         return self._traced(program.trace(tables)) if np.isfinite(program.best(tables[-1])) else None
 
     def _tables(self, program: DynamicProgram, stages: int) -> list[Array]:

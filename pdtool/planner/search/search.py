@@ -151,18 +151,15 @@ class PlanSearch:
         """Whether some plan fits in memory, however slow it is."""
         return self.smallest_plan is not None and self.evaluator.fits(self.smallest_plan)
 
-    def search_layout(
-        self, layout: Layout, execution: ExecutionConfig, bound_s: float = np.inf, *, straight: bool = False
-    ) -> LayoutSearch:
+    def search_layout(self, layout: Layout, execution: ExecutionConfig, bound_s: float = np.inf) -> LayoutSearch:
         """Return the search of one layout under one schedule, for plans of at most `bound_s` per minibatch."""
-        is_straight = straight or self.options.straight
         return LayoutSearch(
             evaluator=self.evaluator,
             space=self.space(layout.workers),
             layout=layout,
             execution=replace(execution, copies=layout.copies),
             bound_s=bound_s * TOLERANCE,
-            replicas=(1,) * layout.workers if is_straight else self.options.replicas,
+            replicas=(1,) * layout.workers if self.options.straight else self.options.replicas,
             min_stages=self.options.min_stages,
         )
 

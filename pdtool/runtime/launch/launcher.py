@@ -154,7 +154,7 @@ def _launch_workers(
             following_metrics(run_dir.metrics_file, on_metrics, after=epochs_done),
             ExitStack() as started,
         ):
-            with _start_errors_explained():  # and not those of a signal handler of the caller's, later
+            with start_errors_explained():  # and not those of a signal handler of the caller's, later
                 hand_over(reaper := started.enter_context(closing(process_group.Reaper())))
                 meeting_folder = started.enter_context(_meeting_folder(config))
                 workers = started.enter_context(WorkerProcesses("forkserver"))
@@ -268,7 +268,7 @@ def _forget_threads_of_torchrun() -> None:
 
 
 @contextmanager
-def _start_errors_explained() -> Iterator[None]:
+def start_errors_explained() -> Iterator[None]:
     """Say why multiprocessing could not start a process (the reaper, or a worker)."""
     try:
         yield

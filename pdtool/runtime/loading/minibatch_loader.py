@@ -267,18 +267,15 @@ class SampleStream:
 
     def _warn_of_samples_beyond_the_length(self) -> None:
         """Warn once if a pass has more samples than its length says."""
-        if self._has_warned or not self._samples or self._counted_pass is None or self._read_of_pass != self._length:
+        length = self._file.samples(self._data, self._name)
+        if self._has_warned or not self._samples or self._counted_pass is None or self._read_of_pass != length:
             return
         with suppress(ModelError):  # it ends, or fails in a sample that nobody needs
             next(self._samples)
             self._has_warned = True
             sys.stderr.write(
-                f"warning: {self._name} has more samples than its length of {self._length}: the rest are not used\n"
+                f"warning: {self._name} has more samples than its length of {length}: the rest are not used\n"
             )
-
-    @property
-    def _length(self) -> int | None:
-        return len(self._data) if hasattr(self._data, "__len__") else None
 
     def _ended(self) -> ModelError:
         if self._is_empty:

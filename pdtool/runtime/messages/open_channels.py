@@ -84,8 +84,8 @@ def open_channels(
         groups.device,
         meter,
     )
-    received = [route.number for route in routes if route.receiver == rank and route.number in by_ipc]
-    channels = Channels(device_bytes=sum(layouts[number].total_bytes for number in received))
+    received = (layouts[r.number] for r in routes if r.receiver == rank and r.number in by_ipc)
+    channels = Channels(device_bytes=sum(layout.total_bytes for layout in received))
     for route in routes:
         if route.is_local and route.sender == rank:
             local = LocalChannel()

@@ -56,15 +56,13 @@ class DeviceDownload:
             ]
             copied.record(self._stream)
         kept = list(tensors)  # the stream still reads them: nobody else may get their memory
-        return self._thread.submit(_work_when_copied, copied, pinned, kept, work)
 
+        def work_when_copied() -> Result:
+            copied.synchronize()
+            kept.clear()
+            return work(pinned)
 
-def _work_when_copied(
-    copied: torch.cuda.Event, pinned: list[Tensor], kept: list[Tensor], work: Callable[[list[Tensor]], Result]
-) -> Result:
-    copied.synchronize()
-    kept.clear()
-    return work(pinned)
+        return self._thread.submit(work_when_copied)
 
 
 def in_pinned_memory(tensor: Tensor) -> Tensor:

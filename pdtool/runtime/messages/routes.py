@@ -30,7 +30,6 @@ from pdtool.frontend.model_io import dtype_of
 from pdtool.runtime.groups import peer_error
 from pdtool.runtime.status import PeerError
 
-TARGET = "the target"
 Direction = Literal["forward", "backward"]
 # Value of `--wire-dtype` -> the dtype in which float32 activations and gradients travel between workers. The formulas
 # charge for the bytes in WIRE_BYTES (pdtool/options/plan_options.py).
@@ -215,7 +214,7 @@ def list_routes(
 
 def target_name(i: int) -> str:
     """Name of the i-th tensor of the target."""
-    return f"{TARGET} {i}"
+    return f"the target {i}"
 
 
 def describe_targets(leaves: Sequence[Tensor]) -> list[TensorSpec]:

@@ -46,27 +46,22 @@ class SlotLayout:
 
     Attributes:
         depth: messages that the schedule may have under way, and slots that the receiver may keep.
-        spare: further slots.
+        slots: number of slots.
         starts: byte offset of each part in a slot, and of the slot's end.
     """
 
     depth: int
-    spare: int
+    slots: int
     starts: tuple[int, ...]
 
     @classmethod
     def of(cls, route: Route, batch_size: int, depth: int, spare: int) -> SlotLayout:
-        """Return the layout for minibatches of at most `batch_size` samples."""
+        """Return the layout for minibatches of at most `batch_size` samples, with `spare` slots besides `depth`."""
         starts = [0]
         for part in route.parts(batch_size):
             size = math.prod(part.shape) * part.dtype.itemsize
             starts.append(starts[-1] + -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
-        return cls(depth, spare, (*starts[:-1], max(starts[-1], _ALIGNMENT_BYTES)))
-
-    @property
-    def slots(self) -> int:
-        """Number of slots."""
-        return self.depth + self.spare
+        return cls(depth, depth + spare, (*starts[:-1], max(starts[-1], _ALIGNMENT_BYTES)))
 
     @cached_property
     def slot_bytes(self) -> int:

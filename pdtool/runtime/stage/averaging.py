@@ -56,7 +56,8 @@ class ReplicaAverager:
         With NCCL, only at the first stage: a started sum holds up anything that synchronises the device. Gradients for
         the stage before would then wait until the other replicas have theirs.
         """
-        return self._group is not None and (self._replicas.stage == 0 or not self._replicas.uses_nccl)
+        is_gloo = self._group is self._replicas.host_group
+        return self._group is not None and (self._replicas.stage == 0 or is_gloo)
 
     def _begin_round(self) -> None:
         self._missing = [len(bucket) for bucket in self._buckets]

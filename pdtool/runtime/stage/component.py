@@ -101,9 +101,7 @@ class ModuleState:
     def state_dict(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield the newest values, by name."""
         state = self._stage.module.state_dict()
-        for name in self.names:
-            yield name, "", state[name]
-        for name, value in self._unread.items():
+        for name, value in ({name: state[name] for name in self.names} | self._unread).items():
             yield name, "", value
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:

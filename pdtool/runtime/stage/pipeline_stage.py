@@ -133,7 +133,7 @@ class PipelineStage:
         outputs = self._compute(inputs, target)
         self._check_gradients(outputs)
         if state:
-            outputs = without_graph(outputs)
+            outputs = tuple(o.detach() if isinstance(o, Tensor) else o for o in outputs)
             self.stashed[minibatch] = StashedMinibatch(version, state.inputs, (), state)
         else:
             self.stashed[minibatch] = StashedMinibatch(version, inputs, _gradient_edges(outputs))
@@ -255,11 +255,6 @@ class PipelineStage:
 def _gradient_edges(outputs: Sequence[Any]) -> list[GradientEdge | None]:
     """For each output of a stage where its gradient enters the graph; None if it has no gradient."""
     return [get_gradient_edge(o) if isinstance(o, Tensor) and o.requires_grad else None for o in outputs]
-
-
-def without_graph(outputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the outputs of a stage, with its tensors detached from their graph."""
-    return tuple(output.detach() if isinstance(output, Tensor) else output for output in outputs)
 
 
 def as_tuple(output: Any) -> tuple[Any, ...]:

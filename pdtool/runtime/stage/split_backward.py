@@ -108,7 +108,7 @@ class WeightBackward:
     def _add_computed(self) -> None:
         with ExitStack() as hooks:
             for leaf, gradient in self.computed:  # the leaf's own hooks ran in the first part
-                hooks.enter_context(leaf.node.register_prehook(partial(_replace_gradient, gradient)))
+                hooks.enter_context(leaf.node.register_prehook(lambda _, own=gradient: (own,)))
             _accumulate(self.computed)
         self.computed.clear()
 
@@ -141,10 +141,6 @@ def _accumulate(starts: EdgeGradients) -> None:
     if starts:
         edges, edge_gradients = zip(*starts, strict=True)
         torch.autograd.backward(edges, edge_gradients)
-
-
-def _replace_gradient(gradient: Tensor, _: object) -> tuple[Tensor]:
-    return (gradient,)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -127,15 +126,15 @@ class HostAllReduce:
         """
         if self._download:
             return self._download.start([tensor], [tensor.dtype], self._sum).result
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        return partial(_waited_for, work, tensor)
+        work: Any = dist.all_reduce(tensor, group=self._group, async_op=True)
+
+        def summed() -> Tensor:
+            work.wait()
+            return tensor
+
+        return summed
 
     def _sum(self, pinned: Sequence[Tensor]) -> Tensor:
         [tensor] = pinned
         dist.all_reduce(tensor, group=self._group)
         return tensor
-
-
-def _waited_for(work: Any, tensor: Tensor) -> Tensor:
-    work.wait()
-    return tensor

@@ -16,7 +16,6 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from functools import partial
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -142,7 +141,13 @@ class _PartialBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
         start = threading.Thread.start
 
         def start_watched(thread: threading.Thread) -> None:
-            thread.run = partial(_run_watched, self, thread.run)  # type: ignore[method-assign]
+            run = thread.run
+
+            def run_watched() -> None:
+                with _NoDraws(self):  # a thread of model(), which the build does not follow
+                    run()
+
+            thread.run = run_watched  # type: ignore[method-assign]
             start(thread)
 
         with (
@@ -249,12 +254,6 @@ class _PartialBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._draws:
             draw(func, *args, **kwargs)
         return args[0]
-
-
-def _run_watched(build: _PartialBuild, run: Callable[[], None]) -> None:
-    """Run a thread of model(), which the build does not follow."""
-    with _NoDraws(build):
-        run()
 
 
 class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -129,8 +129,7 @@ class Worker:
                     case kind:
                         ends_round = action.ends_round(following)
                         replica.backward(action.minibatch, kind, ends_round=ends_round)  # (4) to (6)
-            if news := meter.memory.stay_within_limit():
-                self._note(news)
+            self._stay_within_limit()
         for replica in stages.values():
             self._log_loss(epoch, replica.end_phase())
         meter.synchronize()
@@ -153,13 +152,10 @@ class Worker:
         self._begin_phase(self._data.data_pass("valid", epoch, minibatches), actions)
         totals = MetricTotals(self._data.file)
         with torch.no_grad():
-            for action in actions[self._position]:
-                if action.kind is not ActionKind.FORWARD:
-                    continue
+            for action in (each for each in actions[self._position] if each.kind is ActionKind.FORWARD):
                 Status.of_this_process.set(f"{action} of the validation after epoch {epoch}")
                 self.stages[action.stage].evaluate(action.minibatch, totals)  # (1) to (3)
-                if news := self._place.meter.memory.stay_within_limit():
-                    self._note(news)
+                self._stay_within_limit()
         for replica in self.stages.values():
             replica.end_phase()
         where = f"the validation after epoch {epoch}"
@@ -230,8 +226,9 @@ class Worker:
         for replica in self.stages.values():
             replica.epoch_done(progress.metrics["loss"])
 
-    def _note(self, news: str) -> None:
-        sys.stderr.write(f"note: {self._place.assignment} {news}\n")
+    def _stay_within_limit(self) -> None:
+        if news := self._place.meter.memory.stay_within_limit():
+            sys.stderr.write(f"note: {self._place.assignment} {news}\n")
 
     def _record_updates(self) -> None:
         """Write the updates and samples of an epoch to run.json, to show how far the run is."""
