@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -107,7 +108,8 @@ def profiled(model: str, output: str | None, asked: ProfileOptions) -> tuple[Pro
             )
             result = _with_loading(result, file)
         else:
-            spec = _calibrated(spec, asked.calibrate, precision) if asked.calibrate else spec
+            with chdir(folder):
+                spec = _calibrated(spec, asked.calibrate, precision) if asked.calibrate else spec
             result = estimate(file, batch_size=asked.batch_size, device=spec, precision=precision, progress=on_progress)
     if spec:
         note(f"the times below are estimated for {result.device.name}. Nothing was run or measured")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -122,7 +123,7 @@ class _Merger:
             for op in sequence:
                 name = op.name if mode == TRAINING else unique_name(op.name, self.names)
                 outputs = tuple(replace(value, operator=name) for value in op.outputs)
-                args, kwargs = pytree.tree_map(lambda a, mode=mode: self._seen(mode, a, gap), (op.args, op.kwargs))
+                args, kwargs = pytree.tree_map(partial(self._seen, mode, gap=gap), (op.args, op.kwargs))
                 gap.sequences[mode].append(
                     replace(op, name=name, args=args, kwargs=kwargs, outputs=outputs, constant=False)
                 )
@@ -165,11 +166,7 @@ class _Merger:
         a, b = (trace.output for trace in self.traces)
         if _hold_joinable(a, b):
             return pytree.tree_map(self._joined, a, b)
-        outputs = [
-            pytree.tree_map(lambda x, mode=mode: self._seen(mode, x), trace.output)
-            for mode, trace in enumerate(self.traces)
-        ]
-        return ByMode(*outputs)
+        return ByMode(*(pytree.tree_map(partial(self._seen, mode), each) for mode, each in enumerate((a, b))))
 
 
 def _pairs_alike(training: Sequence[Operator], evaluation: Sequence[Operator]) -> Iterator[tuple[int, int]]:

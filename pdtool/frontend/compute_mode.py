@@ -72,8 +72,7 @@ def compiled(module: Callable[..., Any]) -> Callable[..., Any]:
     # torch sets the variable itself when torch._dynamo is imported, to a folder that any user can make before
     if os.environ.get(_CACHE_VARIABLE, "") in ("", os.path.abspath(default_cache_dir())):
         os.environ[_CACHE_VARIABLE] = str(_private_cache())
-    result: Callable[..., Any] = torch.compile(module)
-    return result
+    return torch.compile(module)
 
 
 def _private_cache() -> Path:

@@ -30,7 +30,7 @@ from pdtool.frontend.leaf_calls import attributes_restored, calls
 from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.model_io import LEAVES, ModelInputs, named_leaves, register_containers
 from pdtool.frontend.opaque_modules import untraceable_refused
-from pdtool.frontend.user_code import defaults_kept
+from pdtool.frontend.user_code import defaults_kept, description
 
 _DIVIDING = (torch.chunk, Tensor.chunk, torch.split, Tensor.split)
 
@@ -48,7 +48,14 @@ def exported(
         TraceError: the model takes, returns or calls something that operators cannot express.
         Exception: any error of torch.export or the model.
     """
-    with defaults_kept("forward"), _quiet(), untraceable_refused(), _without_data_dependent_checks():
+    with (
+        defaults_kept("forward"),
+        _quiet(),
+        untraceable_refused(),
+        # Checks of values that change no result: whether a mask is causal, and whether a distribution's are valid.
+        patch.object(transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: bool(is_causal)),
+        patch.object(Distribution, "_validate_args", False),
+    ):
         with (
             _caches_made_anew(model),
             _named_arguments(model, inputs),
@@ -211,9 +218,7 @@ def _assigned_buffers(model: nn.Module) -> Iterator[None]:
             assigned = owner._buffers.get(name)
             if assigned is not None and assigned is not buffer:
                 if (assigned.shape, assigned.dtype) != (buffer.shape, buffer.dtype):
-                    kinds = " by ".join(
-                        f"{str(b.dtype).removeprefix('torch.')}{list(b.shape)}" for b in (buffer, assigned)
-                    )
+                    kinds = " by ".join(map(description, (buffer, assigned)))
                     raise TraceError(f"forward replaces the buffer {name}, {kinds}", "keep its shape and dtype")
                 buffer.copy_(assigned)
                 owner._buffers[name] = buffer
@@ -223,24 +228,12 @@ def _assigned_buffers(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _without_data_dependent_checks() -> Iterator[None]:
-    """Skip checks of tensor values in torch's own modules that do not change the result: whether a mask is causal
-    (torch.nn.Transformer), and whether a distribution's arguments are valid."""
-    with (
-        patch.object(transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: bool(is_causal)),
-        patch.object(Distribution, "_validate_args", False),
-    ):
-        yield
-
-
-@contextmanager
 def _quiet() -> Iterator[None]:
     """Keep warnings, the log and graph dumps out of the terminal. Our own error says what matters."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(before)

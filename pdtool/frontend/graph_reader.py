@@ -200,8 +200,7 @@ class GraphReader:
             sizes = tuple(map(self._values.size, result.shape))
             is_alike = isinstance(source, Value) and (source.shape, source.dtype) == (sizes, result.dtype)
             return source if is_alike else None
-        is_whole = arguments["start"] in (None, 0) and arguments["step"] == 1
-        is_whole = is_whole and (arguments["end"] is None or arguments["end"] == _END)
+        is_whole = arguments["start"] in (None, 0) and arguments["end"] in (None, _END) and arguments["step"] == 1
         return arguments[_WHOLE_SLICES[target]] if is_whole else None
 
     def _region(self, node: fx.Node, kind: str) -> None:
@@ -248,9 +247,9 @@ class GraphReader:
             remedy = "leave out max_norm and do it in after_update(): p.renorm_(2, 0, max_norm)"
             raise TraceError(what, remedy, location=location(node), module="")
         if target in _FACTORIES and isinstance(arguments["self"], State):
-            dtype = arguments["dtype"] or self._program.state_dict[arguments.pop("self").name].dtype
-            target, arguments = _FACTORIES[target], arguments | {"dtype": dtype, "device": torch.device("cpu")}
-            arguments.pop("self", None)
+            del arguments["self"]
+            target = _FACTORIES[target]
+            arguments |= {"dtype": node.meta["val"].dtype, "device": torch.device("cpu")}
         if target in _WITHOUT_COMPLEX_GRADIENT and node.meta["val"].is_complex():
             what = "this line writes into part of a complex tensor in place, which has no gradient"
             raise TraceError(what, OWN_MODULE, location=location(node))
@@ -262,7 +261,10 @@ class GraphReader:
             target = self._out_of_place(node, target, overwritten)
             names = [argument.name for argument in target._schema.arguments]  # dropout_ has some that dropout lacks
             arguments = dict(zip(names, arguments.values(), strict=False))
-        outputs = self._aten_operator(node, target, arguments)
+        if target is torch.ops.aten.copy.default:
+            outputs = self._copied(node, arguments["src"])
+        else:
+            outputs = self._aten_operator(node, target, arguments)
         self._values[node] = list(outputs) if isinstance(node.meta["val"], (tuple, list)) else outputs[0]
         if isinstance(overwritten, State):
             self._builder.changed_buffers.add(overwritten.name)
@@ -281,13 +283,29 @@ class GraphReader:
             for a in target._schema.arguments
         }
 
+    def _copied(self, node: fx.Node, source: Any) -> tuple[Value, ...]:
+        """Append operators that copy a tensor over the whole of another; `copy` itself has no gradient."""
+        copied: Any = node.args[1]
+        result, aten = node.meta["val"], torch.ops.aten
+        now = copied.meta["val"]
+        if now.dtype != result.dtype:
+            now = now.to(result.dtype)
+            arguments = {"self": source, "dtype": result.dtype, "non_blocking": False, "copy": False}
+            [source] = self._aten_operator(node, aten.to.dtype, arguments | {"memory_format": None}, now)
+        if now.shape != result.shape:
+            sizes = [self._values.size(size) for size in result.shape]
+            [source] = self._aten_operator(
+                node, aten.expand.default, {"self": source, "size": sizes, "implicit": False}
+            )
+        return self._aten_operator(node, aten.clone.default, {"self": source, "memory_format": None})
+
     def _aten_operator(
-        self, node: fx.Node, target: torch._ops.OpOverload, arguments: dict[str, Any]
+        self, node: fx.Node, target: torch._ops.OpOverload, arguments: dict[str, Any], result: Any = None
     ) -> tuple[Value, ...]:
-        """Append the operator and return its outputs."""
+        """Append the operator and return its outputs; `result` is what the node gives, unless it takes several."""
         op = target._schema.name.split("::")[-1]
         module, name = self._builder.module_and_name(node, op)
-        result = node.meta["val"]
+        result = node.meta["val"] if result is None else result
         several = isinstance(result, (tuple, list))
         operator = Operator(
             name=name,

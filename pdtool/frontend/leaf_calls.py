@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -111,11 +111,9 @@ def _outputs_at(small: RecordedCall, large: RecordedCall, tensors: Sequence[Tens
 
     A dimension of size m with 2 samples and n with 3 has m + (n - m) * k with 2 + k samples.
     """
-    more_samples: Any = None  # k
-    for tensor, *shapes in zip(tensors, small.inputs, large.inputs, strict=True):
-        for size, m, n in zip(tensor.shape, *shapes, strict=True):
-            if m != n and more_samples is None:
-                more_samples = (size - m) // (n - m)
+    shapes = zip([tensor.shape for tensor in tensors], small.inputs, large.inputs, strict=True)
+    dims = [dim for each in shapes for dim in zip(*each, strict=True)]
+    more_samples: Any = next(((size - m) // (n - m) for size, m, n in dims if m != n), None)  # k
     outputs = []
     for one, other in zip(small.outputs, large.outputs, strict=True):
         if more_samples is None and one.shape != other.shape:
@@ -258,7 +256,7 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
         _collect_containers(vars(module), _MAX_DEPTH, containers)
     for value in (value for _, held in shared for value in held.values()):
         _collect_containers(value, _MAX_DEPTH, containers, kinds)
-    with _contents_restored(containers), _variables_restored(shared):
+    with _contents_restored(containers.values()), _variables_restored(shared):
         try:
             yield
         finally:
@@ -271,17 +269,16 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _contents_restored(containers: Mapping[int, Any]) -> Iterator[None]:
+def _contents_restored(containers: Iterable[Any]) -> Iterator[None]:
     """Restore what these containers hold."""
-    contents = {key: copy(container) for key, container in containers.items()}
+    contents = [(container, copy(container)) for container in containers]
     try:
         yield
     finally:
-        for key, container in containers.items():
-            if _holds(container, contents[key]):  # nearly always; other threads may use it
-                continue
-            container.clear()
-            (container.extend if isinstance(container, (list, deque)) else container.update)(contents[key])
+        for container, content in contents:
+            if not _holds(container, content):  # else leave it alone: other threads may use it
+                container.clear()
+                (container.extend if isinstance(container, (list, deque)) else container.update)(content)
 
 
 def _holds(container: Any, content: Any) -> bool:

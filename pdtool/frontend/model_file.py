@@ -1,8 +1,7 @@
 """The user's model.py, an ordinary Python file with plain functions (README, "What you write: model.py").
 
-A ModelFile calls these functions, checks their results, and names the line where they fail. DataFunctions are those
-that give data; TrainingFunctions say how to train. The model is changed so that stages can compute it: no data
-parallelism, no sparse gradients, no caches.
+A ModelFile calls these functions, checks their results, and names the line where they fail. The model is changed so
+that stages can compute it: no data parallelism, no sparse gradients, no caches.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class UserFile:
-    """The user's file, imported.
+class ModelFile:
+    """A user's model file, imported.
 
     Attributes:
         ref: where it came from.
@@ -168,9 +167,7 @@ class UserFile:
         """Make an error from the exception of `what`, a part of the user's code; its text begins with the line."""
         return error_at(self.path, error, what)
 
-
-class DataFunctions(UserFile):
-    """The functions of the user's file that give data."""
+    # The functions that give data.
 
     def example_inputs(self, batch_size: int) -> ModelInputs:
         """Return the model's arguments for a minibatch: from `example_inputs`, or the first of the training set.
@@ -327,9 +324,7 @@ class DataFunctions(UserFile):
             raise self.error(f"collate() returned {type(minibatch).__name__}, not a pair (inputs, target)")
         return minibatch[0], minibatch[1]
 
-
-class TrainingFunctions(UserFile):
-    """The functions and constants of the user's file that say how to train."""
+    # The functions and constants that say how to train.
 
     @cached_property
     def training(self) -> TrainingOptions:
@@ -434,10 +429,7 @@ class TrainingFunctions(UserFile):
                 raise self.error(f"{function}() names {name!r}, which is the validation loss", "rename it")
         return values
 
-
-@dataclass(frozen=True)
-class ModelFile(DataFunctions, TrainingFunctions):
-    """A user's model file, imported."""
+    # The model, and the file as a whole.
 
     @classmethod
     def load(cls, ref: ModelRef, *, trusted: bool = False, digests: Mapping[str, str] | None = None) -> ModelFile:
@@ -492,10 +484,10 @@ class ModelFile(DataFunctions, TrainingFunctions):
             inspect.signature(function).bind(**self.model_settings)
         except TypeError as error:
             names = list(inspect.signature(function).parameters)
-            near = "".join(suggestion(name, names) for name in self.model_settings if name not in names)
+            unknown = [name for name in self.model_settings if name not in names]
+            near = "".join(suggestion(name, names) for name in unknown)
             what = f"{self.ref.function}() does not take these settings ({error})"
-            unknown = next((name for name in self.model_settings if name not in names), "")
-            add = f"; or give another function a parameter, as in optimizer(..., {unknown}=...)" if unknown else ""
+            add = f"; or give another function a parameter, as in optimizer(..., {unknown[0]}=...)" if unknown else ""
             raise self.error(what, f"{near} it takes: {', '.join(names) or 'none'}{add}".lstrip()) from error
         model = self.call_seeded(seed, self.ref.function, **self.model_settings)
         if not isinstance(model, nn.Module):

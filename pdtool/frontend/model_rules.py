@@ -68,7 +68,11 @@ class Hints:
             fault = f'{pin!r:.80} is not a dict of module paths and stages; write {{"head": -1}}'
             raise FieldError('HINTS["pin"]', fault)
         for path, stage in pin.items():
-            _check_pin(path, stage)
+            if not isinstance(path, str):
+                raise FieldError('HINTS["pin"]', f"{path!r:.80} is not a module path; write it as text")
+            if not isinstance(stage, int) or isinstance(stage, bool) or abs(stage) >= MAX_WORKERS:
+                fault = f"{stage!r:.80} is not a stage; write 0 for the first or -1 for the last"
+                raise FieldError(f'HINTS["pin"][{path!r:.80}]', fault)
         return cls(no_split, dict(pin), opaque)
 
 
@@ -83,14 +87,6 @@ def _paths(key: str, paths: object) -> tuple[str, ...]:
     if not isinstance(paths, (list, tuple)) or not all(isinstance(path, str) for path in paths):
         raise FieldError(f'HINTS["{key}"]', f'{paths!r:.80} is not a list of module paths; write ["block1"]')
     return tuple(paths)
-
-
-def _check_pin(path: object, stage: object) -> None:
-    if not isinstance(path, str):
-        raise FieldError('HINTS["pin"]', f"{path!r:.80} is not a module path; write it as text")
-    if not isinstance(stage, int) or isinstance(stage, bool) or abs(stage) >= MAX_WORKERS:
-        where = f'HINTS["pin"][{path!r:.80}]'
-        raise FieldError(where, f"{stage!r:.80} is not a stage; write 0 for the first or -1 for the last")
 
 
 @dataclass(frozen=True)

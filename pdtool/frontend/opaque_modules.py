@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.model_rules import hook_on_parameter
 from pdtool.frontend.user_code import line_of
 
+_USES_DATA = re.compile(r"\.data\b(?!\s*\()")
 _DRAWING = "random randint randrange uniform choice choices sample shuffle gauss getrandbits"
 _DRAWING_NUMPY = "rand randn random randint uniform normal choice permutation shuffle binomial"
 _SEEDING = "manual_seed seed set_rng_state fork_rng"  # of torch.random
@@ -52,9 +54,9 @@ def modules_using_data(model: nn.Module) -> list[str]:
     for path, module in model.named_modules():
         kind = type(module)
         try:
-            if ".data" in inspect.getsource(kind.forward):
+            if _USES_DATA.search(inspect.getsource(kind.forward)):
                 in_forward.append(path)
-            elif kind.__module__.partition(".")[0] != "torch" and ".data" in inspect.getsource(kind):
+            elif kind.__module__.partition(".")[0] != "torch" and _USES_DATA.search(inspect.getsource(kind)):
                 elsewhere.append(path)
         except (OSError, TypeError):
             continue
@@ -93,10 +95,7 @@ def fixed_sizes(model: nn.Module) -> Iterator[list[FixedSize]]:
 
         return noted
 
-    with (
-        patch.object(SymNode, "guard_int", noting(SymNode.guard_int)),
-        patch.object(SymNode, "guard_bool", noting(SymNode.guard_bool)),
-    ):
+    with patch.multiple(SymNode, guard_int=noting(SymNode.guard_int), guard_bool=noting(SymNode.guard_bool)):
         yield found
 
 
@@ -110,8 +109,7 @@ def _paths(model: nn.Module) -> dict[int, str]:
 
     If a module is called under two names, torch.export runs another object that shares its attributes.
     """
-    modules = model.named_modules()
-    return {id(vars(module)): path for path, module in modules if not (path and is_leaf(module))}
+    return {id(vars(m)): path for path, m in model.named_modules() if not (path and is_leaf(m))}
 
 
 def _path(frame: FrameType, paths: Mapping[int, str]) -> str | None:

@@ -233,8 +233,7 @@ def named_state(model: nn.Module) -> dict[str, Tensor]:
 
 def registered_state(model: nn.Module) -> dict[str, Tensor]:
     """Return all parameters and buffers, each under all of its names."""
-    parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    return parameters | dict(model.named_buffers(remove_duplicate=False))
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def tensor_attributes(model: nn.Module) -> dict[str, Tensor]:

@@ -66,8 +66,7 @@ def module_draws_by_layout(module: nn.Module) -> bool:
 
 def values_drawn_like(op: Operator) -> list[Value]:
     """Return the tensors whose memory layout decides which element gets which number of a random ATen operator."""
-    by_index = op.target is None or op.op in _DRAWING_BY_INDEX
-    return [] if by_index else list(dict.fromkeys(op.values))
+    return [] if op.target is None or op.op in _DRAWING_BY_INDEX else list(dict.fromkeys(op.values))
 
 
 def _drops(module: nn.Module) -> bool:

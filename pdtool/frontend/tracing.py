@@ -34,7 +34,7 @@ from pdtool.frontend.operators import Traced, named_state, names_over_parameters
 from pdtool.frontend.user_code import user_line
 
 _NOT_SPARSE = "use a dense one, or its indices and values in two tensors with index_add or scatter_add"
-_HOOKED = "it has a backward hook"  # so its module is opaque
+_HOOKED, _HINTED = "it has a backward hook", "HINTS"  # why a module is opaque
 
 
 def trace(
@@ -58,7 +58,7 @@ def trace(
     _check_paths(model, opaque)
     _check_hooks(model)
     hooked = [name for name, module in model.named_modules() if name and _has_backward_hook(module)]
-    reasons = without_inner(dict.fromkeys(hooked, _HOOKED) | dict.fromkeys(opaque, "HINTS"))
+    reasons = without_inner(dict.fromkeys(hooked, _HOOKED) | dict.fromkeys(opaque, _HINTED))
     _check_state(model)
     try:
         while True:
@@ -118,7 +118,7 @@ def _check_opaque(traced: Traced, opaque: Mapping[str, str], called: Collection[
         if inner := next((part for part in parts if part.module.startswith(f"{path}.")), None):
             what = f"{inner.module} is called from outside {path}, which is opaque and cannot be split"
             raise TraceError(what, f"call it from {path} only", location=inner.location, module=path.rpartition(".")[0])
-        if path not in called and opaque[path] != _HOOKED:
+        if path not in called and opaque[path] == _HINTED:
             raise TraceError(f"HINTS names {path} as opaque, but forward never calls it", "remove it from HINTS")
 
 
@@ -153,9 +153,9 @@ def _next_opaque(model: nn.Module, failing: str | None, opaque: Collection[str])
     return set()
 
 
-def _alike(model: nn.Module, path: str | None) -> set[str]:
+def _alike(model: nn.Module, path: str) -> set[str]:
     """The paths of a module and of those that run the same code, which would fail next; none for the model."""
-    if path and is_leaf(model.get_submodule(path)):
+    if is_leaf(model.get_submodule(path)):
         path = path.rpartition(".")[0]
     if not path:
         return set()

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import copy
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn, TypeVar
 
@@ -95,7 +96,7 @@ def _do(work: Callable[[], Any], folder: str, writer: Connection) -> NoReturn:
         torch.set_num_threads(1)
         torch.cuda.is_available, torch.cuda.device_count = (lambda: False), (lambda: 0)
         _drop_output()
-        _Files(folder).replace_those_of_python()
+        _write_copies_in(folder)
         try:
             answer = pickle.dumps((work(), None))
         except BaseException as error:
@@ -129,54 +130,44 @@ def _drop_output() -> None:
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # a thread may have held the lock of the old ones
 
 
-class _Files:
-    """Functions in place of those of Python and torch that write or remove files: they use copies in a folder."""
+def _write_copies_in(folder: str) -> None:
+    """Make Python and torch write copies of files in a folder, and remove none, for the rest of this process's life."""
+    opened, opened_fd, replaced = io.open, os.open, os.replace
+    written = partial(_path_in, folder, writes=True, keeps=False)
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
+    def open_file(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        path = _path_in(folder, file, writes=bool({*"wxa+"} & {*mode}), keeps=not {*"wx"} & {*mode})
+        return opened(path, mode, *args, **kwargs)
 
-    def replace_those_of_python(self) -> None:
-        """Replace them for the rest of this process's life."""
-        opened, opened_fd, replaced = io.open, os.open, os.replace
+    def open_fd(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        return opened_fd(_path_in(folder, path, writes=bool(flags & _WRITES), keeps=True), flags, *args, **kwargs)
 
-        def open_file(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            path = self._path(file, writes=bool({*"wxa+"} & {*mode}), keeps=not {*"wx"} & {*mode})
-            return opened(path, mode, *args, **kwargs)
+    def replace(source: Any, target: Any, **_: Any) -> None:
+        replaced(_path_in(folder, source, writes=True, keeps=True), written(target))
 
-        def open_fd(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-            return opened_fd(self._path(path, writes=bool(flags & _WRITES), keeps=True), flags, *args, **kwargs)
+    system: Any = os
+    serialization: Any = torch.serialization
+    safetensors: Any = sys.modules.get("safetensors.torch")
+    builtins.open = io.open = open_file
+    system.open, system.replace, system.rename = open_fd, replace, replace
+    system.remove = system.unlink = system.rmdir = system.mkdir = shutil.rmtree = lambda *_, **__: None  # type: ignore[assignment]
+    write_zip = serialization._open_zipfile_writer
+    serialization._open_zipfile_writer = lambda file: write_zip(written(file))
+    if safetensors:
+        save = safetensors.serialize_file
+        safetensors.serialize_file = lambda tensors, path, **more: save(tensors, written(path), **more)
 
-        def replace(source: Any, target: Any, **_: Any) -> None:
-            replaced(self._path(source, writes=True, keeps=True), self._path(target, writes=True, keeps=False))
 
-        def nothing(*_: Any, **__: Any) -> None:
-            pass
-
-        system: Any = os
-        serialization: Any = torch.serialization
-        safetensors: Any = sys.modules.get("safetensors.torch")
-        builtins.open = io.open = open_file
-        system.open, system.replace, system.rename = open_fd, replace, replace
-        system.remove = system.unlink = system.rmdir = system.mkdir = nothing
-        shutil.rmtree = nothing  # type: ignore[assignment]
-        write_zip = serialization._open_zipfile_writer
-        serialization._open_zipfile_writer = lambda file: write_zip(self._path(file, writes=True, keeps=False))
-        if safetensors:
-            save = safetensors.serialize_file
-            safetensors.serialize_file = lambda tensors, path, **more: save(
-                tensors, self._path(path, writes=True, keeps=False), **more
-            )
-
-    def _path(self, file: Any, *, writes: bool, keeps: bool) -> Any:
-        """Return the path of the copy to use for a path; the path itself if it is only read and was not written."""
-        if not isinstance(file, (str, bytes, os.PathLike)):
-            return file  # a file object or a number
-        path = os.path.abspath(os.fsdecode(file))
-        own = os.path.join(self._folder, hashlib.sha256(os.fsencode(path)).hexdigest())
-        if os.path.dirname(path) == self._folder or (os.path.exists(path) and not os.path.isfile(path)):
-            return file  # the copy itself, or a device
-        if not writes:
-            return own if os.path.exists(own) else file
-        if keeps and os.path.isfile(path) and not os.path.exists(own):
-            shutil.copyfile(path, own)
-        return own
+def _path_in(folder: str, file: Any, *, writes: bool, keeps: bool) -> Any:
+    """Return the path of the copy to use for a path; the path itself if it is only read and was not written."""
+    if not isinstance(file, (str, bytes, os.PathLike)):
+        return file  # a file object or a number
+    path = os.path.abspath(os.fsdecode(file))
+    own = os.path.join(folder, hashlib.sha256(os.fsencode(path)).hexdigest())
+    if os.path.dirname(path) == folder or (os.path.exists(path) and not os.path.isfile(path)):
+        return file  # the copy itself, or a device
+    if not writes:
+        return own if os.path.exists(own) else file
+    if keeps and os.path.isfile(path) and not os.path.exists(own):
+        shutil.copyfile(path, own)
+    return own

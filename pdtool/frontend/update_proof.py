@@ -36,6 +36,7 @@ _LAST_SIZES = {-2: 1e-6, -1: 1e3}  # number of an update, from the end -> factor
 _LARGE, _CORNER = 1_000_000, 8  # numbers in all parameters; of larger models, the most in each dimension of one
 _RTOL, _ATOL = 1e-3, 1e-5  # for an optimizer that does not compute the same bits twice
 _CALLS_USER_CODE = (LambdaLR, MultiplicativeLR)
+_Parameters = Mapping[str, nn.Parameter]  # by name
 
 
 def keep_parameters(optimizer: Optimizer, kept: set[int]) -> None:
@@ -91,7 +92,7 @@ def schedules_by_user_code(scheduler: object) -> bool:
     return not is_of_torch or isinstance(scheduler, _CALLS_USER_CODE)
 
 
-def _user_code_in_update(file: ModelFile, parameters: Mapping[str, nn.Parameter]) -> str:
+def _user_code_in_update(file: ModelFile, parameters: _Parameters) -> str:
     """Name the code outside torch that takes part in an update; "" for none."""
     optimizer = file.optimizer(list(parameters.items()))
     causes = user_code_in_step(file, optimizer)  # before a scheduler wraps the optimizer's step
@@ -141,22 +142,17 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
                 remedy = "if it fails because a parameter group is empty there, skip it with `if group['params']:`"
                 if "size of tensor" in str(error) or "shape" in str(error):
                     remedy = "if it keeps values of parameters by position, keep them in self.state[parameter] instead"
-                raise _refusal(file, update, what, f"{remedy}; ") from error
-        different = [name for name in found if not is_same(found[name], expected[name])]
-        if different:
+                raise _refusal(update, what, f"{remedy}; ") from error
+        if different := [name for name in found if not is_same(found[name], expected[name])]:
             others = f" and {len(different) - 3} others" * (len(different) > 3)
             what = f"with the same gradients, {', '.join(different[:3])}{others} get different values"
-            raise _refusal(file, update, f"{what} if {owner} has an optimizer of its own")
+            raise _refusal(update, f"{what} if {owner} has an optimizer of its own")
     if trained := [name for name, p in parameters.items() if p.requires_grad and any(name in s for s in stages)]:
-        _check_skipped_updates(file, update, stages, trained[0], is_same)
+        _check_skipped_updates(update, stages, trained[0], is_same)
 
 
 def _check_skipped_updates(
-    file: ModelFile,
-    update: _Update,
-    stages: Sequence[Collection[str]],
-    spoiled: str,
-    is_same: Callable[[Tensor, Tensor], bool],
+    update: _Update, stages: Sequence[Collection[str]], spoiled: str, is_same: Callable[[Tensor, Tensor], bool]
 ) -> None:
     """Check that a gradient of one stage that is not finite changes no update of the others, as in an optimizer that
     skips such an update.
@@ -172,11 +168,12 @@ def _check_skipped_updates(
         found = update.of(stage, spoiled)
         if changed := [name for name in found if not is_same(found[name], expected[name])]:
             what = f"if the gradient of {spoiled} is not finite, {changed[0]} gets another value"
-            raise _refusal(file, update, f"{what} if each stage has an optimizer of its own")
+            raise _refusal(update, f"{what} if each stage has an optimizer of its own")
 
 
-def _refusal(file: ModelFile, update: _Update, what: str, remedy_of_optimizer: str = "") -> ModelError:
-    function = update.cause.removesuffix("()") if file.has(update.cause.removesuffix("()")) else "optimizer"
+def _refusal(update: _Update, what: str, remedy_of_optimizer: str = "") -> ModelError:
+    function = update.cause.removesuffix("()")
+    function = function if update.file.has(function) else "optimizer"
     remedy = (
         "if the update needs all parameters in one place, train without stages, as with `pdtool partition --strategy "
         "data-parallel`"
@@ -187,8 +184,7 @@ def _refusal(file: ModelFile, update: _Update, what: str, remedy_of_optimizer: s
             f"gradients); {remedy}"
         )
         remedy = remedy_of_optimizer + remedy
-    what = f"{update.cause} depends on parameters of several stages: {what}"
-    return file.error_in(function, what, remedy)
+    return update.file.error_in(function, f"{update.cause} depends on parameters of several stages: {what}", remedy)
 
 
 class _Update:
@@ -198,19 +194,14 @@ class _Update:
         whole: the tensors that `parameters` are corners of; gradients are scaled to have the whole tensors' norms.
 
     Attributes:
+        file: the user's.
         cause: code outside torch that takes part in an update, such as `after_update()`.
         draws_random_numbers: whether an update does.
     """
 
-    def __init__(
-        self,
-        file: ModelFile,
-        cause: str,
-        parameters: Mapping[str, nn.Parameter],
-        whole: Mapping[str, nn.Parameter] | None = None,
-    ) -> None:
+    def __init__(self, file: ModelFile, cause: str, parameters: _Parameters, whole: _Parameters | None = None) -> None:
         sizes = whole or parameters
-        self._file, self.cause, self._parameters = file, cause, parameters
+        self.file, self.cause, self._parameters = file, cause, parameters
         self.draws_random_numbers = False
         generator = torch.Generator().manual_seed(0)
         self._gradients = {
@@ -238,9 +229,9 @@ class _Update:
         """
         parameters = {n: nn.Parameter(p.detach().clone(), p.requires_grad) for n, p in self._parameters.items()}
         own = {name: parameters[name] for name in parameters if name in part}
-        optimizer = self._file.optimizer(list(parameters.items()))
+        optimizer = self.file.optimizer(list(parameters.items()))
         keep_parameters(optimizer, {id(p) for p in own.values()})
-        scheduler: Any = self._file.scheduler(optimizer, TRIED_UPDATES)
+        scheduler: Any = self.file.scheduler(optimizer, TRIED_UPDATES)
         gradients = {name: self._gradients[name] for name in own}
         before = _generator_states()
         try:
@@ -251,17 +242,17 @@ class _Update:
                     factor = math.nan if update == 1 and name == spoiled else size
                     own[name].grad = gradient * factor if own[name].requires_grad else None
                 optimizer.step()
-                self._file.after_update(list(own.items()), update + 1)
+                self.file.after_update(list(own.items()), update + 1)
                 if scheduler:
                     with suppress(Exception):  # of a schedule that is shorter
                         scheduler.step(*([1.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
                 if own_zero_grad(optimizer) and any(p.grad is not None and p.grad.any() for p in own.values()):
                     what = f"zero_grad() of {type(optimizer).__name__} leaves gradients, but pdtool then drops them"
-                    raise self._file.error_in("optimizer", what, "keep what the next step needs in self.state")
+                    raise self.file.error_in("optimizer", what, "keep what the next step needs in self.state")
         except ModelError:  # of after_update()
             raise
         except Exception as error:
-            found = self._file.error_at(error, self.cause)
+            found = self.file.error_at(error, self.cause)
             if "overflow" in str(error):
                 found.remedy = _GROWN
             raise found from error

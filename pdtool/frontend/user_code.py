@@ -22,6 +22,7 @@ from symtable import symtable
 from traceback import extract_tb, walk_tb
 from types import FrameType, ModuleType
 from typing import Any
+from unittest.mock import patch
 from warnings import catch_warnings
 
 import torch
@@ -170,17 +171,12 @@ def undoing_user_changes() -> Iterator[None]:
         ModelError: the user's code calls sys.exit().
     """
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    hooks: list[tuple[dict[int, Any], dict[int, Any]]]
-    hooks = [(each, each.copy()) for each in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
     with chdir("."), undoing_imports(), catch_warnings(), _torch_as_it_starts():
         try:
             yield
         except SystemExit as end:
             raise refused_exit(end) from end
         finally:
-            for registered, before in hooks:
-                registered.clear()
-                registered.update(before)
             for number, handler in handlers.items():
                 if handler is not None and signal.getsignal(number) is not handler:  # None: not set from Python
                     signal.signal(number, handler)
@@ -188,10 +184,13 @@ def undoing_user_changes() -> Iterator[None]:
 
 @contextmanager
 def _torch_as_it_starts() -> Iterator[None]:
-    """Give torch the settings and modes that it starts with, in this context; but keep its number of threads."""
+    """Give torch the settings and modes that it starts with, in this context; but keep its number of threads, and the
+    hooks of all optimizers."""
     threads, device = torch.get_num_threads(), torch.get_default_device()
     with ExitStack() as undo:
         undo.callback(torch.set_num_threads, threads)
+        for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
+            undo.enter_context(patch.dict(hooks))
         for get, change, first in _SETTINGS:
             with suppress(RuntimeError):  # torch.backends has set TF32 in a way that these functions cannot tell
                 undo.callback(change, get())
@@ -223,20 +222,24 @@ def defaults_kept(where: str, *, may_set_dtype: bool = False) -> Iterator[None]:
         ModelError: it has changed one of them.
     """
     gradients, dtype, device = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
-    yield
-    if torch.is_grad_enabled() != gradients:
+    try:
+        yield
+    finally:
+        gradients_after, dtype_after = torch.is_grad_enabled(), torch.get_default_dtype()
+        device_after = torch.get_default_device()
         torch.set_grad_enabled(gradients)
+        if device_after != device:
+            torch.set_default_device(None if device.type == "cpu" else device)
+        if not may_set_dtype:
+            torch.set_default_dtype(dtype)
+    if gradients_after != gradients:
         what = f"{where} switches gradients {'off' if gradients else 'on'} for all later code"
         raise ModelError(what, "use `with torch.no_grad():` around the code that needs no gradients")
-    if torch.get_default_device() != device:
-        changed = torch.get_default_device()
-        torch.set_default_device(None if device.type == "cpu" else device)
-        what = f"{where} sets the default device to {changed} for all later code"
+    if device_after != device:
+        what = f"{where} sets the default device to {device_after} for all later code"
         raise ModelError(what, "leave it out: pdtool moves model and data to the device of --device")
-    if torch.get_default_dtype() != dtype and not may_set_dtype:
-        changed_dtype = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        what = f"{where} sets the default dtype to {changed_dtype} for all later code"
+    if dtype_after != dtype and not may_set_dtype:
+        what = f"{where} sets the default dtype to {dtype_after} for all later code"
         raise ModelError(what, "set it at the top of the file")
 
 
@@ -293,15 +296,15 @@ def check_pairs(path: Path, samples: Any, indices: Sequence[int], name: str) -> 
 
 def difference_of_samples(indices: Sequence[int], samples: Sequence[Any]) -> str:
     """Return `which must be alike (sample 7: float32[3], int; sample 2: float32[4], int),`."""
-    described = [_description(sample) for sample in samples]
-    other = next((k for k, description in enumerate(described) if description != described[0]), None)
+    described = [description(sample) for sample in samples]
+    other = next((k for k, each in enumerate(described) if each != described[0]), None)
     if other is None:
         return f"each {described[0]},"
     return f"which must be alike (sample {indices[0]}: {described[0]}; sample {indices[other]}: {described[other]}),"
 
 
-def _description(sample: Any) -> str:
-    """The arrays and other values of a sample: `float32[3, 6], int`."""
+def description(sample: Any) -> str:
+    """Return the arrays and other values of a sample: `float32[3, 6], int`."""
     return ", ".join(
         f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if hasattr(leaf, "shape") else type(leaf).__name__
         for leaf in tree_leaves(sample)

@@ -108,15 +108,10 @@ def uses_in(source: type | ModuleType) -> list[Use]:
         nodes = [*ast.walk(function)]
         changed = {id(part) for node in nodes for part in _changed_by(node)}
         for node in nodes:
-            match node:
-                case ast.Attribute(attr=name) | ast.Name(id=name):
-                    is_read = id(node) not in changed
-                case ast.Constant(value=str(name)) if name.isidentifier():  # of getattr
-                    is_read = True
-                case _:
-                    continue
-            location = f"{file}:{first + node.lineno - 1}"
-            found[id(node)] = Use(name, isinstance(node, ast.Name), is_read, location)
+            match node:  # a text may be that of getattr
+                case ast.Attribute(attr=name) | ast.Name(id=name) | ast.Constant(value=str(name)):
+                    location = f"{file}:{first + node.lineno - 1}"
+                    found[id(node)] = Use(name, isinstance(node, ast.Name), id(node) not in changed, location)
     return [*found.values()]
 
 
@@ -125,10 +120,8 @@ def _changed_by(node: ast.AST) -> Iterator[ast.AST]:
     match node:
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=target, attr=method))) if method in _ADDING:
             yield from _parts_of(target)
-        case ast.Name(ctx=ast.Store() | ast.Del()) | ast.Attribute(ctx=ast.Store() | ast.Del()):
+        case ast.Name() | ast.Attribute() | ast.Subscript() if isinstance(node.ctx, ast.Store | ast.Del):
             yield from _parts_of(node)
-        case ast.Subscript(value=target, ctx=ast.Store() | ast.Del()):
-            yield from _parts_of(target)
 
 
 def _parts_of(target: ast.AST) -> Iterator[ast.AST]:
@@ -204,11 +197,8 @@ def _value(part: ast.AST, file: ModuleType) -> Any:
             if isinstance(of, ModuleType | Tensor):
                 with suppress(Exception):  # of a module that imports its parts when they are asked for
                     return getattr(of, name, None)
-            if isinstance(of, nn.Module):
-                of_module: dict[str, Any] = of._parameters | of._buffers | of._modules
-                if name in of_module:
-                    return of_module[name]
-            return inspect.getattr_static(of, name, None)  # which runs no property
+            held: dict[str, Any] = of._parameters | of._buffers | of._modules if isinstance(of, nn.Module) else {}
+            return held[name] if name in held else inspect.getattr_static(of, name, None)  # which runs no property
     return None
 
 
@@ -231,16 +221,13 @@ def changed_in_training(
         for node in ast.walk(function):
             if not isinstance(node, ast.expr):
                 continue
-            parts = [*(_called_on(node, file) if isinstance(node, ast.Call) else _changed_by(node))]
+            parts = [*_all_changed_by(node, file)]
             if not parts or not isinstance(owner := parts[-1], ast.Name) or not _is_global(owner.id, function, file):
                 continue  # parts of CONFIG.rates["low"] = 1: CONFIG.rates and CONFIG
             attributes = {part.attr for part in parts if isinstance(part, ast.Attribute)}
             value = getattr(file, owner.id, None)
-            if (
-                isinstance(value, nn.Module)
-                and isinstance(_value(parts[0], file), Tensor)
-                and isinstance(node, ast.Call)
-            ):
+            is_state = isinstance(value, nn.Module) and isinstance(_value(parts[0], file), Tensor)
+            if is_state and isinstance(node, ast.Call):
                 continue  # stages have the parameters and buffers of the model themselves
             is_owner = value in kinds if isinstance(value, type) else isinstance(value, (nn.Module, ModuleType))
             if owner.id in read or (is_owner and not read.isdisjoint(attributes)):
@@ -333,7 +320,8 @@ def _kept_in(module: ModuleType, names: Collection[str]) -> Iterator[tuple[str, 
     changed |= {id(part): (part, each) for node, each in nodes for part in _changed_by_callee(node, module)}
     only_changed = {id(part) for node, _ in nodes for part in _changed_by(node)}
     read = {node.id for node, _ in nodes if isinstance(node, ast.Name) and id(node) not in only_changed}
-    read |= {part.id for node, _ in nodes if isinstance(node, ast.AugAssign) for part in _names_in(node.target)}
+    augmented = [part for node, _ in nodes if isinstance(node, ast.AugAssign) for part in _parts_of(node.target)]
+    read |= {part.id for part in augmented if isinstance(part, ast.Name)}
     anew = {
         id(t) for node, _ in nodes if isinstance(node, ast.Assign) for t in node.targets if not _is_in(node.value, t)
     }
@@ -379,11 +367,6 @@ def names_used(file: ModuleType, function: str) -> set[str]:
 def _is_in(value: ast.AST, target: ast.AST) -> bool:
     """Whether an expression reads the variable that is assigned."""
     return any(isinstance(n, ast.Name) and isinstance(target, ast.Name) and n.id == target.id for n in ast.walk(value))
-
-
-def _names_in(target: ast.AST) -> Iterator[ast.Name]:
-    """Yield the variable a of `a.b[c]`."""
-    yield from (part for part in _parts_of(target) if isinstance(part, ast.Name))
 
 
 def _used_by(

@@ -35,16 +35,14 @@ def load_stages(
     Args:
         build: makes a model for each stage, which takes its opaque modules from it.
     """
-    modules = []
+    modules: list[nn.Module] = []
     for stage in bundle.stages:
         module = ModuleType(stage.file.removesuffix(".py"))
         with user_modules_importable():
             exec(compile(texts[stage.file], stage.file, "exec", dont_inherit=True), module.__dict__)
-        kind = getattr(module, stage.class_name)
         model = (build(),) if stage.opaque and build else ()
         with torch.device(device), patch.multiple(Tensor, uniform_=_unchanged, normal_=_unchanged):
-            module_of_stage = kind(*model)
-        modules.append(module_of_stage.train())
+            modules.append(getattr(module, stage.class_name)(*model).train())
     return modules
 
 
@@ -59,8 +57,7 @@ def copy_state(model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle) ->
     with torch.no_grad():
         for stage, spec in zip(stages, bundle.stages, strict=True):
             stage_state = registered_state(stage)
-            missing = set(stage_state) ^ {*spec.parameters, *spec.buffers}
-            if missing:
+            if missing := stage_state.keys() ^ {*spec.parameters, *spec.buffers}:
                 what = f"{spec.file} and the model name their parameters and buffers differently: {sorted(missing)}"
                 raise VerificationError(what, REPORT)
             for name, tensor in stage_state.items():

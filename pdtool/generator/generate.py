@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import tempfile
 import warnings
@@ -38,8 +39,9 @@ from pdtool.generator.output_writer import output_class_names
 from pdtool.generator.outputs_only import check_outputs_only
 from pdtool.generator.replicated_state import buffers_read_back
 from pdtool.generator.stage_file import StageWriter
-from pdtool.generator.verify import outputs_in_both_modes, verify_shapes, verify_values
+from pdtool.generator.verify import VERIFIED_SAMPLES, outputs_in_both_modes, verify_shapes, verify_values
 from pdtool.generator.wiring import Wiring
+from pdtool.host import memory_limits
 
 # Copies of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
 _COPIES = 6
@@ -60,7 +62,6 @@ _OF_MINIBATCHES = {"collate", "loss", "metrics"}  # each replica calls these for
 _VALUES = (bool, int, float, str, tuple, torch.Tensor)  # of a parameter group
 _COMPARED_UPDATES = (1, 2, 3, TRIED_UPDATES)  # a value may change at first only
 _REPEATED_SAMPLES = 8
-_VERIFIED_SAMPLES = 2  # of most minibatches; 1 is a special case for some operators
 
 
 def generate(
@@ -282,14 +283,14 @@ def _verify(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle
         several: whether a stage has several minibatches in flight.
     """
     if bundle.proof == "values":
-        size = min(bundle.batch_size, _VERIFIED_SAMPLES)
+        size = min(bundle.batch_size, VERIFIED_SAMPLES)
         try:
             return _verify_values(model_file, texts, bundle, size, several)
         except ModelFailedError:
             if size == bundle.batch_size:
                 raise
             return _verify_values(model_file, texts, bundle, bundle.batch_size, several)
-    inputs = ModelInputs.of(model_file.example_inputs(bundle.batch_size))
+    inputs = model_file.example_inputs(bundle.batch_size)
     state, size = named_state(traced.model), bundle.batch_size
     output = traced.output_with(lambda leaf: leaf.meta(size) if isinstance(leaf, Value) else state[leaf.name], size)
     verify_shapes(texts, bundle, inputs, output)
@@ -311,7 +312,7 @@ def _repeats_samples(model_file: ModelFile, count: int) -> bool:
     if not model_file.has("dataset"):
         return True
     with suppress(Exception):  # there may be no training set here, or tensors of a kind that cannot be compared
-        first, again = (list(tensors_in(model_file.example_batch(count))) for _ in range(2))
+        first, again = (tensors_in(model_file.example_batch(count)) for _ in range(2))
         return has_same_content(first, again)
     return True
 
@@ -319,12 +320,12 @@ def _repeats_samples(model_file: ModelFile, count: int) -> bool:
 def _check_target_kept(model_file: ModelFile, model: nn.Module) -> None:
     """Check that forward does not write into a target that lies in the memory of an input, as with `return x, x` in
     collate(): the target goes to the last stage before the first one computes. Raises ModelError."""
-    inputs = ModelInputs.of(model_file.example_inputs(_VERIFIED_SAMPLES))
+    inputs = model_file.example_inputs(VERIFIED_SAMPLES)
     if not _writes_into(model, inputs):
         return
     batch: Any = ((), ())
     with suppress(PdtoolError):  # there may be no training set here
-        batch = model_file.example_batch(_VERIFIED_SAMPLES)
+        batch = model_file.example_batch(VERIFIED_SAMPLES)
     written, target = ({*map(storage_address, tensors_in(part))} for part in batch)
     if written & target:
         what = "forward writes into its input, and the target lies in the same memory"
@@ -370,7 +371,7 @@ def _validate(model_file: ModelFile, model: nn.Module, batch_size: int) -> None:
     model.eval()
     with torch.no_grad():
         try:
-            validate("train", _VERIFIED_SAMPLES)
+            validate("train", VERIFIED_SAMPLES)
         except Exception:  # metrics() may expect a target that only the validation set has
             validate("valid", batch_size)
 
@@ -382,7 +383,7 @@ def _check_after_update(model_file: ModelFile, bundle: Bundle) -> None:
         ModelError: it does, but stages have a constant in its place.
     """
     model = model_file.build()  # the newest one, to which variables of model.py refer
-    inputs = model_file.example_inputs(min(bundle.batch_size, _VERIFIED_SAMPLES))
+    inputs = model_file.example_inputs(min(bundle.batch_size, VERIFIED_SAMPLES))
     if tried(partial(_after_update_changes_outputs, model_file, model, inputs), model.parameters()):
         raise model_file.error_in(
             "after_update",
@@ -462,8 +463,8 @@ def _seen_after_updates(
             vars(model_file.module).update(dict.fromkeys(names, optimizers[i]))  # as a worker does
             model_file.after_update(parameters[i::calls], update)
             if scheduler and not isinstance(scheduler, ReduceLROnPlateau):
-                with suppress(Exception), warnings.catch_warnings():  # of a schedule that is shorter
-                    warnings.simplefilter("ignore")  # no optimizer is stepped
+                # The schedule may be shorter, and it warns because no optimizer is stepped.
+                with suppress(Exception), warnings.catch_warnings(action="ignore"):
                     scheduler.step()
         if update in _COMPARED_UPDATES:
             seed_generators(0)
@@ -475,7 +476,7 @@ def _seen_after_updates(
 def fits_in_memory(model: nn.Module) -> bool:
     """Whether this machine has the memory to compare the stages with a model."""
     needed = _COPIES * sum(p.nbytes for p in model.parameters())
-    return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return needed < min((limit.free_bytes for limit in memory_limits()), default=math.inf)
 
 
 def _check_target(folder: Path) -> None:

@@ -105,8 +105,7 @@ def kept_state(model: nn.Module) -> State:
             if name not in _OF_EVERY_MODULE and (not of_torch or isinstance(value, _OF_USER)):
                 held[(path, None), name] = key.of(value)
         if not of_torch:
-            buffers = [name for name, buffer in module._buffers.items() if buffer is not None]
-            held |= {((path, None), name): "buffer" for name in buffers}
+            held |= {((path, None), name): "buffer" for name, b in module._buffers.items() if b is not None}
     for place in _shared_places(model):
         held |= {(place, name): key.of(value) for name, value in variables(place[1]).items()}
     return held

@@ -47,8 +47,7 @@ def output_imports(output: Any) -> list[str]:
 
 def output_classes(output: Any) -> list[str]:
     """Return the lines that define classes like those in the model's output."""
-    texts = dict.fromkeys(map(_definition, _containers(output)))
-    return [line for text in texts for line in text.splitlines()]
+    return [line for text in dict.fromkeys(map(_definition, _containers(output))) for line in text.splitlines()]
 
 
 def output_class_names(output: Any) -> dict[str, str]:

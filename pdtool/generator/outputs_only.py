@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,9 +21,8 @@ from pdtool.frontend.operators import registered_state
 from pdtool.frontend.trial import tried
 from pdtool.generator.composed import compose, copy_state, load_stages, state_kept
 from pdtool.generator.kept_state import has_same_content
-from pdtool.generator.verify import repeatable
+from pdtool.generator.verify import VERIFIED_SAMPLES, repeatable
 
-_SAMPLES = 2
 _Sight = tuple[str, Literal["graph", "model"]]  # a function, and what it sees
 
 
@@ -44,7 +42,7 @@ def check_outputs_only(model_file: ModelFile, bundle: Bundle, texts: Mapping[str
         return
     seen = None
     with suppress(Exception):  # of user code; others tell
-        inputs, target = model_file.example_batch(min(bundle.batch_size, _SAMPLES))
+        inputs, target = model_file.example_batch(min(bundle.batch_size, VERIFIED_SAMPLES))
         seen = _seen(model_file, bundle, texts, model_file.as_inputs(inputs), target)
     match seen:
         case function, "graph":
@@ -86,21 +84,21 @@ def _seen(
             stage.train(training)
         return compose(stages, bundle, inputs.map(torch.clone).tensors, cuts_graph=cuts_graph)
 
-    def figures_now(*, cuts_graph: bool, is_trained: bool) -> dict[str, Any]:
-        """The loss of the minibatch in training, and its metrics in evaluation unless metrics() raises."""
-        if is_trained:
-            _change_as_training_does(model, inputs, with_state=len(stages) > 1)
-        with repeatable(), state_kept(*stages):
-            loss = float(model_file.loss(output(training=True, cuts_graph=cuts_graph), target).detach())
-            found: dict[str, Any] = {"loss": loss}
-            with torch.no_grad(), suppress(Exception):
-                found["metrics"] = model_file.metrics(output(training=False, cuts_graph=cuts_graph), target)
-        return found
-
     def figures(*, cuts_graph: bool = False, is_trained: bool = False) -> dict[str, Any]:
-        """The figures, which leaves variables as they are: loss() may read those that metrics() changes."""
-        work = partial(figures_now, cuts_graph=cuts_graph, is_trained=is_trained)
-        return tried(work, registered_state(model).values())
+        """The loss of the minibatch in training, and its metrics in evaluation unless metrics() raises. Variables stay
+        as they are: loss() may read those that metrics() changes."""
+
+        def figures_now() -> dict[str, Any]:
+            if is_trained:
+                _change_as_training_does(model, inputs, with_state=len(stages) > 1)
+            with repeatable(), state_kept(*stages):
+                loss = float(model_file.loss(output(training=True, cuts_graph=cuts_graph), target).detach())
+                found: dict[str, Any] = {"loss": loss}
+                with torch.no_grad(), suppress(Exception):
+                    found["metrics"] = model_file.metrics(output(training=False, cuts_graph=cuts_graph), target)
+            return found
+
+        return tried(figures_now, registered_state(model).values())
 
     connected, again = figures(), figures()
     if not has_same_content(connected, again):

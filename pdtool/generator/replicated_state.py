@@ -16,9 +16,7 @@ from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.variable_uses import is_of_torch
 from pdtool.generator.composed import ModelFailedError, VerificationError
 from pdtool.generator.kept_state import has_same_content
-from pdtool.generator.verify import repeatable, run_model
-
-_SAMPLES = 2  # of a minibatch; 1 is a special case for some operators
+from pdtool.generator.verify import VERIFIED_SAMPLES, repeatable, run_model
 
 
 def buffers_read_back(plan: Plan, bundle: Bundle, model_file: ModelFile) -> tuple[str, ...]:
@@ -34,14 +32,12 @@ def buffers_read_back(plan: Plan, bundle: Bundle, model_file: ModelFile) -> tupl
     replicated = [(s, stage, planned.replicas) for s, (stage, planned) in enumerate(stages) if planned.replicas > 1]
     if bundle.proof != "values" or not replicated:
         return ()
-    size = min(bundle.batch_size, _SAMPLES)
-    batches = [ModelInputs.of(model_file.example_inputs(samples)) for samples in (size, size + 1)]
+    size = min(bundle.batch_size, VERIFIED_SAMPLES)
+    batches = [model_file.example_inputs(samples) for samples in (size, size + 1)]
     with suppress(ModelFailedError):  # the minibatch is too small
         set_first = _set_by_first_minibatch(model_file.build, batches)
-        for name, s, replicas in (
-            (name, s, replicas) for s, stage, replicas in replicated for name in stage.parameters
-        ):
-            if name in set_first:
+        for s, stage, replicas in replicated:
+            if name := next(filter(set_first.__contains__, stage.parameters), None):
                 raise VerificationError(
                     f"forward sets parameter {name} from its first minibatch, but stage {s} has {replicas} replicas, "
                     "and each would set it from another one",

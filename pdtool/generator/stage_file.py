@@ -105,8 +105,7 @@ class StageWriter:
         for training in (False, True):
             model.train(training)
             modes[training] = {path: self._module(path).training for path in self._leaf_paths}
-        fixed = {path: mode for path, mode in modes[True].items() if mode == modes[False][path]}
-        if fixed:
+        if fixed := {path: mode for path, mode in modes[True].items() if mode == modes[False][path]}:
             yield from ("", "    def train(self, mode=True):", "        super().train(mode)")
             for path, mode in fixed.items():
                 yield f"        {access(path)}.{'train' if mode else 'eval'}()  # as in the model"

@@ -55,6 +55,7 @@ _EQUAL = 1e-10  # difference of outputs in double precision, where the same elem
 _ROUNDINGS = 100  # in a gradient, of the precision of the largest one
 _RANDOM = ("dropout", "attention", "lstm", "gru", "rnn", "rand", "bernoulli", "multinomial", "normal", "rrelu")
 _FILLING = ("uniform_", "normal_", "bernoulli_", "exponential_", "random_", "cauchy_", "log_normal_", "geometric_")
+VERIFIED_SAMPLES = 2  # of most minibatches; 1 is a special case for some operators
 _FILLING_WITHIN = {"gumbel_softmax": "exponential_"}  # function that fills a tensor of its argument's shape
 
 
@@ -204,7 +205,7 @@ class _StageComparison:
     def _composed(self, inputs: ModelInputs, where: str) -> Any:
         """Return the output of the stages."""
         with repeatable():
-            return _run(_STAGES, partial(compose, self.stages, self.bundle, _copy(inputs).tensors), where)
+            return _run(_STAGES, partial(compose, self.stages, self.bundle, inputs.map(torch.clone).tensors), where)
 
     def _compare_in_double(self, inputs: ModelInputs, where: str) -> None:
         """Compare gradients in double precision, in which rounding is much smaller."""
@@ -413,10 +414,10 @@ def verify_shapes(texts: Mapping[str, str], bundle: Bundle, inputs: ModelInputs,
             raise VerificationError(what, REPORT)
 
 
-def outputs_in_both_modes(model: nn.Module, batch: Any) -> list[list[Tensor]]:
+def outputs_in_both_modes(model: nn.Module, inputs: ModelInputs) -> list[list[Tensor]]:
     """Return the tensors that the model computes from a minibatch in training and in evaluation; raises
     ModelFailedError."""
-    outputs, inputs = [], ModelInputs.of(batch)
+    outputs = []
     for training in (True, False):
         model.train(training)
         with torch.no_grad(), repeatable():
@@ -425,23 +426,17 @@ def outputs_in_both_modes(model: nn.Module, batch: Any) -> list[list[Tensor]]:
 
 
 def run_model(model: nn.Module, inputs: ModelInputs, where: str) -> Any:
-    return _run("the model", lambda: _copy(inputs).call(model), where)
-
-
-def _copy(inputs: ModelInputs) -> ModelInputs:
-    """Copy a minibatch, because the model or a stage may write into it."""
-    return inputs.map(torch.clone)
+    return _run("the model", lambda: inputs.map(torch.clone).call(model), where)  # it may write into its inputs
 
 
 def _run(what: str, call: Callable[[], Any], where: str) -> Any:
     try:
-        with warnings.catch_warnings():  # the user's code will warn again when it trains
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):  # the user's code will warn again when it trains
             return call()
     except PdtoolError:
         raise
     except Exception as error:
-        kind = VerificationError if what == _STAGES else ModelFailedError
+        kind = VerificationError if what.endswith(_STAGES) else ModelFailedError
         raise kind(f"{what} failed ({where}): {describe_error(error)}") from error
 
 

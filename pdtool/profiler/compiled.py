@@ -64,8 +64,7 @@ def compile_model(model: ProfiledModel, seconds: Seconds, note: OnNote, progress
     in_segments = _with_operators(model, segments, compiled)
     module: Any = compute_mode.compiled(model.traced.model)
     whole = replace(in_segments, traced=replace(in_segments.traced, model=module))
-    reason = _failure(whole.train_step)
-    if reason:
+    if reason := _failure(whole.train_step):
         note(f"warning: torch.compile fails for the model as a whole, so coverage is unknown: {reason}")
     names = {name: [op.name for op in segments[name]] for name in compiled}
     return CompiledModel(in_segments if reason else whole, names, not reason)

@@ -79,8 +79,7 @@ def estimate(
         as_written = traced if cast is None else _FakeTensors(mode, None).trace(model_file, batch_size)
         disable_inplace_modules(traced.model)
         profiled = ProfiledModel.of(model_file, traced, batch_size, torch.device("cpu"), fakes.tensor)
-        profile = _estimated(profiled, mode, device, precision, progress)
-        return profile.with_graph(graph_sha256(as_written))
+        return _estimated(profiled, mode, device, precision, progress).with_graph(graph_sha256(as_written))
 
 
 def calibrate_device(device: DeviceSpec, measured: Profile, path: Path | str, *, tf32: bool = False) -> DeviceSpec:

@@ -256,28 +256,21 @@ def minibatch_errors(model_file: ModelFile, batch_size: int) -> Iterator[None]:
         yield
     except PdtoolError:
         raise
-    except (RuntimeError, MemoryError) as error:
+    except Exception as error:
         text = describe_error(error)
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in text:
-            what = f"a minibatch of {batch_size} does not fit in memory ({error})"
-            raise model_file.error(what, "choose a smaller --batch-size") from error
-        if "could not create a primitive" in text:  # of oneDNN
-            what = f"torch has no kernel for a minibatch in this precision on this CPU ({error})"
+            what = f"a minibatch of {batch_size} does not fit in memory"
+            remedy = "choose a smaller --batch-size"
+        elif "could not create a primitive" in text:  # of oneDNN
+            what = "torch has no kernel for a minibatch in this precision on this CPU"
             remedy = "leave out --precision bf16, or set torch.backends.mkldnn.enabled = False in the file"
-            raise model_file.error(what, remedy) from error
-        if "modified by an inplace operation" in text:
-            what = f"the backward of a minibatch needs a value that was changed in place ({error})"
+        elif "modified by an inplace operation" in text:
+            what = "the backward of a minibatch needs a value that was changed in place"
             remedy = "if forward reads a buffer and assigns it later, read a copy of it, as in self.scale.clone()"
-            raise model_file.error(what, remedy) from error
-        raise model_file.error_at(error, _minibatch_at(error)) from error
-    except Exception as error:
-        if "more than 1 value per channel" not in describe_error(error):
-            raise model_file.error_at(error, _minibatch_at(error)) from error
-        what = f"a minibatch of {batch_size} is too small for batch normalisation ({error})"
-        raise model_file.error(what, "choose a larger --batch-size") from error
-
-
-def _minibatch_at(error: Exception) -> str:
-    """Return `a minibatch, in layer1.embedding at model.py:12,`, with the operator that failed if it is known."""
-    notes = (note for note in getattr(error, "__notes__", []) if note.startswith(_AT))
-    return f"a minibatch{next(notes, '')}"
+        elif "more than 1 value per channel" in text:
+            what = f"a minibatch of {batch_size} is too small for batch normalisation"
+            remedy = "choose a larger --batch-size"
+        else:
+            where = next((note for note in getattr(error, "__notes__", []) if note.startswith(_AT)), "")
+            raise model_file.error_at(error, f"a minibatch{where}") from error
+        raise model_file.error(f"{what} ({error})", remedy) from error

@@ -77,8 +77,7 @@ class ProbeRequest:
     def rings(self, depth: int) -> list[list[int]]:
         """Return the ranks of the workers that are counterparts in all members of a level: `[[0, 2, 4], [1, 3, 5]]`."""
         ranks = torch.arange(self.workers).view(self.sizes)
-        rings: list[list[int]] = ranks.movedim(depth, -1).reshape(-1, self.sizes[depth]).tolist()
-        return rings
+        return ranks.movedim(depth, -1).reshape(-1, self.sizes[depth]).tolist()
 
 
 def run_probe_worker(request: ProbeRequest, store: Any, on_step: OnStep) -> ClusterFile:
@@ -97,7 +96,8 @@ def run_probe_worker(request: ProbeRequest, store: Any, on_step: OnStep) -> Clus
         use_loopback(os.environ)
     rendezvous = Rendezvous(store, rank, request.workers, request.timeout_s)
     gpu = _gpu(int(os.environ["LOCAL_RANK"]))
-    gpus = rendezvous.exchange(gpu and _uuid_and_memory(gpu), tuple[str, int] | None)
+    properties = gpu and torch.cuda.get_device_properties(gpu)
+    gpus = rendezvous.exchange(properties and (str(properties.uuid), properties.total_memory), tuple[str, int] | None)
     memory_bytes = agreed_memory_bytes(request.device, gpus)
     device = gpu if gpu and memory_bytes else torch.device("cpu")
     if memory_bytes:
@@ -124,11 +124,6 @@ def _gpu(local_rank: int) -> torch.device | None:
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return None
     return torch.device("cuda", local_rank % torch.cuda.device_count())
-
-
-def _uuid_and_memory(gpu: torch.device) -> tuple[str, int]:
-    properties = torch.cuda.get_device_properties(gpu)
-    return str(properties.uuid), properties.total_memory
 
 
 def agreed_memory_bytes(asked: str, gpus: Sequence[tuple[str, int] | None]) -> int | None:

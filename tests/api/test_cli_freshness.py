@@ -148,6 +148,8 @@ def test_check_fresh_and_if_stale_agree_on_the_profile_and_the_plan_stays_valid(
     Path("profiles/model.json").rename("m.json")
     road.pdtool(*profiling)
     road.pdtool("partition", "--topology", "2", "--straight", "-o", "plans/mine.yaml")
+    road.write("moving.py", f"import os\nos.chdir('plans')\n{NET}")  # as a script does that reads files beside it
+    road.pdtool("profile", "moving.py", *profiling[2:-1], "-o", "profiles/moving.json")
     assert "profile: reusing" in road.pdtool(*profiling).stderr
     road.write(file, text or Profile.load("m.json").model_copy(update={"name": "other"}).dump())
     result = road.pdtool("check", "--fresh", "plans/mine.yaml", code=3 if words else 0)

@@ -711,6 +711,27 @@ def test_torchs_defaults_are_changed_at_the_top_of_the_file_or_nowhere(statement
     assert (torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()) == defaults
 
 
+def test_a_forward_that_cannot_be_traced_leaves_torchs_defaults_alone(tmp_path):
+    empty = dict.fromkeys(["import_", "decorator", "model", "dataset", "optimizer", "loss"], "")
+    text = DEFAULTS.format(forward="torch.set_grad_enabled(False); x = x + x.sum().item()", **empty)
+    file = write(tmp_path, text.replace("def model", "HINTS = {'opaque': ['none']}\ndef model"))
+    with pytest.raises(TraceError):
+        trace_file(file, file.build(), 4)
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("kept", ["self.mask = torch.ones(3)", "self.register_buffer('mask', torch.ones(3), False)"])
+def test_a_tensor_like_one_that_checkpoints_leave_out_can_be_made(kept, tmp_path):
+    """Once, it was refused with `KeyError: 'mask'`."""
+    file = write(
+        tmp_path,
+        f"import torch\nclass Net(torch.nn.Linear):\n    def __init__(self): super().__init__(4, 4); {kept}\n"
+        "    def forward(self, x): return super().forward(x) + self.mask.new_zeros(4)\n"
+        "def model(): return Net()\ndef example_inputs(n): return torch.randn(n, 4)\n",
+    )
+    assert trace_file(file, file.build(), 4).operators[2].op in ("zeros", "new_zeros")
+
+
 @pytest.mark.parametrize("decorator", ["@torch.no_grad()", "@torch.inference_mode()"])
 def test_a_forward_without_gradients_is_refused(decorator, tmp_path, monkeypatch):
     monkeypatch.setattr("pdtool.profiler.measure._BUDGET_S", 0.0)

@@ -279,6 +279,16 @@ def test_the_module_around_one_that_cannot_be_alone_becomes_opaque(tmp_path, inn
     generate(plan_of(profile, 1), profile, file, tmp_path / "bundle")
 
 
+def test_a_module_like_an_opaque_one_need_not_be_called(tmp_path):
+    """Once, HINTS was blamed for it, of which the file has none."""
+    unused = AROUND.replace("INNER", "Moved")
+    (tmp_path / "unused.py").write_text(
+        unused.replace("self.last = Last", "self.spare = Moved()\n        self.last = Last")
+    )
+    file = ModelFile.load(ModelRef(source=str(tmp_path / "unused.py")), trusted=True)
+    assert set(trace_file(file, file.build(), 4).opaque) == {"inner"}
+
+
 def test_an_attribute_that_only_an_opaque_module_has_is_refused_outside_of_it(tmp_path):
     text = AROUND.replace("INNER", "Embedder") + "HINTS = {'opaque': ['inner']}"
     text = text.replace("t[:, None])))", "t[:, None])) @ self.inner.matrix)").replace(

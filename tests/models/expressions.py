@@ -181,6 +181,19 @@ class _ConstantMask(_Net):
         return self.linear(x) + mask
 
 
+class _Overwritten(_Net):
+    """Whole tensors are overwritten, by others of their shape and dtype, or not."""
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        same, row, wide = torch.zeros_like(y), x * 3, torch.empty_like(y, dtype=torch.float64)
+        same[:] = y * 2
+        same += 1
+        row.copy_(y.mean(1, keepdim=True))
+        wide[...] = self.linear.bias
+        return F.relu_(row) + same * wide.float()
+
+
 class _Dashes(nn.Module):
     def __init__(self):
         super().__init__()
@@ -199,7 +212,7 @@ def data_parallel():
 
 
 dashes, permuted = _Dashes, _Permuted
-columns, partial_sum, constant_mask = _Columns, _PartialSum, _ConstantMask
+columns, partial_sum, constant_mask, overwritten = _Columns, _PartialSum, _ConstantMask, _Overwritten
 pow_, remainder, functional_norms = _Pow, _Remainder, _FunctionalNorms
 infinities, not_finite, positions, diagonal, spectrum, fill = (
     _Infinities,

@@ -106,7 +106,10 @@ class DynamicProgram:
     values_by_count: list[Array] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        values = self.any_number_of_stages = self._no_stage()
+        self.any_number_of_stages = self._solved()
+
+    def _solved(self) -> Array:
+        values = self._no_stage()
         is_continued = np.zeros(len(values), dtype=bool)  # cuts after which there is something within the bound
         is_continued[-1] = True
         for i in reversed(range(len(values) - 1)):
@@ -114,6 +117,7 @@ class DynamicProgram:
             self._prepend_at(i, values, values)
             is_continued[i] = len(self.candidates[i].end) > 0
         self._drop_unreached()
+        return values
 
     def _drop_unreached(self) -> None:
         """Drop stages that no stage within the bound can precede; this speeds up `at_most` and `exactly`."""

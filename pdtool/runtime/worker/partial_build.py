@@ -82,8 +82,7 @@ def build_partially(
         Exception: any error of `build`, perhaps because values are missing.
     """
     first = _PartialBuild(keeps=(), draws=False)
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
         outline = first.run(build)
     second = _PartialBuild(keeps=first.numbers(wanted(outline)), draws=True)
     model = second.run(build)
