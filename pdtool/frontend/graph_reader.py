@@ -306,6 +306,9 @@ class GraphReader:
         op = target._schema.name.split("::")[-1]
         module, name = self._builder.module_and_name(node, op)
         result = node.meta["val"] if result is None else result
+        if isinstance(result, (torch.SymBool, torch.SymInt, torch.SymFloat)):
+            what = "this line takes a number from a tensor, and the code after it depends on that number"
+            raise TraceError(what, OWN_MODULE, location=location(node), module=module)
         several = isinstance(result, (tuple, list))
         operator = Operator(
             name=name,

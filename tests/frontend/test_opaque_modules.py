@@ -250,6 +250,8 @@ class Scaled(nn.Module):
     def forward(self, x): return x * self.factors(x.shape)[:, None]
 class Large(nn.Module):
     def forward(self, x): return x.contiguous() * 2 if x.shape[0] >= 64 else x * 2
+class Flagged(nn.Module):
+    def forward(self, x): return x + x * (x > 0.5).any().item()
 class Embedder(nn.Module):
     def __init__(self): super().__init__(); self.linear = nn.Linear(4, 4); self.matrix = torch.rand(4, 40)
     def forward(self, x): return self.linear(x)
@@ -267,7 +269,7 @@ def example_inputs(batch_size): return torch.randn(batch_size, 4), torch.rand(ba
 """
 
 
-@pytest.mark.parametrize("inner", ["Moved", "Scaled", "Large", "Embedder"])
+@pytest.mark.parametrize("inner", ["Moved", "Scaled", "Large", "Flagged", "Embedder"])
 def test_the_module_around_one_that_cannot_be_alone_becomes_opaque(tmp_path, inner):
     """If the code to blame is in an opaque module already. Nor is a comparison of the inputs' sizes to blame, and a
     tensor that modules share has a name outside of an opaque one."""
