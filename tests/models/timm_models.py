@@ -7,6 +7,7 @@ from task import Task, classes, in_double, numbers
 from timm.models.convmixer import ConvMixer
 from timm.models.metaformer import MetaFormer
 from timm.models.mlp_mixer import MlpMixer
+from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
 
 
 def model(name, **settings):
@@ -20,6 +21,7 @@ def model(name, **settings):
 
 IMAGE, CLASS = numbers(3, 64, 64), classes(4)
 SIZED = {"img_size": 64}
+MVIT = MultiScaleVitCfg(depths=(1, 1), embed_dim=16)
 MODELS = {
     "resnet": Task(model("test_resnet"), IMAGE, CLASS),
     "resnet_droppath": Task(model("test_resnet", drop_path_rate=0.2), IMAGE, CLASS, noisy=True),
@@ -42,6 +44,10 @@ MODELS = {
     "deit": Task(model("deit_tiny_distilled_patch16_224", **SIZED, embed_dim=24, depth=2), IMAGE, CLASS),
     "cait": Task(model("cait_xxs24_224", **SIZED, embed_dim=24, depth=2, num_heads=2), IMAGE, CLASS),
     "xcit": Task(model("xcit_nano_12_p16_224", **SIZED, embed_dim=32, depth=2, num_heads=2), IMAGE, CLASS),
+    "levit": Task(
+        model("levit_128s", **SIZED, embed_dim=(16, 24), depth=(1, 1), num_heads=(2, 3), key_dim=8), IMAGE, CLASS
+    ),
+    "mvitv2": Task(lambda: MultiScaleVit(MVIT, 64, num_classes=4), IMAGE, CLASS),
     "convmixer": Task(lambda: ConvMixer(16, 2, num_classes=4), IMAGE, CLASS),
     "lcnet": Task(model("lcnet_035"), IMAGE, CLASS),
     "ghostnet": Task(model("ghostnet_050"), IMAGE, CLASS, noisy=True),  # its drop_rate is left as it is

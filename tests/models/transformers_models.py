@@ -83,6 +83,11 @@ def deberta():
     return hf.DebertaV2ForSequenceClassification(config)
 
 
+def longformer():
+    config = hf.LongformerConfig(**COMMON, **NO_DROPOUT, attention_window=[4, 4], num_labels=3)
+    return hf.LongformerForSequenceClassification(config)
+
+
 def t5():
     config = hf.T5Config(
         vocab_size=40,
@@ -261,6 +266,7 @@ MODELS = {
     "albert": Task(albert, SENTENCE, CLASS, own_loss),
     "electra": Task(electra, TAGGED, CLASS, own_loss),
     "deberta": Task(deberta, SENTENCE, CLASS, own_loss),
+    "longformer": Task(longformer, SENTENCE, CLASS, own_loss),
     "t5": Task(t5, PAIR, CLASS, own_loss),
     "bart": Task(bart, PAIR, CLASS, own_loss),
     "vit": Task(vit, PICTURE, CLASS, own_loss),
