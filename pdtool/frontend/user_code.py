@@ -41,6 +41,7 @@ _BINDS_UNSEEN = re.compile(r"import\s*\*|\b(global|globals|exec|eval|setattr|var
 _USES_CLOSURE = re.compile(r"\bclosure\(\)|assert closure")
 NO_CLOSURE = "a pipeline computes it once per update; use an optimizer without a closure, such as AdamW"  # it: the loss
 _TRAINED_WITH = ("dataset", "loss", "optimizer")
+_OF_NO_MODEL = {"torch", "pdtool"}  # libraries whose lines say nothing about the model
 _importing: set[Path] = set()  # model files
 # torch's settings: how to get and how to set each, and its value as torch starts.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None], Any], ...] = (
@@ -373,8 +374,9 @@ def _seems_to_need_closure(error: BaseException) -> bool:
 
 
 def user_line(error: BaseException, path: Path) -> str:
-    """Return `model.py:12: `, the deepest line of the user's own code in the error's traceback, for a message."""
-    line, name, folder = 0, path.name, path.resolve().parent
+    """Return `model.py:12: `, the deepest line of the user's own code in the error's traceback, for a message; without
+    one, that of a library other than torch."""
+    line, name, folder, of_library = 0, path.name, path.resolve().parent, f"{path.name}: "
     for frame, number in walk_tb(error.__traceback__):
         file = Path(frame.f_code.co_filename.replace("\0", ""))
         if file.name.startswith("<"):  # code that some library has generated
@@ -383,7 +385,9 @@ def user_line(error: BaseException, path: Path) -> str:
             file.resolve().is_relative_to(folder) and "site-packages" not in str(file)
         ):
             line, name = number, file.name
-    return f"{name}:{line}: " if line else f"{path.name}: "
+        elif "site-packages" in file.parts and not _OF_NO_MODEL.intersection(file.parts):
+            of_library = f"{file.name}:{number}: "
+    return f"{name}:{line}: " if line else of_library
 
 
 def line_of(frame: FrameType) -> str:

@@ -720,6 +720,18 @@ def test_a_forward_that_cannot_be_traced_leaves_torchs_defaults_alone(tmp_path):
     assert torch.is_grad_enabled()
 
 
+def test_the_error_of_a_librarys_model_names_the_librarys_line(tmp_path, monkeypatch):
+    library = tmp_path / "site-packages"
+    library.mkdir()
+    text = "import torch\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n        return x if x.sum() else -x\n"
+    (library / "library_of_nets.py").write_text(text)
+    monkeypatch.syspath_prepend(library)
+    text = "from library_of_nets import Net\ndef model(): return Net(4, 4)\n"
+    file = write(tmp_path, f"import torch\n{text}def example_inputs(n): return torch.randn(n, 4)\n")
+    with pytest.raises(TraceError, match=r"^library_of_nets.py:4: torch.export cannot trace this line"):
+        trace_file(file, file.build(), 4)
+
+
 @pytest.mark.parametrize("kept", ["self.mask = torch.ones(3)", "self.register_buffer('mask', torch.ones(3), False)"])
 def test_a_tensor_like_one_that_checkpoints_leave_out_can_be_made(kept, tmp_path):
     """Once, it was refused with `KeyError: 'mask'`."""
