@@ -297,7 +297,8 @@ class GraphReader:
             [source] = self._aten_operator(
                 node, aten.expand.default, {"self": source, "size": sizes, "implicit": False}
             )
-        return self._aten_operator(node, aten.clone.default, {"self": source, "memory_format": None})
+        arguments = {"self": source, "memory_format": torch.contiguous_format}  # as the other tensor usually is
+        return self._aten_operator(node, aten.clone.default, arguments)
 
     def _aten_operator(
         self, node: fx.Node, target: torch._ops.OpOverload, arguments: dict[str, Any], result: Any = None

@@ -91,16 +91,17 @@ def verify_values(
     _fill_zeros(model)
     comparison.copy_state()
     before = kept_state(model)
+    opaque = [path for stage in bundle.stages for path in stage.opaque]
     state = named_state(model)
     shared = {tuple(names): state[names[0]].detach().clone() for names in shared_memory(state)}
     try:
         for training in (True, False):
             comparison.compare_minibatches(minibatches, training=training)
     except VerificationError:  # state may be why the values differ
-        _refuse_kept_state([*kept_attributes(model, before)], build, minibatches)
+        _refuse_kept_state([*kept_attributes(model, before)], build, minibatches, opaque)
         _refuse_changed_memory(model, shared)
         raise
-    _refuse_kept_state([*kept_attributes(model, before)], build, minibatches)
+    _refuse_kept_state([*kept_attributes(model, before)], build, minibatches, opaque)
     _refuse_hidden_paths(model.train(), bundle, minibatches[0], after_forward or {})
     if several_in_flight and _runs_user_code(model, texts, bundle):
         comparison.compare_in_flight((minibatches[0], minibatches[-1]))
@@ -297,7 +298,10 @@ def _runs_user_code(model: nn.Module, texts: Mapping[str, str], bundle: Bundle) 
 
 
 def _are_carried_over(
-    attributes: Sequence[KeptAttribute], build: Callable[[], nn.Module], batches: Sequence[ModelInputs]
+    attributes: Sequence[KeptAttribute],
+    build: Callable[[], nn.Module],
+    batches: Sequence[ModelInputs],
+    opaque: Sequence[str],
 ) -> bool:
     """Whether attributes, or the model's output, depend on minibatches before the last one: on their inputs, weights,
     or random numbers.
@@ -305,28 +309,34 @@ def _are_carried_over(
     They do not if a hook stores each minibatch's activations, if the first minibatch makes a table, or if train()
     clears what an evaluation has made of the weights. The last two minibatches have the same size, because such a table
     may be for that size only.
+
+    Args:
+        opaque: paths of the opaque modules. A stage computes anew what other modules keep, but not what these do, and
+            it calls train() of these only.
     """
     *before, last = (batches[-1], *batches[:-1])
+    inside = tuple(f"{path}." for path in opaque)
+    are_traced = not any(kept.place[1] or f"{kept.place[0]}.".startswith(inside) for kept in attributes)
     for training, trains_between in ((True, True), (False, False), (False, True)):
         old, new = build().train(training), build().train(training)
         fresh = [kept.value(new) for kept in attributes]
         with torch.set_grad_enabled(training), random_state_kept():
             for inputs in before:
                 run_model(old, inputs, "a minibatch before")
-        if trains_between and not training:
-            old.train()
-            new.train()
+        changed = [old, new] if are_traced else [m.get_submodule(path) for m in (old, new) for path in opaque]
+        changed = changed if trains_between and not training else []
+        for module in changed:
+            module.train()
         with torch.no_grad():
             for parameter in old.parameters():
-                if parameter.requires_grad and trains_between:
-                    parameter.add_(0.01)
+                if parameter.requires_grad:
+                    parameter.add_(0.01 if trains_between else 0.0)
             state = registered_state(old)
             for name, tensor in registered_state(new).items():
                 if name in state and state[name].shape == tensor.shape:
                     tensor.copy_(state[name])
-        if trains_between and not training:
-            old.eval()
-            new.eval()
+        for module in changed:
+            module.train(False)
         with torch.set_grad_enabled(training), repeatable():
             results = []
             for model, values in ((old, [kept.value(old) for kept in attributes]), (new, fresh)):
@@ -340,12 +350,15 @@ def _are_carried_over(
 
 
 def _refuse_kept_state(
-    attributes: Sequence[KeptAttribute], build: Callable[[], nn.Module], batches: Sequence[ModelInputs]
+    attributes: Sequence[KeptAttribute],
+    build: Callable[[], nn.Module],
+    batches: Sequence[ModelInputs],
+    opaque: Sequence[str],
 ) -> None:
     """Refuse attributes that carry values over to the next minibatch, with the name of one that does so by itself."""
-    if not attributes or not _are_carried_over(attributes, build, batches):
+    if not attributes or not _are_carried_over(attributes, build, batches, opaque):
         return
-    kept = next((kept for kept in attributes if _are_carried_over([kept], build, batches)), attributes[0])
+    kept = next((kept for kept in attributes if _are_carried_over([kept], build, batches, opaque)), attributes[0])
     where = f"{kept.location}: " if kept.location else ""
     if isinstance(kept.value(build()), GENERATORS):
         raise VerificationError(

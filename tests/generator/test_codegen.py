@@ -15,6 +15,7 @@ from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle
 from pdtool.errors import ArtifactError, StaleError, UsageError
 from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.tracing import trace, trace_file
 from pdtool.generator import generate as generate_module
 from pdtool.generator.composed import VerificationError, compose, copy_state, load_stages
@@ -37,7 +38,7 @@ class SmallModel(ModelFile):
     """A model of tests/models/small.py with inputs of its own kind."""
 
     def example_inputs(self, batch_size):
-        return INPUTS.get(self.ref.function, lambda n: (torch.randn(n, 8),))(batch_size)
+        return ModelInputs.of(INPUTS.get(self.ref.function, lambda n: (torch.randn(n, 8),))(batch_size))
 
 
 def small(function, **settings):
@@ -64,7 +65,7 @@ def test_composed_stages_equal_the_model(function, count, tmp_path):
     copy_state(model, stages, bundle)
     for stage in stages:
         stage.eval()
-    inputs = model_file.example_inputs(6)
+    inputs = model_file.example_inputs(6).args
     expected, found = tensors(model(*inputs)), tensors(compose(stages, bundle, inputs))
     assert expected
     for a, b in zip(expected, found, strict=True):

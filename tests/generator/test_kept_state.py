@@ -445,6 +445,73 @@ def test_what_forward_makes_of_constants_at_its_first_call_is_as_in_a_plain_loop
     assert not differences(trained_in_stages(file, bundle, tmp_path / "b"), trained_plainly(file))
 
 
+CACHING = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.cache, self.seen = nn.Linear(4, 4), None, None
+
+    def forward(self, x):
+        if x.detach().sum() > 1e9:
+            x = x * 1
+        if self.training:
+            return x @ self.linear.weight
+        if self.cache is None or CONDITION:
+            self.cache, self.seen = self.linear.weight.detach() * 2.0, self.linear.weight._version
+        return x @ self.cache
+IN_INNER
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 4), Inner(), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.inner(torch.tanh(self.first(x)))))
+IN_NET
+"""
+CLEARS = """
+    def train(self, mode=True):
+        self.CACHE = None
+        return super().train(mode)
+"""
+
+
+@pytest.mark.parametrize(
+    ("condition", "in_inner", "in_net", "is_refused"),
+    [
+        ("False", CLEARS.replace("CACHE", "cache"), "", False),
+        ("self.seen != self.linear.weight._version", "", "", False),
+        ("False", "", "", True),
+        ("False", "", CLEARS.replace("CACHE", "inner.cache"), True),
+        (
+            "False",
+            "",
+            CLEARS.replace("CACHE", "inner.cache")
+            .replace("train(self, mode=True)", "eval(self)")
+            .replace("train(mode)", "eval()"),
+            True,
+        ),
+    ],
+)
+def test_what_an_opaque_module_keeps_is_cleared_by_itself_only(condition, in_inner, in_net, is_refused, tmp_path):
+    """A stage has the opaque module alone, and calls its train()."""
+    text = CACHING.replace("CONDITION", condition).replace("IN_INNER", in_inner).replace("IN_NET", in_net)
+    (tmp_path / "model.py").write_text(text + TAIL)
+    file = ModelFile.load(ModelRef(source=str(tmp_path / "model.py")), trusted=True)
+    profile = skeleton(file)
+    expected = (
+        pytest.raises(VerificationError, match=r"forward changes self\.cache of inner") if is_refused else nullcontext()
+    )
+    with expected:
+        bundle = generate(plan_of(profile, 2), profile, file, tmp_path / "b")
+        assert not differences(trained_in_stages(file, bundle, tmp_path / "b"), trained_plainly(file))
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_what_an_optimizer_would_miss_is_refused(part: str, tmp_path: Path) -> None:
     statement, message = PARTS[part]

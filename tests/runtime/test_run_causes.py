@@ -530,7 +530,7 @@ def test_an_error_of_an_unknown_class_is_that_of_a_worker_that_died() -> None:
 @pytest.mark.parametrize("error", [EOFError("unexpected EOF"), ConnectionRefusedError("unexpected EOF")])
 def test_a_fork_server_that_ends_while_it_starts_a_process_is_told_without_a_traceback(error: Exception) -> None:
     named = pytest.raises(WorkerDiedError, match=r"could not be started \(unexpected EOF\); run the command again$")
-    with named, launcher._start_errors_explained():
+    with named, launcher.start_errors_explained():
         raise error
 
 

@@ -38,6 +38,7 @@ _KEEPERS = ("loss", "after_update", "scheduler", "metrics", "summarize_metrics",
 # Functions that may assign a variable -> those that may read it later.
 _READERS = {"after_update": ("loss", "collate", "dataset", "scheduler", "metrics"), "metrics": ("loss",)}
 _OF_MODULES = vars(nn.Module()).keys()
+_CONTENTS = (dict, list, set, deque, Tensor, np.ndarray)  # whose content may change
 _CONTAINERS = (dict, list, set, deque, tuple, frozenset)
 _MOST_SEARCHED = 100  # values in a container, of which some may be generators of random numbers
 _NO_OBJECTS = (*CODE, *_CONTAINERS, Tensor, np.ndarray, Enum)  # values themselves, whatever attributes they have
@@ -123,11 +124,11 @@ class KeptValues:
 
         A dict of parameters is put together from all stages.
         """
-        merged, all_parameters = {}, {name for names in self._stages for name in names}
+        merged = {}
         for path in dict.fromkeys(path for values in of_stages for path in values):
             found = [values[path] for values in of_stages if path in values]
             entries = {key: value for each in found if isinstance(each, dict) for key, value in each.items()}
-            if all(isinstance(each, dict) for each in found) and entries.keys() <= all_parameters:
+            if all(isinstance(each, dict) for each in found) and entries.keys() <= self._all_parameters:
                 merged[path] = {key: value for key, value in entries.items() if key in self._stages[self._number]}
             else:
                 first, *others = (dict(pack({"value": each})) for each in found)
@@ -135,6 +136,10 @@ class KeptValues:
                     return None
                 merged[path] = found[0]
         return merged
+
+    @property
+    def _all_parameters(self) -> set[str]:
+        return {name for names in self._stages for name in names}
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -313,7 +318,9 @@ class _Variable:
         bound = [(each, BoundValues(each)) for each in objects.values() if isinstance(each, FunctionType)]
         saved = [location for location in locations if self._first.get(location.path)]
         values = [(location, location.value) for location in saved if not isinstance(location.value, nn.Parameter)]
-        contents = [(part, _copied(part)) for part in {id(p): p for _, v in values for p in _parts_of(v)}.values()]
+        contents: dict[int, tuple[Any, Any]] = {}
+        for _, value in values:
+            _remember(value, contents)
         yield
         for owner, before in attributes:
             owner.clear()
@@ -323,8 +330,8 @@ class _Variable:
                 BoundValues.set_variable(function, name, value)
         for location, value in values:
             location.owner[location.name] = value
-        for part, copied in contents:
-            _fill(part, copied)
+        for value, copied in contents.values():
+            _fill(value, copied)
 
     def _locations(self, objects: dict[str, Any]) -> Iterator[_Location]:
         """Yield the places of all values.
@@ -374,13 +381,24 @@ class _Variable:
             yield location, _state_of(location.value, of_model)
 
 
-def _copied(part: Any) -> Any:
-    """Return a copy of one of `_parts_of` a value, for `_fill`; what is in a container is not copied."""
-    if isinstance(part, (tuple, frozenset)):  # which nobody changes
-        return part
-    if isinstance(part, Tensor):
-        return part.detach().clone()
-    return copy.deepcopy(part) if has_known_state(part) else copy.copy(part)
+def _remember(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
+    """Add to `contents`, by id, the containers, tensors and arrays in a value, each with a copy of its own content."""
+    if id(value) in contents:
+        return
+    match value:
+        case Tensor():
+            contents[id(value)] = value, value.detach().clone()
+        case _ if isinstance(value, _CONTENTS):
+            contents[id(value)] = value, copy.copy(value)
+        case _ if has_known_state(value):
+            contents[id(value)] = value, copy.deepcopy(value)
+    match value:
+        case list() | tuple() | deque() | set() | frozenset():
+            for each in value:
+                _remember(each, contents)
+        case dict():
+            for each in value.values():
+                _remember(each, contents)
 
 
 def _holds_generator(value: object, depth: int = 4) -> bool:
