@@ -221,6 +221,11 @@ class Bundle(YamlArtifact):
         """Tensor name -> tensor."""
         return {tensor.name: tensor for tensor in self.tensors}
 
+    @property
+    def opaque(self) -> list[str]:
+        """The paths of the opaque modules of all stages."""
+        return [path for stage in self.stages for path in stage.opaque]
+
 
 def _fits(dims: Iterable[int | str | None], sizes: Sequence[int]) -> bool:
     """Whether a tensor has the sizes of the dimensions for some minibatch; unknown without a `batch`."""

@@ -285,25 +285,25 @@ class GraphReader:
 
     def _copied(self, node: fx.Node, source: Any) -> tuple[Value, ...]:
         """Append operators that copy a tensor over the whole of another; `copy` itself has no gradient."""
-        copied: Any = node.args[1]
         result, aten = node.meta["val"], torch.ops.aten
-        now = copied.meta["val"]
-        if now.dtype != result.dtype:
-            now = now.to(result.dtype)
+        source_node: Any = node.args[1]
+        copied = source_node.meta["val"]
+        if copied.dtype != result.dtype:
+            copied = copied.to(result.dtype)
             arguments = {"self": source, "dtype": result.dtype, "non_blocking": False, "copy": False}
-            [source] = self._aten_operator(node, aten.to.dtype, arguments | {"memory_format": None}, now)
-        if now.shape != result.shape:
+            [source] = self._aten_operator(node, aten.to.dtype, arguments | {"memory_format": None}, copied)
+        if copied.shape != result.shape:
             sizes = [self._values.size(size) for size in result.shape]
             [source] = self._aten_operator(
                 node, aten.expand.default, {"self": source, "size": sizes, "implicit": False}
             )
-        arguments = {"self": source, "memory_format": torch.contiguous_format}  # as the other tensor usually is
+        arguments = {"self": source, "memory_format": torch.contiguous_format}  # the usual layout of the other tensor
         return self._aten_operator(node, aten.clone.default, arguments)
 
     def _aten_operator(
         self, node: fx.Node, target: torch._ops.OpOverload, arguments: dict[str, Any], result: Any = None
     ) -> tuple[Value, ...]:
-        """Append the operator and return its outputs; `result` is what the node gives, unless it takes several."""
+        """Append the operator and return its outputs, of the shapes and types of `result`; None: of the node's own."""
         op = target._schema.name.split("::")[-1]
         module, name = self._builder.module_and_name(node, op)
         result = node.meta["val"] if result is None else result

@@ -91,8 +91,7 @@ def verify_values(
     _fill_zeros(model)
     comparison.copy_state()
     before = kept_state(model)
-    opaque = [path for stage in bundle.stages for path in stage.opaque]
-    state = named_state(model)
+    state, opaque = named_state(model), bundle.opaque
     shared = {tuple(names): state[names[0]].detach().clone() for names in shared_memory(state)}
     try:
         for training in (True, False):
@@ -323,9 +322,9 @@ def _are_carried_over(
         with torch.set_grad_enabled(training), random_state_kept():
             for inputs in before:
                 run_model(old, inputs, "a minibatch before")
-        changed = [old, new] if are_traced else [m.get_submodule(path) for m in (old, new) for path in opaque]
-        changed = changed if trains_between and not training else []
-        for module in changed:
+        switched = [old, new] if are_traced else [m.get_submodule(path) for m in (old, new) for path in opaque]
+        switched = switched if trains_between and not training else []
+        for module in switched:
             module.train()
         with torch.no_grad():
             for parameter in old.parameters():
@@ -335,7 +334,7 @@ def _are_carried_over(
             for name, tensor in registered_state(new).items():
                 if name in state and state[name].shape == tensor.shape:
                     tensor.copy_(state[name])
-        for module in changed:
+        for module in switched:
             module.train(False)
         with torch.set_grad_enabled(training), repeatable():
             results = []
@@ -378,7 +377,7 @@ def _refuse_hidden_paths(
     """Refuse a variable that carries values from forward to code in another process: to the loss, or from one opaque
     module to another. Traced modules need no variables, because the trace follows their values."""
     readers = {f"{name}()": set(names_read(function)) for name, function in after_forward.items()}
-    opaque = [path for stage in bundle.stages for path in stage.opaque]
+    opaque = bundle.opaque
     for path in opaque if len(opaque) > 1 else ():
         readers[path] = {name for kind in user_classes(model.get_submodule(path)) for name in names_read(kind)}
     before = kept_state(model)
@@ -414,7 +413,7 @@ def verify_shapes(texts: Mapping[str, str], bundle: Bundle, inputs: ModelInputs,
     Raises:
         VerificationError: a shape or dtype of the output differs, or a stage fails.
     """
-    if opaque := [path for stage in bundle.stages for path in stage.opaque]:
+    if opaque := bundle.opaque:
         why = "by running the model, which does not fit into this machine's memory"
         what = f"the outputs of {opaque[0]} are known only {why}"
         raise VerificationError(what, "run codegen on a machine with more memory")

@@ -11,6 +11,7 @@ from graphs import chain, with_nodes
 
 from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import Plan, PlanOptions
+from pdtool.cli.commands.diff import FieldDifference
 from pdtool.planner.choice.make_plan import make_plan
 
 
@@ -30,6 +31,11 @@ def rows(text):
     lines = [line.split("  ") for line in text.splitlines()]
     cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     return {line[0]: tuple(line[1:]) for line in cells if len(line) > 2}
+
+
+def test_a_figures_name_is_told_without_its_unit():
+    path = ("plans", 0, "throughput_samples_per_s")
+    assert FieldDifference(path=path, first=1.0, second=2.0).label == "plans[0] throughput"
 
 
 def test_equal_plans_do_not_differ(plans):

@@ -20,7 +20,7 @@ from pdtool.frontend.graph_digest import check_profile
 from pdtool.frontend.leaf_calls import LeafCall
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.tracing import trace, trace_file
-from pdtool.frontend.user_code import find_source, parse_ref, parse_settings, undoing_user_changes
+from pdtool.frontend.user_code import defaults_kept, find_source, parse_ref, parse_settings, undoing_user_changes
 from pdtool.profiler.measure import measure
 
 MODELS = Path(__file__).parents[1] / "models" / "small.py"
@@ -711,13 +711,12 @@ def test_torchs_defaults_are_changed_at_the_top_of_the_file_or_nowhere(statement
     assert (torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()) == defaults
 
 
-def test_a_forward_that_cannot_be_traced_leaves_torchs_defaults_alone(tmp_path):
-    empty = dict.fromkeys(["import_", "decorator", "model", "dataset", "optimizer", "loss"], "")
-    text = DEFAULTS.format(forward="torch.set_grad_enabled(False); x = x + x.sum().item()", **empty)
-    file = write(tmp_path, text.replace("def model", "HINTS = {'opaque': ['none']}\ndef model"))
-    with pytest.raises(TraceError):
-        trace_file(file, file.build(), 4)
-    assert torch.is_grad_enabled()
+@pytest.mark.parametrize("statement", SETTERS)
+def test_torchs_defaults_are_restored_after_an_error_too(statement):
+    defaults = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
+    with pytest.raises(ZeroDivisionError), defaults_kept("forward"):
+        exec(f"{statement}; 1 / 0")
+    assert (torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()) == defaults
 
 
 def test_the_error_of_a_librarys_model_names_the_librarys_line(tmp_path, monkeypatch):

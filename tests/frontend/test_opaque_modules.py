@@ -13,6 +13,7 @@ from pdtool.frontend.graph_digest import graph_sha256
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.model_rules import Hints
+from pdtool.frontend.opaque_modules import modules_using_data
 from pdtool.frontend.tracing import trace_file
 from pdtool.generator import generate as generate_module
 from pdtool.generator.composed import VerificationError
@@ -289,6 +290,18 @@ def test_a_module_like_an_opaque_one_need_not_be_called(tmp_path):
     )
     file = ModelFile.load(ModelRef(source=str(tmp_path / "unused.py")), trusted=True)
     assert set(trace_file(file, file.build(), 4).opaque) == {"inner"}
+
+
+def test_only_data_of_a_tensor_counts_as_data():
+    class Reads(torch.nn.Module):
+        def forward(self, x):
+            return x.data
+
+    class Compares(torch.nn.Module):
+        def forward(self, x):
+            return x * (x.data_ptr() != 0)  # of self.dataset
+
+    assert modules_using_data(torch.nn.Sequential(Compares(), Reads())) == ["1"]
 
 
 def test_an_attribute_that_only_an_opaque_module_has_is_refused_outside_of_it(tmp_path):

@@ -18,11 +18,13 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.tracing import trace, trace_file
 from pdtool.generator import generate as generate_module
-from pdtool.generator.composed import VerificationError, compose, copy_state, load_stages
+from pdtool.generator import verify as verify_module
+from pdtool.generator.composed import ModelFailedError, VerificationError, compose, copy_state, load_stages
 from pdtool.generator.generate import generate
 from pdtool.generator.stage_file import StageWriter
 from pdtool.generator.verify import verify_values
 from pdtool.generator.wiring import Wiring
+from pdtool.host import MemoryLimit
 from pdtool.profiler.measure import measure
 
 MODELS = Path(__file__).parents[1] / "models" / "small.py"
@@ -207,6 +209,21 @@ def test_a_model_too_large_for_this_machine_is_checked_by_shapes(tmp_path, monke
     bundle = generate(plan_of(profile, 2), profile, model_file, tmp_path / "b", said.append)
     assert bundle.proof == "shapes"
     assert any("too large" in line for line in said)
+
+
+def test_the_memory_for_the_proof_is_that_of_the_control_group(monkeypatch):
+    limit = MemoryLimit("the control group", 10**6, 5 * 4 * 72)
+    monkeypatch.setattr(generate_module, "memory_limits", lambda: [limit])
+    assert not generate_module.fits_in_memory(torch.nn.Linear(8, 8))
+    assert generate_module.fits_in_memory(torch.nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("what", ["the generated stages", "the backward of the generated stages"])
+def test_stages_that_fail_are_no_failure_of_the_model(what):
+    """After that one, codegen would go on with another minibatch."""
+    with pytest.raises(VerificationError, match=f"{what} failed") as failure:
+        verify_module._run(what, lambda: 1 / 0, "training")
+    assert not isinstance(failure.value, ModelFailedError)
 
 
 def test_tied_weight_is_listed_with_its_name_in_each_stage(tmp_path):
