@@ -181,13 +181,18 @@ def _recorded(model: nn.Module, paths: Collection[str], minibatch: ModelInputs) 
             what = f"{path} returns {type(others[0]).__name__} {others[0]!r:.80}, which is not a tensor"
             raise TraceError(what, "return tensors", module=path.rpartition(".")[0])
         structure, outputs = _indexed(result)
-        like = [torch.empty(o.shape, dtype=o.dtype, device="meta", requires_grad=o.requires_grad) for o in outputs]
+        like = [torch.empty(o.shape, dtype=o.dtype, device="meta", requires_grad=_has_gradient(o)) for o in outputs]
         recorded.append(RecordedCall(path, [t.shape for t in inputs], like, structure))
         return result
 
     with _forwards_replaced(model, paths, call):
         minibatch.call(model)
     return recorded
+
+
+def _has_gradient(output: Tensor) -> bool:
+    """Whether a stage's call has a gradient for this output; without one, the caller is in `with torch.no_grad()`."""
+    return output.requires_grad or (not torch.is_grad_enabled() and (output.is_floating_point() or output.is_complex()))
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:

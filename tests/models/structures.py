@@ -48,6 +48,32 @@ def distillation_loss(output, target):
     return 0.5 * soft + 0.5 * F.cross_entropy(student, target)
 
 
+class TwoWays(nn.Module):
+    """Goes another way for large activations, where torch.export cannot see."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y.tanh() if y.abs().max().item() > 1 else y
+
+
+class UntrainedPart(nn.Module):
+    """Calls an opaque module without gradients, which is not frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 12), TwoWays(), perceptron(12)
+
+    def forward(self, x):
+        x = self.first(x).relu()
+        with torch.no_grad():
+            factor = self.middle(x)
+        return self.last(x * factor)
+
+
 class FrozenBatchNorm(nn.Module):
     """Fine-tuning: the backbone's batch norms stay in evaluation mode while it trains."""
 
@@ -862,6 +888,7 @@ MODELS = {
     "shared_memory": Task(SharedMemory, INPUT, None, F.mse_loss),
     "shared_norm": Task(SharedNorm, INPUT, CLASS),
     "distillation": Task(Distillation, INPUT, CLASS, distillation_loss),
+    "untrained_part": Task(UntrainedPart, INPUT, CLASS),
     "frozen_batch_norm": Task(FrozenBatchNorm, numbers(3, 8, 8), CLASS),
     "frozen_backbone": Task(frozen_backbone, INPUT, CLASS),
     "frozen_statistics": Task(frozen_statistics, numbers(3, 8, 8), CLASS),
