@@ -110,7 +110,8 @@ def _table(path: Path, name: str, values: Any, commands: Mapping[str, click.Comm
     table = {}
     for key, value in values.items():
         if key.replace("_", "-") not in options:
-            raise _unknown(path, f"{name}.{key}", "option", options)
+            allowed = [option for option, (param, _) in options.items() if getattr(param, "in_file", True)]
+            raise _unknown(path, f"{name}.{key}", "option", allowed)
         param, is_on = options[key.replace("_", "-")]
         if not getattr(param, "in_file", True):
             raise ArtifactError(path, "is for the command line only", "leave it out here", field=f"{name}.{key}")

@@ -219,7 +219,11 @@ def _assigned_buffers(model: nn.Module) -> Iterator[None]:
             if assigned is not None and assigned is not buffer:
                 if (assigned.shape, assigned.dtype) != (buffer.shape, buffer.dtype):
                     kinds = " by ".join(map(description, (buffer, assigned)))
-                    raise TraceError(f"forward replaces the buffer {name}, {kinds}", "keep its shape and dtype")
+                    remedy = (
+                        "keep its shape and dtype; or, if this only happens in the first call, call the model once "
+                    )
+                    what = f"forward replaces the buffer {name}, {kinds}"
+                    raise TraceError(what, f"{remedy}in model() before you return it")
                 buffer.copy_(assigned)
                 owner._buffers[name] = buffer
 

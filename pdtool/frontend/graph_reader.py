@@ -199,9 +199,10 @@ class GraphReader:
             source, result = arguments["src"], node.meta["val"]
             sizes = tuple(map(self._values.size, result.shape))
             is_alike = isinstance(source, Value) and (source.shape, source.dtype) == (sizes, result.dtype)
-            return source if is_alike else None
-        is_whole = arguments["start"] in (None, 0) and arguments["end"] in (None, _END) and arguments["step"] == 1
-        return arguments[_WHOLE_SLICES[target]] if is_whole else None
+            # an operator that writes it into part of a tensor or into a buffer also converts it
+            is_written = isinstance(arguments["self"], State) or all(map(_writes_part, node.users))
+            return source if is_alike and is_written else None
+        return arguments[_WHOLE_SLICES[target]] if _is_whole(node) else None
 
     def _region(self, node: fx.Node, kind: str) -> None:
         """Read the body of `with torch.no_grad()`, its inputs detached, or of a switched-off autocast as it is."""
@@ -262,7 +263,7 @@ class GraphReader:
             names = [argument.name for argument in target._schema.arguments]  # dropout_ has some that dropout lacks
             arguments = dict(zip(names, arguments.values(), strict=False))
         if target is torch.ops.aten.copy.default:
-            outputs = self._copied(node, arguments["src"])
+            outputs = self._copied(node, arguments["self"], arguments["src"])
         else:
             outputs = self._aten_operator(node, target, arguments)
         self._values[node] = list(outputs) if isinstance(node.meta["val"], (tuple, list)) else outputs[0]
@@ -283,15 +284,19 @@ class GraphReader:
             for a in target._schema.arguments
         }
 
-    def _copied(self, node: fx.Node, source: Any) -> tuple[Value, ...]:
-        """Append operators that copy a tensor over the whole of another; `copy` itself has no gradient."""
+    def _copied(self, node: fx.Node, target: Any, source: Any) -> tuple[Value, ...]:
+        """Append operators that copy a tensor over the whole of another; `copy` itself has no gradient.
+
+        As in a plain loop, the result has the dtype of the other tensor, which with autocast may differ even if it is
+        the same here, and the gradient of the other one is zero, which is not none for an optimizer with weight decay.
+        """
         result, aten = node.meta["val"], torch.ops.aten
         source_node: Any = node.args[1]
-        copied = source_node.meta["val"]
-        if copied.dtype != result.dtype:
-            copied = copied.to(result.dtype)
-            arguments = {"self": source, "dtype": result.dtype, "non_blocking": False, "copy": False}
-            [source] = self._aten_operator(node, aten.to.dtype, arguments | {"memory_format": None}, copied)
+        copied = source_node.meta["val"].to(result.dtype)
+        [source] = self._aten_operator(node, aten.type_as.default, {"self": source, "other": target}, copied)
+        if isinstance(target, Value) and target.differentiable and result.dim() and not result.is_complex():
+            arguments = {"self": target, "src": source, "dim": 0, "start": None, "end": None, "step": 1}
+            return self._aten_operator(node, aten.slice_scatter.default, arguments)
         if copied.shape != result.shape:
             sizes = [self._values.size(size) for size in result.shape]
             [source] = self._aten_operator(
@@ -431,6 +436,22 @@ def _written(target: Any) -> list[str]:
     """The names of the arguments that an operator writes into in place."""
     arguments = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else ()
     return [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Whether a slice, or a write into one, is over the whole tensor."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return given.get("start") in (None, 0) and given.get("end") in (None, _END) and given.get("step", 1) == 1
+
+
+def _writes_part(node: fx.Node) -> bool:
+    """Whether it writes its second argument into a part of its first one, or is the end of the graph."""
+    return (
+        node.op == "output"
+        or node.target is torch.ops.aten.select_scatter.default
+        or (node.target is torch.ops.aten.slice_scatter.default and not _is_whole(node))
+    )
 
 
 def _not_readable(what: str, nodes: Sequence[fx.Node]) -> TraceError:

@@ -98,7 +98,8 @@ def _leaf_meta(number: int, tensors: list[Tensor]) -> list[Tensor]:
         return [torch.empty_like(output) for output in call.outputs]
     remaining = iter(tensors)
     args, kwargs = pytree.tree_map_only(Tensor, lambda _: next(remaining), call.arguments)
-    call.result, outputs = _indexed(call.forward(*args, **kwargs))
+    with torch.device("meta"):  # also for tensors that it makes
+        call.result, outputs = _indexed(call.forward(*args, **kwargs))
     call.outputs = [o.clone() if any(o is t for t in tensors) else o for o in outputs]
     return call.outputs
 
@@ -159,6 +160,12 @@ def record_calls(
     if [call.path for call in small] != [call.path for call in large]:
         what = "the minibatch size decides which modules forward calls"
         raise TraceError(what, "call the same modules for each size")
+    for one, other in zip(small, large, strict=True):
+        if len(one.outputs) != len(other.outputs):
+            counts = f"{len(one.outputs)} tensors for {RECORDED_SIZES[0]} samples and {len(other.outputs)} for "
+            what = f"{one.path} returns {counts}{RECORDED_SIZES[1]}"
+            remedy = "let it stack them into one tensor with a batch dimension"
+            raise TraceError(what, remedy, module=one.path.rpartition(".")[0])
     return list(zip(small, large, strict=True))
 
 

@@ -339,7 +339,8 @@ class ModelFile:
         value = self.call_with_settings("loss", output, target)
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise self.error_in("loss", f"loss() returned {shape}, not a scalar tensor")
+            remedy = "return one tensor of one element, the mean over the minibatch"
+            raise self.error_in("loss", f"loss() returned {shape}, not a scalar tensor", remedy)
         if value.is_complex():
             raise self.error_in("loss", f"loss() returned {value.dtype}, not a real number; return its abs() or real")
         return value

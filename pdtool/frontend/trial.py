@@ -82,7 +82,8 @@ def _in_forked_process(work: Callable[[], _T]) -> _T:
         finally:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            with suppress(ChildProcessError):  # user code ignores SIGCHLD, so that the kernel has waited
+                os.waitpid(child, 0)
     if error:
         raise error
     return result  # type: ignore[no-any-return]

@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, chdir, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from symtable import symtable
 from traceback import extract_tb, walk_tb
@@ -44,13 +45,23 @@ _TRAINED_WITH = ("dataset", "loss", "optimizer")
 _OF_NO_MODEL = {"torch", "pdtool"}  # libraries whose lines say nothing about the model
 _importing: set[Path] = set()  # model files
 # torch's settings: how to get and how to set each, and its value as torch starts.
-_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None], Any], ...] = (
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Any], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype, torch.float32),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 0),
     (
         torch.get_float32_matmul_precision,
         torch.set_float32_matmul_precision,
         "high" if os.environ.get("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE") == "1" else "highest",
+    ),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, False),
+    *(
+        (partial(getattr, backend, name), partial(setattr, backend, name), first)
+        for backend, name, first in (
+            (torch.backends.mkldnn, "enabled", True),
+            (torch.backends.cudnn, "enabled", True),
+            (torch.backends.cudnn, "benchmark", False),
+            (torch.backends.cudnn, "deterministic", False),
+        )
     ),
 )
 
@@ -160,6 +171,9 @@ def import_source(source: str, path: Path) -> ModuleType:
             raise error_at(path, error, "importing it") from error
         finally:
             _importing.discard(path)
+            with suppress(ValueError):  # in another thread
+                if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # Python could not wait for child processes
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -205,7 +206,8 @@ def _value(part: ast.AST, file: ModuleType) -> Any:
 def changed_in_training(
     model: nn.Module, file: ModuleType, functions: Collection[str]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield (line, function, variable) for each variable that a function of the user's file changes and forward reads.
+    """Yield (line, function, variable) for each variable that a function of the user's file changes, or a function or
+    class that it uses, and forward reads.
 
     Stage files have the value that it had when the model was traced.
 
@@ -213,17 +215,30 @@ def changed_in_training(
         functions: names of the functions that are called during training.
     """
     kinds = user_classes(model)
+    helpers = {each for kind in kinds if kind.__module__ == file.__name__ for each in _used_by(kind, file)} - {*kinds}
     read = {name for kind in kinds for name in names_read(kind)}
-    tree, _, file_name = _tree(file)
-    for function in tree.body:
-        if not isinstance(function, ast.FunctionDef) or function.name not in functions:
-            continue
+    read |= {name for helper in helpers for name in names_read(helper, _GLOBALS)}
+    for name in filter(partial(hasattr, file), functions):
+        # what forward uses, too, may keep a cache
+        used = (each for each in _used_by(getattr(file, name), file) if each.__module__ == file.__name__)
+        for each in sorted({*used} - helpers - {*kinds}, key=attrgetter("__qualname__")):
+            yield from ((line, name, variable) for line, variable in _changed_in(each, file, kinds, read))
+
+
+def _changed_in(
+    source: type | FunctionType, file: ModuleType, kinds: Collection[type], read: set[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield (line, variable) for each variable of the file that a function or class changes and that is `read`."""
+    tree, first, file_name = _tree(source)
+    for function in tree.body[:1]:
         for node in ast.walk(function):
-            if not isinstance(node, ast.expr):
+            if not isinstance(function, ast.FunctionDef | ast.ClassDef) or not isinstance(node, ast.expr):
                 continue
             parts = [*_all_changed_by(node, file)]
             if not parts or not isinstance(owner := parts[-1], ast.Name) or not _is_global(owner.id, function, file):
                 continue  # parts of CONFIG.rates["low"] = 1: CONFIG.rates and CONFIG
+            if isinstance(parts[0], ast.Attribute) and parts[0].attr == "requires_grad":
+                continue  # stages follow that, too
             attributes = {part.attr for part in parts if isinstance(part, ast.Attribute)}
             value = getattr(file, owner.id, None)
             is_state = isinstance(value, nn.Module) and isinstance(_value(parts[0], file), Tensor)
@@ -232,7 +247,7 @@ def changed_in_training(
             is_owner = value in kinds if isinstance(value, type) else isinstance(value, (nn.Module, ModuleType))
             if owner.id in read or (is_owner and not read.isdisjoint(attributes)):
                 changed = parts[0] if isinstance(node, ast.Call) else node
-                yield f"{file_name}:{node.lineno}", function.name, ast.unparse(changed)
+                yield f"{file_name}:{first + node.lineno - 1}", ast.unparse(changed)
 
 
 def collected(file: ModuleType, function: str, reader: str, *, builds: bool = False) -> Iterator[tuple[str, str]]:

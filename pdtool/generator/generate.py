@@ -45,7 +45,7 @@ from pdtool.host import memory_limits
 
 # Copies of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
 _COPIES = 6
-_IN_TRAINING = {"collate", "sampler", "loss", "scheduler", "metrics", "summarize_metrics", "after_update"}
+_IN_TRAINING = ("optimizer", "collate", "sampler", "loss", "scheduler", "metrics", "summarize_metrics", "after_update")
 _COMPUTED_AFTER = {
     "after_update": "what loss() or metrics() computes",
     "scheduler": "a value of a parameter group, such as the learning rate,",
@@ -120,7 +120,7 @@ def _check_built_alone(model_file: ModelFile) -> None:
 def _check_variables(model: nn.Module, model_file: ModelFile) -> None:
     """Check that no variable changes that stage files have as a constant: in training, or in dataset() if the model is
     traced before that is called. Raises VerificationError."""
-    functions = _IN_TRAINING | {"dataset"} if model_file.has("example_inputs") else _IN_TRAINING
+    functions = [*_IN_TRAINING, *["dataset"] * model_file.has("example_inputs")]
     for line, function, variable in changed_in_training(model, model_file.module, functions):
         what = f"{line}: {function}() changes {variable}, which forward reads, but stages have its value as a constant"
         remedy = "keep it in a buffer that forward changes"

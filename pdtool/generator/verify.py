@@ -235,7 +235,7 @@ class _StageComparison:
         gradients = {}
         for name, parameter in self.model.named_parameters():
             in_model, in_stages = parameter.grad, stage_gradients.get(id(parameter))
-            if in_stages is None and (in_model is None or not in_model.any()):
+            if in_stages is None and in_model is None:
                 continue
             if in_stages is None or in_model is None:
                 only, other = ("the model", _STAGES) if in_stages is None else (_STAGES, "the model")

@@ -122,6 +122,7 @@ def test_a_parameter_that_is_tied_to_the_outside_is_the_models_own(stages, tmp_p
     [
         ("inner_called", "branch.linear is called from outside branch, which is opaque and cannot be split"),
         ("hooked", "parameter branch.linear.weight has a gradient hook"),
+        ("pieces", "pieces returns 2 tensors for 2 samples and 3 for 3.*one tensor with a batch dimension"),
         ("hooked_as_a_whole", "the model has a backward hook.*on modules inside the model"),
     ],
 )

@@ -19,6 +19,7 @@ from pdtool.artifacts.artifact import ModelRef
 from pdtool.errors import ModelError
 from pdtool.frontend import user_modules
 from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.trial import tried
 from pdtool.frontend.user_code import undoing_user_changes
 from pdtool.generator.generate import generate
 
@@ -176,12 +177,16 @@ def test_a_stage_imports_from_a_model_file_of_any_name(tmp_path, name):
 
 
 SETTING = """
-import torch, warnings
+import signal, torch, warnings
 warnings.simplefilter("error")
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True, warn_only=True)
 torch.set_float32_matmul_precision("medium")
 torch.set_default_dtype(torch.float64)
+torch.autograd.set_detect_anomaly(True)
+torch.backends.mkldnn.enabled = False
+torch.backends.cudnn.benchmark = True
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 """
 
 
@@ -193,6 +198,9 @@ def settings_of_torch():
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.is_autocast_enabled("cpu"),
+        torch.is_anomaly_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.benchmark,
         [*warnings.filters],
     )
 
@@ -204,6 +212,8 @@ def test_a_file_that_changes_torchs_settings_changes_them_for_itself_alone(tmp_p
     before = settings_of_torch()
     with undoing_user_changes(), suppress(ModelError):
         ModelFile.load(ModelRef(source=source), trusted=True)
+        assert tried(os.getpid) != os.getpid(), "SIGCHLD is not ignored: Python waits for processes"
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
     assert settings_of_torch() == before
 
 

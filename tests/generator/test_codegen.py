@@ -327,6 +327,38 @@ def test_where_autocast_is_switched_off_is_noted():
     assert "softmax(-1)" in Path(__file__).read_text().splitlines()[int(line.partition(":")[2]) - 1]
 
 
+FILLED = """
+import torch
+from torch import nn
+
+class Filled(nn.Linear):
+    def forward(self, x):
+        y, z = torch.ones(x.shape) * x, torch.ones(x.shape) * x
+        y.copy_(super().forward(x))
+        z[:] = super().forward(x)
+        return (y + 1 / 3) * (z - 1 / 3)
+
+def model():
+    return Filled(8, 8)
+
+def example_inputs(samples):
+    return torch.randn(samples, 8)
+"""
+
+
+def test_a_tensor_that_is_written_over_keeps_its_dtype_under_autocast(tmp_path):
+    (tmp_path / "filled.py").write_text(FILLED)
+    file = ModelFile.load(ModelRef(source=str(tmp_path / "filled.py")), trusted=True)
+    profile = skeleton(file)
+    bundle = generate(plan_of(profile, 1), profile, file, tmp_path / "b")
+    stages, model, x = load_stages(texts_in(tmp_path / "b"), bundle), file.build(), torch.randn(4, 8)
+    copy_state(model, stages, bundle)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = model(x), compose(stages, bundle, [x])
+    assert expected.dtype == found.dtype == torch.float32
+    assert torch.equal(expected, found)
+
+
 class Counting(nn.Module):
     """Multiplies by a copy or a view of a buffer that each minibatch changes, in another stage than the buffer's."""
 

@@ -354,7 +354,7 @@ def test_what_a_method_called_in_loss_changes_is_refused(variable: str, tmp_path
     [
         ("(lambda last: last.update(mean=update))(LAST)", "self.first(x) + LAST.get('mean', 0)"),
         (
-            "change(update)\n\ndef change(update):\n    LAST['mean'] = update > 30",
+            "globals()['change'](update)\n\ndef change(update):\n    LAST['mean'] = update > 30",
             "self.first(x) + LAST.get('mean', 0)",
         ),
         ("setattr(Net, 'rate', 0.5)", "self.first(x) * (self.rate if hasattr(self, 'rate') else 1)"),

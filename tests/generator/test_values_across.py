@@ -202,6 +202,33 @@ PASSED = {
         {"before": FIRST["before"], "forward": "return h - MEAN", "after": FIRST["after"] + EXAMPLE},
         r"dataset\(\) changes MEAN, which forward reads, but stages have its value as a constant",
     ),
+    "the optimizer's class to forward": (
+        {
+            "before": "RATE = [0.5]",
+            "forward": "return h * scaled()",
+            "after": "def scaled():\n    return RATE[0]\nclass Own(torch.optim.SGD):\n    def step(self):\n"
+            "        RATE[0] *= 0.9\ndef optimizer(named):\n    return Own([p for _, p in named], lr=0.1)\n",
+        },
+        r"model\.py:\d+: optimizer\(\) changes RATE\[0\], which forward reads, but stages have its value as a constant",
+    ),
+    "a loss object to forward": (
+        {
+            "before": "RATE = [0.5]",
+            "forward": "return h * RATE[0]",
+            "after": "class Loss(nn.CrossEntropyLoss):\n    def forward(self, output, target):\n"
+            "        RATE[0] += 0.1\n        return super().forward(output, target)\nloss = Loss()\n",
+        },
+        r"model\.py:\d+: loss\(\) changes RATE\[0\], which forward reads",
+    ),
+    "a schedule to forward": (
+        {
+            "before": "RATE = 0.5",
+            "forward": "return h * RATE",
+            "after": "def factor(step):\n    global RATE\n    RATE = 0.5 + step\n    return 1.0\n"
+            "def scheduler(optimizer):\n    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)\n",
+        },
+        r"model\.py:\d+: scheduler\(\) changes RATE, which forward reads",
+    ),
     "forward to loss in a list": (
         {"before": "PENALTIES = []", "forward": "PENALTIES.append(h.abs().mean()); return h", "after": PENALIZED},
         r"loss\(\) changes PENALTIES, which forward reads, .*; if forward puts values there, return them as part of "

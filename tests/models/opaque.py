@@ -363,6 +363,26 @@ def moving_teacher():
     return _around(MovingTeacher())
 
 
+class Pieces(Branch):
+    """Returns a tensor for each sample."""
+
+    def forward(self, x):
+        return list(super().forward(x))
+
+
+class Stacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pieces, self.last = Pieces(), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.last(torch.stack(self.pieces(x)))
+
+
+def pieces():
+    return Stacked()
+
+
 class CalledTwice(nn.Module):
     """Calls one opaque module twice."""
 

@@ -74,6 +74,52 @@ class UntrainedPart(nn.Module):
         return self.last(x * factor)
 
 
+class LossesInForward(nn.Module):
+    """Computes losses itself; torch has most of these functions twice, with different defaults."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 12), nn.Linear(12, 12), nn.Linear(12, 3)
+        self.criterion = nn.BCEWithLogitsLoss(pos_weight=torch.full((12,), 0.5))
+
+    def forward(self, x):
+        a = self.first(x).tanh()
+        b = self.second(a)
+        sign = a.detach()[:, 0].sign()
+        losses = [
+            self.criterion(b, a.sigmoid()),
+            F.hinge_embedding_loss(a[:, 1], sign),
+            F.margin_ranking_loss(a[:, 2], b[:, 2], sign, margin=0.1),
+            F.cosine_embedding_loss(a, b, sign),
+            F.triplet_margin_loss(a, b, a.flip(1), swap=True),
+            F.kl_div(b.log_softmax(1), a.softmax(1), reduction="batchmean"),
+            F.poisson_nll_loss(b, a.abs()),
+            F.huber_loss(a, b, delta=0.3),
+            F.soft_margin_loss(b, a.detach().sign(), reduction="sum"),
+        ]
+        return self.last(b), sum(losses)
+
+
+def with_losses(output, target):
+    return F.cross_entropy(output[0], target) + 0.01 * output[1]
+
+
+class Overwritten(nn.Module):
+    """Writes over all of a layer's output, so that the layer gets a gradient of zero; its weights decay."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.lost, self.lost_too = (nn.Linear(8, 8) for _ in range(4))
+        self.last = perceptron()
+
+    def forward(self, x):
+        x = self.first(x).relu()
+        y, z = self.lost(x), self.lost_too(x)
+        y.copy_(self.second(x))
+        z[:] = y[:, :1]
+        return self.last(y * z)
+
+
 class FrozenBatchNorm(nn.Module):
     """Fine-tuning: the backbone's batch norms stay in evaluation mode while it trains."""
 
@@ -889,6 +935,8 @@ MODELS = {
     "shared_norm": Task(SharedNorm, INPUT, CLASS),
     "distillation": Task(Distillation, INPUT, CLASS, distillation_loss),
     "untrained_part": Task(UntrainedPart, INPUT, CLASS),
+    "losses_in_forward": Task(LossesInForward, INPUT, CLASS, with_losses),
+    "overwritten": Task(Overwritten, INPUT, CLASS, optimizer=decaying),
     "frozen_batch_norm": Task(FrozenBatchNorm, numbers(3, 8, 8), CLASS),
     "frozen_backbone": Task(frozen_backbone, INPUT, CLASS),
     "frozen_statistics": Task(frozen_statistics, numbers(3, 8, 8), CLASS),

@@ -67,8 +67,8 @@ class Reaper:
         try:
             return int(self._pipe.recv())
         except EOFError as error:
-            what = "the reaper, which ends the workers if the launcher dies, could not start"
-            remedy = 'start the run again; a script of your own must call pdtool.run under `if __name__ == "__main__":`'
+            what = "the process that ends the workers if the launcher dies could not start"
+            remedy = 'a script of your own must call pdtool.run under `if __name__ == "__main__":`; else try once more'
             raise WorkerDiedError(what, remedy) from error
 
     def send(self, number: signal.Signals) -> None:
