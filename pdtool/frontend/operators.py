@@ -195,6 +195,11 @@ class Traced:
         names = dict.fromkeys(value.operator for value in values)
         return tuple(name for name in names if not self.by_name[name].constant)
 
+    @property
+    def output_state(self) -> list[str]:
+        """Names of the parameters and buffers that the model returns."""
+        return [leaf.name for leaf in pytree.tree_leaves(self.output) if isinstance(leaf, State)]
+
     def output_with(self, tensor: Callable[[Value | State], Tensor], batch: int) -> Any:
         """Return the output in training for `batch` samples, with the tensors that the function gives."""
 

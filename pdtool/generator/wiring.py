@@ -8,11 +8,9 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch.utils import _pytree as pytree
-
 from pdtool.artifacts.bundle import TensorSpec, TiedParameter
 from pdtool.errors import ArtifactError, TraceError
-from pdtool.frontend.operators import OWN_NODES, Operator, Size, State, Traced, Value, unique_name, values_in
+from pdtool.frontend.operators import OWN_NODES, Operator, Size, Traced, Value, unique_name, values_in
 
 _Shape = tuple[int | str | None, ...]  # as in bundle.yaml; None: a dimension that is not linear in the minibatch size
 _RESERVED = {"self", "torch", "nn", "F", "batch", "device", "target", "loss", "seed_operator", *keyword.kwlist}
@@ -90,12 +88,8 @@ class Wiring:
         """
         later = {name for names in self.stages[1:] for name in names}
         may_ignore = any(op.opaque or op.function or op.branch for op in self.traced.operators if op.name in later)
-        return may_ignore or sum(value.differentiable for value in self.output_values) + len(self._output_state) > 1
-
-    @cached_property
-    def _output_state(self) -> list[str]:
-        """Names of the parameters and buffers that the model returns."""
-        return [leaf.name for leaf in pytree.tree_leaves(self.traced.output) if isinstance(leaf, State)]
+        outputs = sum(value.differentiable for value in self.output_values) + len(self.traced.output_state)
+        return may_ignore or outputs > 1
 
     @cached_property
     def consumers(self) -> dict[Value, list[int]]:
@@ -144,7 +138,7 @@ class Wiring:
 
     def _state(self, stage: int, used: list[str], kind: Container[str]) -> list[str]:
         """The state of this kind that the stage's operators use, each once, or that the last stage returns."""
-        returned = [name for name in self._output_state if name in kind] if stage == len(self.stages) - 1 else []
+        returned = [name for name in self.traced.output_state if name in kind] if stage == len(self.stages) - 1 else []
         return list(dict.fromkeys([*used, *returned]))
 
     @cached_property

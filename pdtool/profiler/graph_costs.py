@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -151,7 +151,7 @@ def make_profile(model: ProfiledModel, device: Device, costs: GraphCosts, **meas
             coverage=spent_s / step_s if step_s else 0.0,
             optimizer_state_bytes=costs.optimizer_state_bytes,
             nodes=nodes,
-            shared=tuple(_shared_parameters(model)),
+            shared=tuple(_shared_parameters(model, nodes)),
             opaque={path: " ".join(why.split())[:_MAX_REASON] for path, why in model.traced.opaque.items()},
             **measured,
         )
@@ -194,7 +194,24 @@ def _nodes(model: ProfiledModel, costs: GraphCosts) -> Iterator[Node]:
         target, loss = (unique_name(name, taken) for name in ("target", "loss"))
         yield Node(name=target, op="input", module="", output_bytes=target_bytes)
         sources = (*model.traced.sources(model.outputs), target)
-        yield Node(name=loss, op="loss", module="", inputs=sources, **_times_and_memory(costs, "loss"))
+        returned = _returned_parameters(model)
+        share = sum(model.run.state[name].nbytes for name in returned - charged) / all_bytes
+        yield Node(
+            name=loss,
+            op="loss",
+            module="",
+            inputs=sources,
+            update_s=costs.update_s * share,
+            parameter_bytes=sum(model.run.state[name].nbytes for name in returned),
+            **_times_and_memory(costs, "loss"),
+        )
+
+
+def _returned_parameters(model: ProfiledModel) -> set[str]:
+    """The trained parameters that the model returns, which the last stage holds, too."""
+    tied = model.traced.tied
+    names = {tied[name] for name in model.traced.output_state if name in tied}
+    return {name for name in names if model.traced.model.get_parameter(name).requires_grad}
 
 
 def _bytes(model: ProfiledModel, values: Iterable[Value]) -> int:
@@ -207,9 +224,11 @@ def _times_and_memory(costs: GraphCosts, node: str) -> dict[str, Any]:
     }
 
 
-def _shared_parameters(model: ProfiledModel) -> Iterator[SharedParameter]:
+def _shared_parameters(model: ProfiledModel, nodes: Sequence[Node]) -> Iterator[SharedParameter]:
+    returned, losses = _returned_parameters(model), [node.name for node in nodes if node.op == "loss"]
     for first in dict.fromkeys(model.traced.tied.values()):
         users = [op.name for op in model.computed if any(model.traced.tied[n] == first for n in op.parameters)]
+        users += losses if first in returned else []
         if len(users) > 1 and model.traced.model.get_parameter(first).requires_grad:
             yield SharedParameter(name=first, bytes=model.run.state[first].nbytes, nodes=tuple(users))
 

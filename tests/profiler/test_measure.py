@@ -136,6 +136,19 @@ def test_profile_counts_what_the_model_holds(model_file):
     assert Profile.parse(profile.dump()).dump() == profile.dump()
 
 
+def test_a_parameter_that_the_model_returns_is_shared_with_the_loss(tmp_path):
+    """The last stage holds it, too: an interleaved plan had both of its stages on one worker, and no run took it."""
+    text = TEXT.replace("torch.arange(8))", "torch.arange(8)), self.mix.bias, self.spare")
+    text = text.replace("cross_entropy(output,", "cross_entropy(output[0],")
+    profile = measure(write(tmp_path, text), batch_size=16)
+    assert [(shared.name, shared.nodes) for shared in profile.shared] == [
+        ("embed.weight", ("embed", "out")),
+        ("mix.bias", ("mix", "loss")),
+    ]
+    assert profile.by_name["loss"].parameter_bytes == (8 + 3) * 4
+    assert profile.by_name["loss"].update_s > 0, "that of the parameter that nothing else uses"
+
+
 FROZEN = (
     TEXT.replace("        self.spare", "        self.mix.requires_grad_(False)\n        self.spare"),
     TEXT.replace("        self.spare", "        self.embed.requires_grad_(False)\n        self.spare"),
