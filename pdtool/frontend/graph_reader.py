@@ -294,14 +294,14 @@ class GraphReader:
         source_node: Any = node.args[1]
         copied = source_node.meta["val"].to(result.dtype)
         [source] = self._aten_operator(node, aten.type_as.default, {"self": source, "other": target}, copied)
-        if isinstance(target, Value) and target.differentiable and result.dim() and not result.is_complex():
-            arguments = {"self": target, "src": source, "dim": 0, "start": None, "end": None, "step": 1}
-            return self._aten_operator(node, aten.slice_scatter.default, arguments)
         if copied.shape != result.shape:
             sizes = [self._values.size(size) for size in result.shape]
             [source] = self._aten_operator(
                 node, aten.expand.default, {"self": source, "size": sizes, "implicit": False}
             )
+        if isinstance(target, Value) and target.differentiable and result.dim() and not result.is_complex():
+            arguments = {"self": target, "src": source, "dim": 0, "start": None, "end": None, "step": 1}
+            return self._aten_operator(node, aten.slice_scatter.default, arguments)
         arguments = {"self": source, "memory_format": torch.contiguous_format}  # the usual layout of the other tensor
         return self._aten_operator(node, aten.clone.default, arguments)
 

@@ -98,8 +98,12 @@ def _leaf_meta(number: int, tensors: list[Tensor]) -> list[Tensor]:
         return [torch.empty_like(output) for output in call.outputs]
     remaining = iter(tensors)
     args, kwargs = pytree.tree_map_only(Tensor, lambda _: next(remaining), call.arguments)
-    with torch.device("meta"):  # also for tensors that it makes
-        call.result, outputs = _indexed(call.forward(*args, **kwargs))
+    try:
+        result = call.forward(*args, **kwargs)
+    except Exception:
+        with torch.device("meta"):  # also for tensors that it makes
+            result = call.forward(*args, **kwargs)
+    call.result, outputs = _indexed(result)
     call.outputs = [o.clone() if any(o is t for t in tensors) else o for o in outputs]
     return call.outputs
 

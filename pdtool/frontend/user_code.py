@@ -207,9 +207,10 @@ def _torch_as_it_starts() -> Iterator[None]:
         for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
             undo.enter_context(patch.dict(hooks))
         for get, change, first in _SETTINGS:
-            with suppress(RuntimeError):  # torch.backends has set TF32 in a way that these functions cannot tell
-                undo.callback(change, get())
+            with suppress(RuntimeError):  # TF32 is set in a way that these functions cannot tell, or flags are frozen
+                before = get()
                 change(first)
+                undo.callback(_changed_if_possible, change, before)
         if device.type != "cpu":
             torch.set_default_device(None)
             if torch.get_default_device() == device:  # the caller is in `with torch.device("cuda")`
@@ -221,6 +222,11 @@ def _torch_as_it_starts() -> Iterator[None]:
         undo.enter_context(torch.inference_mode(False))
         undo.enter_context(torch.enable_grad())
         yield
+
+
+def _changed_if_possible(change: Callable[[Any], Any], value: Any) -> None:
+    with suppress(RuntimeError):  # user code has frozen the flags
+        change(value)
 
 
 @contextmanager

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import dis
 import inspect
+import sys
 import textwrap
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -216,31 +217,50 @@ def changed_in_training(
     """
     kinds = user_classes(model)
     helpers = {each for kind in kinds if kind.__module__ == file.__name__ for each in _used_by(kind, file)} - {*kinds}
-    read = {name for kind in kinds for name in names_read(kind)}
-    read |= {name for helper in helpers for name in names_read(helper, _GLOBALS)}
     for name in filter(partial(hasattr, file), functions):
-        # what forward uses, too, may keep a cache
         used = (each for each in _used_by(getattr(file, name), file) if each.__module__ == file.__name__)
-        for each in sorted({*used} - helpers - {*kinds}, key=attrgetter("__qualname__")):
-            yield from ((line, name, variable) for line, variable in _changed_in(each, file, kinds, read))
+        for each in sorted({*used} - {*kinds}, key=attrgetter("__qualname__")):
+            read = {variable for kind in kinds for variable in names_read(kind)}
+            # but a helper may keep a cache, which it alone reads
+            read |= {variable for helper in helpers - {each} for variable in names_read(helper, _GLOBALS)}
+            keys = {*_constants_of([*kinds, *helpers])} if name == "optimizer" else None
+            yield from ((line, name, variable) for line, variable in _changed_in(each, file, kinds, read, keys))
 
 
 def _changed_in(
-    source: type | FunctionType, file: ModuleType, kinds: Collection[type], read: set[str]
+    source: type | FunctionType, file: ModuleType, kinds: Collection[type], read: set[str], keys: set[Any] | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield (line, variable) for each variable of the file that a function or class changes and that is `read`."""
+    """Yield (line, variable) for each variable of the file that a function or class changes and that is `read`.
+
+    Args:
+        keys: constants that may be keys, if an entry or attribute of a variable only counts where it is read itself:
+            optimizer() may set others of a common table of settings. None: all count.
+    """
     tree, first, file_name = _tree(source)
     for function in tree.body[:1]:
+        if not isinstance(function, ast.FunctionDef | ast.ClassDef):
+            continue
+        built = {
+            id(node)
+            for method in (function.body if isinstance(function, ast.ClassDef) and keys is None else ())
+            if isinstance(method, ast.FunctionDef) and method.name in _BUILDING  # before the model is traced
+            for node in ast.walk(method)
+        }
         for node in ast.walk(function):
-            if not isinstance(function, ast.FunctionDef | ast.ClassDef) or not isinstance(node, ast.expr):
+            if not isinstance(node, ast.expr) or id(node) in built:
                 continue
             parts = [*_all_changed_by(node, file)]
             if not parts or not isinstance(owner := parts[-1], ast.Name) or not _is_global(owner.id, function, file):
                 continue  # parts of CONFIG.rates["low"] = 1: CONFIG.rates and CONFIG
-            if isinstance(parts[0], ast.Attribute) and parts[0].attr == "requires_grad":
-                continue  # stages follow that, too
             attributes = {part.attr for part in parts if isinstance(part, ast.Attribute)}
             value = getattr(file, owner.id, None)
+            if "requires_grad" in attributes or (isinstance(value, ModuleType) and not _is_of_user(value)):
+                continue  # stages follow the first, and the second is a setting, as of torch.backends
+            match parts[0]:
+                case ast.Subscript(slice=ast.Constant(value=key)) if keys is not None and key not in keys:
+                    continue
+                case ast.Attribute(attr=attribute) if keys is not None and attribute not in read:
+                    continue
             is_state = isinstance(value, nn.Module) and isinstance(_value(parts[0], file), Tensor)
             if is_state and isinstance(node, ast.Call):
                 continue  # stages have the parameters and buffers of the model themselves
@@ -248,6 +268,20 @@ def _changed_in(
             if owner.id in read or (is_owner and not read.isdisjoint(attributes)):
                 changed = parts[0] if isinstance(node, ast.Call) else node
                 yield f"{file_name}:{first + node.lineno - 1}", ast.unparse(changed)
+
+
+def _is_of_user(module: ModuleType) -> bool:
+    return not is_of_torch(module) and module.__name__.partition(".")[0] not in sys.stdlib_module_names
+
+
+def _constants_of(sources: Iterable[type | FunctionType]) -> Iterator[Any]:
+    """Yield the texts and numbers in the code of functions and methods."""
+    for source in sources:
+        methods = vars(source).values() if isinstance(source, type) else [source]
+        codes = [inspect.unwrap(method).__code__ for method in methods if isinstance(method, FunctionType)]
+        for code in codes:  # which grows
+            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+            yield from (constant for constant in code.co_consts if isinstance(constant, str | int))
 
 
 def collected(file: ModuleType, function: str, reader: str, *, builds: bool = False) -> Iterator[tuple[str, str]]:

@@ -129,12 +129,12 @@ def _has_python_form(op: Operator) -> bool:
 def _function(op: Operator) -> str:
     """Return `torch.cat` or `F.pad`, or, if neither exists, the overload itself: `torch.ops.aten.sin.default`.
 
-    Losses are those of F, because torch's functions of the same names have another default for `reduction`.
+    A loss with the default `reduction` is that of F, because torch's function of the same name has another default.
     """
     if _has_python_form(op):
         modules = [(torch, "torch"), (functional, "F")]
-        is_loss = any(a.name == "reduction" and a.has_default_value() for a in op.target._schema.arguments)
-        for module, prefix in modules[::-1] if is_loss else modules:
+        is_mean = any(a.name == "reduction" and is_default(op.kwargs[a.name], a) for a in op.target._schema.arguments)
+        for module, prefix in modules[::-1] if is_mean else modules:
             if callable(getattr(module, op.op, None)):
                 return f"{prefix}.{op.op}"
     return f"torch.ops.{op.target}"

@@ -52,6 +52,7 @@ _CHECK_STATE = (
     "partition` lets stages recompute where memory is short"
 )
 _EQUAL = 1e-10  # difference of outputs in double precision, where the same elements are dropped
+_IF_ZERO = "the gradient is zero: freeze it in model(), or do not compute from it what forward then overwrites"
 _ROUNDINGS = 100  # in a gradient, of the precision of the largest one
 _RANDOM = ("dropout", "attention", "lstm", "gru", "rnn", "rand", "bernoulli", "multinomial", "normal", "rrelu")
 _FILLING = ("uniform_", "normal_", "bernoulli_", "exponential_", "random_", "cauchy_", "log_normal_", "geometric_")
@@ -239,7 +240,8 @@ class _StageComparison:
                 continue
             if in_stages is None or in_model is None:
                 only, other = ("the model", _STAGES) if in_stages is None else (_STAGES, "the model")
-                raise VerificationError(f"{name} gets a gradient in {only}, but not in {other} ({where})", _CHECK_STATE)
+                remedy = _CHECK_STATE if in_model is None or in_model.any() else _IF_ZERO
+                raise VerificationError(f"{name} gets a gradient in {only}, but not in {other} ({where})", remedy)
             dense = [g.to_dense() if g.is_sparse else g for g in (in_model, in_stages)]
             gradients[name] = dense[0], dense[1]
         return gradients

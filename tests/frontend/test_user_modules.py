@@ -236,6 +236,13 @@ def test_settings_and_modes_of_the_caller_are_not_those_of_a_worker(mode):
     assert torch.ones(1).device.type == "cpu"
 
 
+def test_flags_that_are_frozen_stay_as_they_are():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.backends, "flags_frozen", lambda: True)
+        with undoing_user_changes():
+            assert torch.backends.mkldnn.enabled
+
+
 SPAWNING = """
 import multiprocessing, sys, torch
 def double(i): return torch.full((4,), 2.0 * i)

@@ -211,6 +211,14 @@ PASSED = {
         },
         r"model\.py:\d+: optimizer\(\) changes RATE\[0\], which forward reads, but stages have its value as a constant",
     ),
+    "a helper of loss, which the model could call, to forward": (
+        {
+            "before": "RATE = [0.5]\ndef anneal():\n    RATE[0] *= 0.9\n",
+            "forward": "return h * RATE[0]\n    def anneal(self):\n        anneal()",
+            "after": "def loss(output, target):\n    anneal()\n    return output.mean()\n",
+        },
+        r"model\.py:\d+: loss\(\) changes RATE\[0\], which forward reads",
+    ),
     "a loss object to forward": (
         {
             "before": "RATE = [0.5]",
@@ -357,6 +365,27 @@ def test_a_change_in_place_carries_a_value_too(statement, variable, tmp_path):
     file = written(tmp_path, after=IN_PLACE.replace("STATEMENT", statement))[0]
     found = {name for _, name in collected(file.module, "loss", "after_update")}
     assert found == ({variable} if variable else set())
+
+
+def test_optimizer_may_set_what_forward_does_not_read(tmp_path):
+    """Other keys of a common table, a setting of torch, or what is frozen."""
+    after = """
+CONFIG = {"scale": 0.5}
+NET = None
+def model(of=model):
+    global NET
+    NET = of()
+    return NET
+def optimizer(named_parameters):
+    CONFIG["lr"] = 0.1
+    torch.backends.cudnn.benchmark = False
+    NET[0].weight.requires_grad = False
+    return torch.optim.SGD([p for _, p in named_parameters], lr=CONFIG["lr"])
+"""
+    generated(tmp_path, forward="return torch.tanh(h * CONFIG['scale'])", after=after)
+    after = after.replace('CONFIG["lr"] = 0.1', 'CONFIG["lr"] = CONFIG["scale"] = 0.1')
+    with pytest.raises(VerificationError, match=r"optimizer\(\) changes CONFIG\['scale'\], which forward reads"):
+        generated(tmp_path, forward="return torch.tanh(h * CONFIG['scale'])", after=after)
 
 
 def test_an_update_may_change_weights_and_buffers_in_place(tmp_path):

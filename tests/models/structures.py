@@ -117,7 +117,9 @@ class Overwritten(nn.Module):
         y, z = self.lost(x), self.lost_too(x)
         y.copy_(self.second(x))
         z[:] = y[:, :1]
-        return self.last(y * z)
+        x = x * 2
+        x.copy_(y.mean(1, keepdim=True))
+        return self.last(y * z + x)
 
 
 class FrozenBatchNorm(nn.Module):
