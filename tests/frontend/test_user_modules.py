@@ -238,7 +238,7 @@ def test_settings_and_modes_of_the_caller_are_not_those_of_a_worker(mode):
 
 def test_flags_that_are_frozen_stay_as_they_are():
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.backends, "flags_frozen", lambda: True)
+        patched.setitem(torch.backends.ContextProp.__set__.__globals__, "flags_frozen", lambda: True)
         with undoing_user_changes():
             assert torch.backends.mkldnn.enabled
 
