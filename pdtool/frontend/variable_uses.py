@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dis
 import inspect
-import sys
 import textwrap
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -254,9 +253,9 @@ def _changed_in(
                 continue  # parts of CONFIG.rates["low"] = 1: CONFIG.rates and CONFIG
             attributes = {part.attr for part in parts if isinstance(part, ast.Attribute)}
             value = getattr(file, owner.id, None)
-            if "requires_grad" in attributes or (isinstance(value, ModuleType) and not _is_of_user(value)):
-                continue  # stages follow the first, and the second is a setting, as of torch.backends
             match parts[0]:
+                case ast.Attribute(value=of, attr="requires_grad") if isinstance(_value(of, file), Tensor):
+                    continue  # stages follow it
                 case ast.Subscript(slice=ast.Constant(value=key)) if keys is not None and key not in keys:
                     continue
                 case ast.Attribute(attr=attribute) if keys is not None and attribute not in read:
@@ -268,10 +267,6 @@ def _changed_in(
             if owner.id in read or (is_owner and not read.isdisjoint(attributes)):
                 changed = parts[0] if isinstance(node, ast.Call) else node
                 yield f"{file_name}:{first + node.lineno - 1}", ast.unparse(changed)
-
-
-def _is_of_user(module: ModuleType) -> bool:
-    return not is_of_torch(module) and module.__name__.partition(".")[0] not in sys.stdlib_module_names
 
 
 def _constants_of(sources: Iterable[type | FunctionType]) -> Iterator[Any]:

@@ -388,6 +388,13 @@ def optimizer(named_parameters):
         generated(tmp_path, forward="return torch.tanh(h * CONFIG['scale'])", after=after)
 
 
+def test_a_setting_that_is_called_requires_grad_is_no_parameters(tmp_path):
+    after = "class Config:\n    requires_grad = 1.0\nCONFIG = Config()\n"
+    after += "def after_update(named, update):\n    CONFIG.requires_grad *= 0.5\n"
+    with pytest.raises(VerificationError, match=r"after_update\(\) changes CONFIG.requires_grad, which forward reads"):
+        generated(tmp_path, forward="return h * CONFIG.requires_grad", after=after)
+
+
 def test_an_update_may_change_weights_and_buffers_in_place(tmp_path):
     """Unlike an attribute that is a constant in the stages."""
     after = """
