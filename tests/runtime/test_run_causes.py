@@ -536,7 +536,7 @@ def test_a_fork_server_that_ends_while_it_starts_a_process_is_told_without_a_tra
 
 def test_a_reaper_that_dies_as_it_starts_is_named(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     monkeypatch.setattr(reaper, "_lead_group", max)  # of a pipe and a text: it fails at once
-    with pytest.raises(WorkerDiedError, match=r"the reaper, .*, could not start; .*__main__"):
+    with pytest.raises(WorkerDiedError, match=r"the process that ends the workers .* could not start; .*__main__"):
         reaper.Reaper()
 
 
