@@ -219,11 +219,9 @@ def _assigned_buffers(model: nn.Module) -> Iterator[None]:
             if assigned is not None and assigned is not buffer:
                 if (assigned.shape, assigned.dtype) != (buffer.shape, buffer.dtype):
                     kinds = " by ".join(map(description, (buffer, assigned)))
-                    remedy = (
-                        "keep its shape and dtype; or, if this only happens in the first call, call the model once "
-                    )
                     what = f"forward replaces the buffer {name}, {kinds}"
-                    raise TraceError(what, f"{remedy}in model() before you return it")
+                    once = "if only the first call does it, call the model once in model() before you return it"
+                    raise TraceError(what, f"keep its shape and dtype; or, {once}")
                 buffer.copy_(assigned)
                 owner._buffers[name] = buffer
 

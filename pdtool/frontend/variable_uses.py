@@ -216,13 +216,14 @@ def changed_in_training(
     """
     kinds = user_classes(model)
     helpers = {each for kind in kinds if kind.__module__ == file.__name__ for each in _used_by(kind, file)} - {*kinds}
+    read_by_kinds = {name for kind in kinds for name in names_read(kind)}
+    constants = {*_constants_of([*kinds, *helpers])}
     for name in filter(partial(hasattr, file), functions):
+        keys = constants if name == "optimizer" else None
         used = (each for each in _used_by(getattr(file, name), file) if each.__module__ == file.__name__)
         for each in sorted({*used} - {*kinds}, key=attrgetter("__qualname__")):
-            read = {variable for kind in kinds for variable in names_read(kind)}
-            # but a helper may keep a cache, which it alone reads
-            read |= {variable for helper in helpers - {each} for variable in names_read(helper, _GLOBALS)}
-            keys = {*_constants_of([*kinds, *helpers])} if name == "optimizer" else None
+            # a helper may keep a cache, which it alone reads
+            read = read_by_kinds.union(*(names_read(helper, _GLOBALS) for helper in helpers - {each}))
             yield from ((line, name, variable) for line, variable in _changed_in(each, file, kinds, read, keys))
 
 

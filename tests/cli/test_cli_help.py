@@ -150,7 +150,7 @@ def test_a_pyproject_of_others_gives_no_defaults(profiled):
         ("[partition]\nstraight = 1", "partition.straight: is 1; write true or false"),
         ("[partition]\ntopology = true", "partition.topology: is True; write a string or a number"),
         ("[partition]\ntopology = []", "partition.topology: is []; write a string or a number"),
-        ("[run]\nhelp = true", "run.help: there is no such option"),
+        ("[run]\nhelp = true", "run.help: there is no such option; choose from nnodes, node-rank, epochs, "),
         ("[run]\ntrust = true", "run.trust: is for the command line only; leave it out here"),
         ("[check]\nupdate = true", "check.update: is for the command line only"),
         ("[export]\noutput = '/etc/passwd'", "export.output: is for the command line only"),

@@ -28,6 +28,7 @@ OPAQUE = {
     "packed_sequence": {"1"},
     "straight_through": set(),
     "gradient_reversal": set(),
+    "ramped": set(),
     "reentrant_checkpoint": set(),
     "branch_on_values": {"1"},
     "scan": {"1"},

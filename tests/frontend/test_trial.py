@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -21,6 +22,14 @@ COUNTED: list[int] = []
 
 def all_files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_trial_ends_though_user_code_ignores_its_children() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert tried(os.getpid) != os.getpid()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_files_are_written_for_the_trial_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

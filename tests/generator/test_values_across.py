@@ -388,6 +388,22 @@ def optimizer(named_parameters):
         generated(tmp_path, forward="return torch.tanh(h * CONFIG['scale'])", after=after)
 
 
+def test_a_gradient_of_zero_in_the_model_alone_is_refused(tmp_path):
+    """With weight decay it is not the same as none."""
+    message = (
+        r"2.linear.weight gets a gradient in the model, but not in .* the gradient is zero: freeze it in model\(\)"
+    )
+    with pytest.raises(VerificationError, match=message):
+        generated(tmp_path, forward="total = h.sum(); total.copy_(x.mean()); return x * 2 + total")
+
+
+def test_what_a_loss_object_did_before_the_trace_is_no_change(tmp_path):
+    loss = (
+        "class Loss(nn.CrossEntropyLoss):\n    def __init__(self):\n        super().__init__()\n        RATE[0] = 0.7\n"
+    )
+    generated(tmp_path, before="RATE = [0.5]", forward="return h * RATE[0]", after=f"{loss}loss = Loss()\n")
+
+
 def test_a_setting_that_is_called_requires_grad_is_no_parameters(tmp_path):
     after = "class Config:\n    requires_grad = 1.0\nCONFIG = Config()\n"
     after += "def after_update(named, update):\n    CONFIG.requires_grad *= 0.5\n"
