@@ -7,19 +7,69 @@ sequences (`Branch`). Operators of the two modes are the same if they stand in t
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.operators import Branch, ByMode, Operator, State, Traced, Value, unique_name
 
 TRAINING, EVALUATION = 0, 1  # a mode, as an index
+_TORCH_MODULES, _TORCH_FX = (f"{os.path.dirname(torch.__file__)}/{folder}/" for folder in ("nn/modules", "fx"))
+
+
+@contextmanager
+def asks_for_mode(model: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Yield a function that says whether the model may have asked for its mode since then.
+
+    It may have if code read `training` of a module. If it has not, it has the same operators in both modes: each leaf
+    module reads its own `training`, and is one operator anyway.
+    """
+    leaves = {id(module) for module in model.modules() if is_leaf(module)}
+    # `train()` may do more than set `training`, which may be a property, and TorchScript reads it outside Python.
+    unusual = any(
+        hasattr(type(m), "training")
+        or getattr(m.train, "__func__", None) is not nn.Module.train
+        or isinstance(m, torch.jit.ScriptModule)
+        for m in model.modules()
+    )
+    mode = _Mode(leaves)
+    nn.Module.training = mode  # type: ignore[assignment]
+    try:
+        yield lambda: unusual or mode.was_asked_for
+    finally:
+        del nn.Module.training
+
+
+class _Mode:
+    """Takes the place of `training` of all modules, and notes that it was read."""
+
+    def __init__(self, leaves: set[int]) -> None:
+        self._leaves, self.was_asked_for = leaves, False
+
+    def __get__(self, module: nn.Module | None, owner: type) -> bool:
+        if module is None:
+            raise AttributeError("training")  # as of the class, which has none
+        file = sys._getframe(1).f_code.co_filename
+        by_itself = id(module) in self._leaves and file.startswith(_TORCH_MODULES)
+        self.was_asked_for |= not by_itself and not file.startswith(_TORCH_FX)  # which copies it into new modules
+        try:
+            return bool(vars(module)["training"])
+        except KeyError:
+            raise AttributeError("training") from None
+
+    def __set__(self, module: nn.Module, value: bool) -> None:
+        vars(module)["training"] = value
 
 
 def merge_modes(training: Traced, evaluation: Traced) -> Traced:

@@ -12,18 +12,22 @@ import operator
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from typing import Any
 from unittest.mock import patch
 
 import sympy
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.export import ShapesCollection
 from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import transformer
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from pdtool.errors import TraceError
 from pdtool.frontend.leaf_calls import attributes_restored, calls
@@ -48,6 +52,39 @@ def exported(
         TraceError: the model takes, returns or calls something that operators cannot express.
         Exception: any error of torch.export or the model.
     """
+    with _traceable():
+        with _called_anew(model, inputs):
+            shapes = dynamic.dynamic_shapes(model, inputs.args, inputs.kwargs)  # type: ignore[no-untyped-call]
+            program = torch.export.export(model, inputs.args, inputs.kwargs, strict=False, dynamic_shapes=shapes)
+        if functional:
+            _keep_no_grad(program)
+            program = program.run_decompositions({})
+    return program
+
+
+def keeps_no_fake_tensor(model: nn.Module, inputs: ModelInputs) -> bool:
+    """Whether the model can be called again after an export. It cannot if it kept a fake tensor of the export where
+    nothing restores it, as in an object of a class of its own."""
+    mode = detect_fake_mode([*inputs.tensors, *model.parameters()])
+    if not mode:
+        mode = FakeTensorMode()
+        mode.cache_enabled = False  # it would not look whether a tensor is of this mode
+
+    def fake(tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with suppress(Exception), _traceable(), _called_anew(model, inputs), mode:
+        args, kwargs, state = pytree.tree_map_only(Tensor, fake, (inputs.args, inputs.kwargs, state))
+        with _reparametrize_module(model, state, tie_weights=True):
+            model(*args, **kwargs)
+        return True
+    return False
+
+
+@contextmanager
+def _traceable() -> Iterator[None]:
+    """Close the gaps of torch.export that concern any code."""
     with (
         defaults_kept("forward"),
         _quiet(),
@@ -56,20 +93,21 @@ def exported(
         patch.object(transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: bool(is_causal)),
         patch.object(Distribution, "_validate_args", False),
     ):
-        with (
-            _caches_made_anew(model),
-            _named_arguments(model, inputs),
-            _known_outputs(model),
-            _assigned_buffers(model),
-            _EvenChunks(),
-            symbolic_len(model),
-        ):
-            shapes = dynamic.dynamic_shapes(model, inputs.args, inputs.kwargs)  # type: ignore[no-untyped-call]
-            program = torch.export.export(model, inputs.args, inputs.kwargs, strict=False, dynamic_shapes=shapes)
-        if functional:
-            _keep_no_grad(program)
-            program = program.run_decompositions({})
-    return program
+        yield
+
+
+@contextmanager
+def _called_anew(model: nn.Module, inputs: ModelInputs) -> Iterator[None]:
+    """Close the gaps of torch.export that concern a call of the model."""
+    with (
+        _caches_made_anew(model),
+        _named_arguments(model, inputs),
+        _known_outputs(model),
+        _assigned_buffers(model),
+        _EvenChunks(),
+        symbolic_len(model),
+    ):
+        yield
 
 
 def _keep_no_grad(program: torch.export.ExportedProgram) -> None:

@@ -20,8 +20,8 @@ from torch.export import ShapesCollection
 from torch.nn.parameter import is_lazy
 
 from pdtool.errors import ModelError, PartialWriteError, TraceError, describe_error
-from pdtool.frontend.by_mode import merge_modes
-from pdtool.frontend.exporting import exported, forget_last_export
+from pdtool.frontend.by_mode import asks_for_mode, merge_modes
+from pdtool.frontend.exporting import exported, forget_last_export, keeps_no_fake_tensor
 from pdtool.frontend.graph_reader import GraphReader
 from pdtool.frontend.leaf_calls import OWN_MODULE, RECORDED_SIZES, calls, record_calls, single_operators, unchanged
 from pdtool.frontend.leaf_modules import is_leaf
@@ -177,11 +177,19 @@ class _Tracer:
     def trace(self, opaque: Collection[str]) -> Traced:
         """Trace in both modes; if one writes into part of a tensor in place, remove all in-place writes."""
         try:
-            training, evaluation = (self._read(mode, opaque, functional=False) for mode in (True, False))
+            merged = self._merged(opaque, functional=False)
         except PartialWriteError:
-            training, evaluation = (self._read(mode, opaque, functional=True) for mode in (True, False))
-        merged = merge_modes(training, evaluation)
+            merged = self._merged(opaque, functional=True)
         return replace(merged, together=operators_sharing_state(merged))
+
+    def _merged(self, opaque: Collection[str], *, functional: bool) -> Traced:
+        with asks_for_mode(self.model) as asked:
+            training = self._read(True, opaque, functional=functional)
+        if not (opaque or asked()):
+            with single_operators(self.model):
+                if keeps_no_fake_tensor(self.model, self.example(self.batch_size)):
+                    return training  # which is the same in evaluation
+        return merge_modes(training, self._read(False, opaque, functional=functional))
 
     def _read(self, mode: bool, opaque: Collection[str], *, functional: bool) -> Traced:
         self.model.train(mode)

@@ -1,15 +1,20 @@
 """What differs between training and evaluation stands under `if self.training:` in the stage file as well."""
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
 from skeletons import plan_of, skeleton, texts_in
+from torch import nn
 
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.errors import ArtifactError
+from pdtool.frontend import tracing
+from pdtool.frontend.exporting import exported
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.tracing import trace_file
+from pdtool.frontend.operators import ByMode
+from pdtool.frontend.tracing import trace, trace_file
 from pdtool.generator.generate import generate
 
 MODELS = Path(__file__).parents[1] / "models" / "by_mode.py"
@@ -51,6 +56,91 @@ def test_stages_equal_the_model_in_both_modes(name, count, tmp_path):
     assert bundle.proof == "values"
     text = "".join(texts_in(tmp_path / "b").values())
     assert LINES[name] in text, text
+
+
+class Asking(nn.Module):
+    """A model that may ask for its mode."""
+
+    def __init__(self, asked):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU())
+        self.asked = asked
+
+    def forward(self, x):
+        return self.layers(x) * (2 if self.asked(self) else 3)
+
+
+class OwnTrain(Asking):
+    def train(self, mode=True):
+        self.factor = 2 if mode else 3
+        return super().train(mode)
+
+    def forward(self, x):
+        return self.layers(x) * self.factor
+
+
+class OwnProperty(Asking):
+    @property
+    def training(self):
+        return self.__dict__["training"]
+
+    @training.setter
+    def training(self, value):
+        self.__dict__["training"] = value
+
+
+def hooked():
+    model = Asking(lambda model: True)
+    model.layers.register_forward_hook(lambda module, inputs, output: output * (2 if module.training else 3))
+    return model
+
+
+class Stepwise(nn.Dropout):
+    def forward(self, x):
+        return x * 2 if self.training else x * 3
+
+
+def with_stepwise():
+    model = Asking(lambda model: True)
+    model.layers[3] = Stepwise()
+    return model
+
+
+def with_hook_on_dropout():
+    model = Asking(lambda model: True)
+    model.layers[2].register_forward_hook(lambda module, inputs, output: None)  # torch's own code, but no leaf module
+    return model
+
+
+MODELS_THAT_ASK = {
+    "its own": lambda: Asking(lambda model: model.training),
+    "by name": lambda: Asking(lambda model: getattr(model, "training", True)),
+    "of a leaf module": lambda: Asking(lambda model: model.layers[2].training),
+    "of a copy": lambda: Asking(lambda model: copy.deepcopy(model.layers[2]).training),
+    "in a hook": hooked,
+    "in a subclass of a leaf module": with_stepwise,
+    "in train()": lambda: OwnTrain(None),
+    "in a module of torch": with_hook_on_dropout,
+    "by a property": lambda: OwnProperty(lambda model: model.training),
+}
+
+
+@pytest.mark.parametrize("way", MODELS_THAT_ASK)
+def test_a_model_that_asks_for_its_mode_in_any_way_is_traced_in_both(way):
+    traced = trace(MODELS_THAT_ASK[way](), lambda size: (torch.randn(size, 8),), 4, Path("model.py"))
+    given = [arg for op in traced.operators for arg in op.kwargs.values() if isinstance(arg, ByMode)]
+    assert given in ([ByMode(2, 3)], [ByMode(True, False)])
+
+
+def test_a_model_that_does_not_ask_for_its_mode_is_exported_once(monkeypatch):
+    """Once for both modes; what its dropout and batch norm do in each is in their own module."""
+    exports = []
+    monkeypatch.setattr(tracing, "exported", lambda *args, **kwargs: exports.append(1) or exported(*args, **kwargs))
+    model = Asking(lambda model: True)
+    trace(model, lambda size: (torch.randn(size, 8),), 4, Path("model.py"))
+    assert len(exports) == 1
+    assert not hasattr(nn.Module, "training")
+    assert model.training
 
 
 def test_a_stage_that_sends_nothing_is_refused(tmp_path):
