@@ -29,7 +29,7 @@ _OTHER_FOLDER = "remove it, or name another folder with -o"
 _HEAD_BYTES = 4096  # first bytes of an artifact, which contain its format
 _PART_BYTES = 2**20  # that are read at a time
 PROCESS_REMEDY = "raise the limit on processes and threads: `ulimit -u 4096`, or pids.max of the container"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk, or of a limit such as `ulimit -f`
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk or quota
 
 
 def read_text(path: Path | str, remedy: str = "", *, may_be_pipe: bool = False) -> str:
@@ -196,6 +196,8 @@ def write_remedy(error: OSError) -> str:
         return PROCESS_REMEDY
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "raise the limit on open files, for example with `ulimit -n 4096`"
+    if error.errno == errno.EFBIG:
+        return "raise the limit on the size of files: `ulimit -f unlimited`"
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
         return f"{error.filename} is a file where a folder should be: move it, or name another place"
     return "free some space or use another folder" if error.errno in _FULL else "name another place"

@@ -33,7 +33,7 @@ from pdtool.machines import is_first_worker, is_worker
 from pdtool.options.declaration import common_fields, declared, read_options
 from pdtool.options.run_options import RunOptions, WorkerOptions
 from pdtool.schedule import gradient_delays
-from pdtool.units import counted, format_metric
+from pdtool.units import counted
 
 if TYPE_CHECKING:
     from pdtool.runtime.config import RunConfig
@@ -287,16 +287,7 @@ def check_run(asked: RunOptions, workers: int) -> None:
         what = "--resume does not say which run"
         raise UsageError(what, "pass its folder: --resume runs/NAME, or -o runs/NAME --resume")
     if resume is not None:
-        manifest = RunDir(resume).latest_checkpoint().manifest()
-        done, target = manifest.epoch, asked.target
-        if done >= asked.epochs:
-            raise UsageError(f"{resume} has already trained its {counted(done, 'epoch')}", "pass a larger --epochs")
-        if target and target.metric in manifest.metrics and target.is_reached(manifest.metrics):
-            reached = f"{target.metric} is {format_metric(manifest.metrics[target.metric])} after epoch {done}"
-            raise UsageError(
-                f"{resume} has already reached --target '{target}': {reached}",
-                "pass another --target, or --target none",
-            )
+        RunDir(resume).check_unfinished(asked.epochs, asked.target)
     is_one_by_one = asked.nnodes > 1 or is_worker(os.environ)
     if output is None and is_one_by_one and (resume is None or not RunDir(resume).checkpoints_folder.is_dir()):
         raise UsageError(

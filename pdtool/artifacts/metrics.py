@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pdtool.artifacts.artifact import FrozenModel
 from pdtool.artifacts.fields import Number, first_fault
 from pdtool.errors import ArtifactError, PdtoolError
-from pdtool.files import PROCESS_REMEDY, replacing
+from pdtool.files import PROCESS_REMEDY, replacing, write_remedy
 
 _POLL_S = 0.1
 _FLUSH_S = 0.1  # between writes, if updates take less
@@ -133,7 +133,7 @@ class MetricsLog:
         except OSError as error:
             with suppress(OSError):
                 self._file.close()  # else `close` would try to write the rest, and raise over this error
-            raise PdtoolError(f"{self._path} cannot be written ({error.strerror})", "free some space") from error
+            raise PdtoolError(f"{self._path} cannot be written ({error.strerror})", write_remedy(error)) from error
         self._flushed_s = time.perf_counter()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -11,7 +12,8 @@ from pdtool.artifacts.artifact import Artifact, FrozenModel
 from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.fields import Bytes, Count, Figure, FigureBytes, Label, Number, Seconds, Title
 from pdtool.artifacts.plan import Predicted
-from pdtool.errors import FieldError
+from pdtool.errors import ArtifactError, FieldError
+from pdtool.files import quoted
 from pdtool.units import counted
 
 Factor = Annotated[float, Field(ge=1, le=1e9, allow_inf_nan=False)]
@@ -136,6 +138,10 @@ class Report(Artifact):
     def is_crowded(self) -> bool:
         """Whether there were more computing workers than cores."""
         return self.cores is not None and self.local_workers is not None and self.local_workers > self.cores
+
+    @classmethod
+    def _rewritable(cls, path: Path | str, what: str, *, or_else: str = "", field: str = "") -> ArtifactError:
+        return ArtifactError(path, what, f"to show the run without it: `rm {quoted(path)}`", field=field)
 
 
 class EmulatedPlan(FrozenModel):

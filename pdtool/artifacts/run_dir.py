@@ -38,6 +38,8 @@ from pdtool.artifacts.report import Report
 from pdtool.errors import ArtifactError, PdtoolError, UsageError
 from pdtool.files import check_no_link, open_in_place, quoted
 from pdtool.machines import Machines
+from pdtool.options.target import Target
+from pdtool.units import counted, format_metric
 
 UNWRITABLE = (OSError, PdtoolError)  # of a full disk, say: a failed record must not end a run
 _FLOCK = struct.Struct("@hhqqi")  # struct flock of Linux: type, whence, start, length, process
@@ -399,6 +401,23 @@ class RunDir:
         raise UsageError(
             what, "name the folder of a run that has finished an epoch, after which it writes its first checkpoint"
         )
+
+    def check_unfinished(self, epochs: int, target: Target | None) -> None:
+        """Check that there is something left to train; raises UsageError.
+
+        Args:
+            epochs: that are asked for, including those that are trained.
+        """
+        manifest = self.latest_checkpoint().manifest()
+        done = manifest.epoch
+        if done >= epochs:
+            raise UsageError(f"{self.path} has already trained its {counted(done, 'epoch')}", "pass a larger --epochs")
+        if target and target.metric in manifest.metrics and target.is_reached(manifest.metrics):
+            reached = f"{target.metric} is {format_metric(manifest.metrics[target.metric])} after epoch {done}"
+            raise UsageError(
+                f"{self.path} has already reached --target '{target}': {reached}",
+                "pass another --target, or --target none",
+            )
 
     def check_no_other_run(self, resumed: Path | None) -> None:
         """Check that a run may write here.

@@ -154,14 +154,14 @@ def show(*parts: RenderableType, err: bool = True) -> None:
     from rich.text import Text
 
     target = console(err=err)
-    with target.capture() as capture:
-        for part in parts:
-            words = _at_words(part) if isinstance(part, str) and target.is_terminal else part
-            target.print(words, soft_wrap=isinstance(part, (str, Text)), crop=False)
-    text = capture.get()
-    if not target.is_terminal:
-        text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
     with suppress(OSError) if err else nullcontext():
+        with target.capture() as capture:  # which flushes the stream
+            for part in parts:
+                words = _at_words(part) if isinstance(part, str) and target.is_terminal else part
+                target.print(words, soft_wrap=isinstance(part, (str, Text)), crop=False)
+        text = capture.get()
+        if not target.is_terminal:
+            text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
         click.echo(text, err=err, nl=False)
 
 

@@ -739,7 +739,12 @@ def test_bytes_may_be_written_with_an_exponent():
 
 @pytest.mark.parametrize("function", ["fsync", "replace"])
 @pytest.mark.parametrize(
-    ("number", "remedy"), [(errno.ENOSPC, "free some space"), (errno.EMFILE, "raise the limit on open files, .*ulimit")]
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "free some space"),
+        (errno.EMFILE, "raise the limit on open files, .*ulimit"),
+        (errno.EFBIG, "raise the limit on the size of files: `ulimit -f unlimited`"),
+    ],
 )
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(function, number, remedy, tmp_path, monkeypatch):
     path = tmp_path / "profile.json"

@@ -58,6 +58,15 @@ def test_how_a_run_ended_and_how_to_go_on(folder: Folder, run: Path, changes: di
     ]
 
 
+def test_a_run_is_shown_without_a_damaged_report_if_that_is_removed(folder: Folder, run: Path) -> None:
+    samples.report().save(run / "report.json")
+    folder.write("runs/a/report.json", (run / "report.json").read_text(encoding="utf-8")[:500])
+    stderr = folder.pdtool("show", "runs/a", code=3).stderr
+    assert stderr.endswith("; to show the run without it: `rm runs/a/report.json`\n")
+    (run / "report.json").unlink()
+    assert shown(folder)[0] == "net: 1-1, schedule 1f1b, 4 epochs in all"
+
+
 def test_a_run_that_failed_after_its_last_epoch_is_not_to_be_resumed(folder: Folder, run: Path) -> None:
     """As by a full disk: a resume would be refused."""
     last = shown(folder, end="failed", reason="report.json could not be written", epochs_done=4)[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 import samples
@@ -43,6 +44,17 @@ def test_a_note_that_cannot_be_written_ends_nothing(monkeypatch):
 
     monkeypatch.setattr("click.echo", full)
     terminal.note("epoch 1")
+
+
+def test_nor_does_a_table_after_it(monkeypatch):
+    """The console flushes the stream, and with it what the note left there."""
+    full = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", full)
+        terminal.note("epoch 1")
+        terminal.show("a table")
+    with suppress(OSError):
+        full.close()
 
 
 def test_a_process_without_stderr_is_told_nothing(monkeypatch):

@@ -54,7 +54,7 @@ PUBLIC = {
     "runtime.messages": "open_channels pinned routes stage_io",
     "runtime.stage": "averaging component kept_values losses optimizer pipeline_stage stage_replica tied_parameters",
     "runtime.worker": "checkpoint start_worker",
-    "options": "declaration plan_options run_options simulate_options values",
+    "options": "declaration plan_options run_options simulate_options target values",
     "schedule": "",  # what others use of it, the package itself names
 }
 

@@ -18,7 +18,7 @@ from launches import end, machines
 from test_run_nodes import ended, start
 
 from pdtool.artifacts.run_dir import RunDir
-from pdtool.errors import ArtifactError, PdtoolError, UsageError
+from pdtool.errors import ArtifactError, ModelError, PdtoolError, UsageError
 from pdtool.runtime import groups
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.groups import describe_differences
@@ -123,6 +123,32 @@ def test_a_run_does_not_train_over_one_that_ended_after_its_first_check(tmp_path
     with pytest.raises(UsageError, match="run already contains a run; continue it with --resume, or name"):
         launch(spec)
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_run_that_another_command_ended_is_not_resumed(tmp_path: Path) -> None:
+    """As when the last epoch ended after the first check: the report stays."""
+    spec = harness.job(tmp_path, CONV2, (1, 1), epochs=1)
+    launch(spec)
+    before = {path: path.read_bytes() for path in spec.out.rglob("*") if path.is_file()}
+    with pytest.raises(UsageError, match="run has already trained its 1 epoch; pass a larger --epochs"):
+        launch(replace(spec, resume=spec.out))
+    assert {path: path.read_bytes() for path in spec.out.rglob("*") if path.is_file()} == before
+
+
+def test_a_training_set_that_grows_is_refused_at_the_start_of_the_epoch(tmp_path: Path) -> None:
+    """A plain loop would train more minibatches, but the schedule of the run is made."""
+    grows = """
+class Growing:
+    def __init__(self, data): self.data, self.asked = data, 0
+    def __getitem__(self, index): self.asked += 1; return self.data[index % len(self.data)]
+    def __len__(self): return len(self.data) + (self.asked > len(self.data))
+fixed = dataset
+def dataset(split): return Growing(fixed(split)) if split == "train" else fixed(split)
+"""
+    spec = harness.job(tmp_path, replace(CONV2, model=CONV2.model + grows), (1, 1), epochs=2)
+    where = r"stage 0, replica 0\), at the start of epoch 2: model.py: "
+    with pytest.raises(ModelError, match=where + r"dataset\('train'\) has 27 samples in epoch 2, but 26 in epoch 1"):
+        launch(spec)
 
 
 def changed_model(spec: RunConfig, folder: Path) -> RunConfig:

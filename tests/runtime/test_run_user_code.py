@@ -1146,9 +1146,8 @@ def test_a_sampler_must_choose_as_many_samples_in_each_epoch(tmp_path):
     file = load(tmp_path, more="def sampler(data, epoch): return range(epoch)\n")
     plan = SimpleNamespace(batch_size=1)
     config = SimpleNamespace(plan=plan, steps=None, seed=0)
-    data = TrainingData(
-        config, file, {"train": DatasetSplit(9, Structure.of(()))}, lambda epoch: file.sampler(None, epoch)
-    )
+    splits = {"train": DatasetSplit(9, Structure.of(()))}
+    data = TrainingData(config, file, splits, lambda epoch: file.sampler(None, epoch), check_length=lambda epoch: None)
     assert data.order_of_epoch(1, 0) == [0]
     with pytest.raises(ModelError, match=r"^user.py: sampler\(\) gives 2 samples in epoch 2, but 1 in epoch 1; return"):
         data.order_of_epoch(2, 1)

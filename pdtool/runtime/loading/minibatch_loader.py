@@ -27,7 +27,14 @@ from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import Structure, dtype_of
 from pdtool.frontend.random_numbers import derive_seed, random_state_kept, seed_generators
 from pdtool.frontend.user_code import is_stream
-from pdtool.runtime.loading.minibatches import VALIDATION_PASS, DatasetSplit, Shape, shapes_of, tensors_of_target
+from pdtool.runtime.loading.minibatches import (
+    SAME_NUMBER,
+    VALIDATION_PASS,
+    DatasetSplit,
+    Shape,
+    shapes_of,
+    tensors_of_target,
+)
 from pdtool.units import counted, format_seconds
 
 
@@ -82,6 +89,13 @@ class MinibatchLoader:
         samples = self._described.samples if self._described else None
         self.load(range(min(batch_size, samples or batch_size)), 0, VALIDATION_PASS)
         self._stream.close()
+
+    def check_length(self, epoch: int) -> None:
+        """Check that the dataset is as long as it was when it was described; raises ModelError."""
+        samples = self.file.samples(self.data, self.where)
+        if self._described and samples != self._described.samples:
+            what = f"{self.where} has {samples} samples in epoch {epoch}, but {self._described.samples} in epoch 1"
+            raise self.file.error(what, SAME_NUMBER)
 
     def order_by_sampler(self, run_seed: int, epoch: int) -> list[int]:
         """Return the samples that the user's sampler() chooses for an epoch: a function of seed and epoch only.

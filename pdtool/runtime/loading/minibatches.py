@@ -18,6 +18,7 @@ from pdtool.frontend.random_numbers import derive_seed
 from pdtool.runtime.config import RunConfig
 
 NO_LENGTH = "dataset('train') is an IterableDataset without a length, so the length of an epoch is unknown"
+SAME_NUMBER = "return the same number in each epoch, as the run's schedule needs it"
 VALIDATION_PASS = 0  # over a stream: each validation reads the same pass
 Shape = tuple[tuple[int, ...], torch.dtype]
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -114,7 +115,8 @@ class TrainingData:
 
     Args:
         sampled: returns an epoch's samples, in order, if model.py has a sampler(); all workers call it together.
-        loads: whether this worker loads minibatches; others only need to know the number of samples in each.
+        check_length: if this worker loads minibatches, checks in an epoch that the training set is as long as before;
+            other workers only need to know the number of samples in each minibatch.
         loader_workers: number of its loader workers.
 
     Attributes:
@@ -133,10 +135,10 @@ class TrainingData:
         splits: Mapping[str, DatasetSplit],
         sampled: Callable[[int], Sequence[int]] | None,
         *,
-        loads: bool = True,
+        check_length: Callable[[int], None] | None = None,
         loader_workers: int = 0,
     ) -> None:
-        self.file, self.splits, self._loads, self.loader_workers = file, splits, loads, loader_workers
+        self.file, self.splits, self._check_length, self.loader_workers = file, splits, check_length, loader_workers
         self._seed, self._sampled = config.seed, sampled
         self._first_order = sampled(1) if sampled else None  # for its length; sampler() is called once for each epoch
         self._chosen = splits["train"].samples if self._first_order is None else len(self._first_order)
@@ -153,7 +155,7 @@ class TrainingData:
             trained: samples of all earlier epochs, for a stream that continues from epoch to epoch.
 
         Raises:
-            ModelError: sampler() chooses a different number of samples than in the first epoch.
+            ModelError: there are more or fewer samples than in the first epoch.
         """
         if self._sampled:
             order = self._first_order if epoch == 1 and self._first_order else self._sampled(epoch)
@@ -161,12 +163,15 @@ class TrainingData:
         elif self._chosen is None or self.splits["train"].is_stream:
             first = trained if self._epochs_go_on else 0
             return range(first, first + self.epoch_samples)
+        elif self._check_length:
+            self._check_length(epoch)
+            order = sample_order(self._seed, epoch, self._chosen)
         else:
-            order = sample_order(self._seed, epoch, self._chosen) if self._loads else range(self._chosen)
+            order = range(self._chosen)
         if len(order) != self._chosen:
             what = f"sampler() gives {len(order)} samples in epoch {epoch}, but {self._chosen} in epoch 1"
-            raise self.file.error(what, "return the same number in each epoch, as the run's schedule needs it")
-        return order[: self.epoch_samples] if self._loads else range(self.epoch_samples)
+            raise self.file.error(what, SAME_NUMBER)
+        return order[: self.epoch_samples] if self._check_length else range(self.epoch_samples)
 
     def data_pass(self, split: str, epoch: int, minibatches: Minibatches) -> DataPass:
         """Return an epoch of training ("train"), or the validation after it ("valid")."""

@@ -194,7 +194,8 @@ def open_data(config: RunConfig, place: Place, file: ModelFile) -> tuple[Trainin
         return broadcast(own, list[int], first_rank, "the order of the samples")
 
     sampler = sampled if file.has("sampler") else None
-    return TrainingData(config, file, splits, sampler, loads=bool(loaders), loader_workers=workers), source
+    check_length = loaders["train"].check_length if loaders else None
+    return TrainingData(config, file, splits, sampler, check_length=check_length, loader_workers=workers), source
 
 
 def _changed_by_updates(file: ModelFile) -> str:

@@ -211,6 +211,7 @@ class Worker:
     def _train_epoch(self, epoch: int) -> None:
         """Train an epoch, validate, and step learning-rate schedules of epochs."""
         meter, progress, samples = self._place.meter, self.progress, self._data.epoch_samples
+        Status.of_this_process.set(f"the start of epoch {epoch}")  # of a sampler() that fails or does not return
         order = self._data.order_of_epoch(epoch, sum(progress.samples))
         minibatches = Minibatches(order, self._config.plan.batch_size)
         start_s = time.perf_counter()
