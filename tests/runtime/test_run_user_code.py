@@ -627,6 +627,62 @@ def test_samples_that_cannot_be_chosen_are_refused(tmp_path, returned, match):
         loader.order_by_sampler(0, 2)
 
 
+TARGETS = {  # of the first sample and of later ones; None: the order of its keys is no difference
+    "another order": ("{'u': y, 'v': 2 * y}", "{'v': 2 * y, 'u': y}", None),
+    "None elsewhere": (
+        "{'hard': y, 'soft': None}",
+        "{'hard': None, 'soft': y}",
+        r"dict \(target.hard: None, target.soft: Tensor\), but its first sample dict \(target.hard: Tensor",
+    ),
+    "another key": (
+        "{'colour': y}",
+        "{'shape': y}",
+        r"dict \(target.shape: Tensor\), but its first sample dict \(target.c",
+    ),
+    "another class": (
+        "Hard(y)",
+        "Soft(y)",
+        r"Soft \(target.y: Tensor\), but its first sample Hard \(target.y: Tensor\)",
+    ),
+    "nested otherwise": (
+        "([y], [y, y])",
+        "([y, y], [y])",
+        r"tuple \(target.0.0: Tensor, target.0.1: Tensor, target.1.0",
+    ),
+    "a number": ("y", "1.0", r"a target float, but its first sample Tensor"),
+    "a number in a list": (
+        "[1, y]",
+        "[torch.ones(len(samples), dtype=torch.int64), y]",
+        r"target.0: Tensor, .* \(target.0: int",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_target_has_the_structure_of_the_first_samples(tmp_path, kind):
+    """Tensors of the same shapes under other keys would reach loss() under the first sample's."""
+    first, later, message = TARGETS[kind]
+    classes = (
+        "import dataclasses\n@dataclasses.dataclass\nclass Hard: y: torch.Tensor\n"
+        "@dataclasses.dataclass\nclass Soft: y: torch.Tensor\n"
+    )
+    collate = (
+        "def collate(samples):\n"
+        "    y = torch.tensor([float(s['label']) for s in samples], dtype=torch.float64)\n"
+        f"    return torch.stack([s['image'] for s in samples]), ({first} if len(samples) == 1 else {later})\n"
+    )
+    loader = MinibatchLoader(
+        load(tmp_path, "return {'image': torch.ones(2), 'label': i}", more=classes + collate), "train", INPUTS
+    )
+    split = loader.describe()
+    if message is None:
+        target = split.unflatten(loader.load([1, 3], 1)[1])
+        assert (target["u"].tolist(), target["v"].tolist()) == ([1.0, 3.0], [2.0, 6.0])
+        return
+    with pytest.raises(ModelError, match=message):
+        loader.load([1, 3], 1)
+
+
 def test_numbers_in_a_target_reach_the_loss_as_numbers(tmp_path):
     numbers = "{'count': len(samples), 'scale': 0.1, 'last': samples[-1]['label'] == 3}"
     loader = collated(tmp_path, target=f"(torch.tensor([s['label'] for s in samples]), {numbers})")

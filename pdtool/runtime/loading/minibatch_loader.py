@@ -32,6 +32,7 @@ from pdtool.runtime.loading.minibatches import (
     VALIDATION_PASS,
     DatasetSplit,
     Shape,
+    outline,
     shapes_of,
     tensors_of_target,
 )
@@ -163,9 +164,12 @@ class MinibatchLoader:
 
     def _check_target(self, target: Any, samples: int) -> list[Any]:
         """Return the tensors of a minibatch's target, [samples, ...] each as those of one sample are [1, ...]."""
-        leaves = tensors_of_target(target, samples)
         if self._described is None:
-            return leaves
+            return tensors_of_target(target, samples)
+        try:
+            leaves, has_structure = self._described.flatten(target, samples), True
+        except ValueError:
+            leaves, has_structure = tensors_of_target(target, samples), False
         expected = [((samples, *shape[1:]), dtype) for shape, dtype in self._described.shapes]
         loaded = shapes_of(leaves)
         if loaded != expected:
@@ -173,6 +177,11 @@ class MinibatchLoader:
             raise self.file.error(
                 f"{given}, not {_shapes(expected)}", "give targets one row per sample, and pad to a fixed length"
             )
+        if not has_structure:
+            what = (
+                f"{self.where} gives a target {outline(target)}, but its first sample {outline(self._described.target)}"
+            )
+            raise self.file.error(what, "give all targets the same containers and keys, and None in the same places")
         return leaves
 
 

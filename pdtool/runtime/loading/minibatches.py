@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from pdtool.errors import ModelError, UsageError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.model_io import Structure, register_containers
+from pdtool.frontend.model_io import Structure, named_leaves, register_containers
 from pdtool.frontend.random_numbers import derive_seed
 from pdtool.runtime.config import RunConfig
 
@@ -52,6 +52,22 @@ class DatasetSplit:
     def shapes(self) -> list[Shape]:
         """Shape and dtype of each of these tensors."""
         return shapes_of(self.leaves)
+
+    def flatten(self, target: Any, samples: int) -> list[Any]:
+        """Return the tensors of a target with this structure, [samples, ...] each, as `tensors_of_target` does.
+
+        Raises:
+            ValueError: it has other containers, keys, numbers or None.
+        """
+        if isinstance(self.target, Tensor) and isinstance(target, Tensor):
+            return [target]
+        register_containers(target)
+        flat, structure = self._flat
+        found = structure.flatten_up_to(target)  # a dict's keys may be in another order
+        for described, leaf in zip(flat, found, strict=True):
+            if not (isinstance(leaf, Tensor) and isinstance(described, Tensor)) and type(leaf) is not type(described):
+                raise ValueError(f"a part is of type {type(leaf)}, not {type(described)}")
+        return [_in_tensor(leaf, samples) for leaf in found if leaf is not None]
 
     def unflatten(self, leaves: Sequence[Tensor]) -> Any:
         """Return a target as the user's loss takes it, from its tensors, [samples, ...] each."""
@@ -229,6 +245,17 @@ def tensors_of_target(target: Any, samples: int) -> list[Any]:
         return [target]
     register_containers(target)
     return [_in_tensor(leaf, samples) for leaf in tree_leaves(target) if leaf is not None]
+
+
+def outline(target: Any) -> str:
+    """Return a target's class and parts for a message: `dict (target.hard: Tensor, target.soft: None)`."""
+    register_containers(target)
+    parts = ", ".join(f"{name}: {_type_name(leaf)}" for name, leaf in named_leaves(target, "target"))
+    return _type_name(target) if parts.startswith("target:") else f"{_type_name(target)} ({parts})"
+
+
+def _type_name(value: Any) -> str:
+    return "None" if value is None else type(value).__name__
 
 
 def _in_tensor(leaf: Any, samples: int) -> Any:
