@@ -193,8 +193,7 @@ def check_user_functions(
         if has("dataset") and has("loss"):
             check_outputs_only(model_file, bundle, texts, outputs)
             _check_validation(model_file, bundle, build())
-        if has("after_update"):
-            _check_after_update(model_file, bundle)
+        _check_constants(model_file, bundle)
         if (bundle.tied or plan.chunks > 1) and all(map(has, ("loss", "dataset", "optimizer"))):
             _check_repeated_calls(model_file, bundle)
     _prove_update(model_file, bundle, build)
@@ -376,38 +375,89 @@ def _validate(model_file: ModelFile, model: nn.Module, batch_size: int) -> None:
             validate("valid", batch_size)
 
 
-def _check_after_update(model_file: ModelFile, bundle: Bundle) -> None:
-    """Check that after_update() changes nothing that forward reads besides parameters and buffers, such as `layer.p`.
+def _check_constants(model_file: ModelFile, bundle: Bundle) -> None:
+    """Check that no function that training calls changes what forward reads besides parameters and buffers, such as
+    `layer.p`, as far as that is not found by reading the file.
 
     Raises:
-        ModelError: it does, but stages have a constant in its place.
+        ModelError: one does, but stages have a constant in its place.
     """
     model = model_file.build()  # the newest one, to which variables of model.py refer
+    of_model = any(map(_holds_module, vars(model_file.module).values()))
+    functions = [name for name in _CALLS if model_file.has(name) and (of_model or name == "after_update")]
+    overridden = [m for m in model.modules() if "train" in vars(m) or type(m).train is not nn.Module.train]
+    if not (functions or overridden):
+        return
     inputs = model_file.example_inputs(min(bundle.batch_size, VERIFIED_SAMPLES))
-    if tried(partial(_after_update_changes_outputs, model_file, model, inputs), model.parameters()):
-        raise model_file.error_in(
-            "after_update",
-            "after_update() changes a value that forward reads and that is neither a parameter nor a buffer, but "
-            "stages keep it as a constant",
-            "keep it in a buffer that forward changes",
-        )
+    changing = tried(partial(_changes_outputs, model_file, model, inputs, functions), model.parameters())
+    if changing:
+        what = f"{changing}() changes a value that forward reads and that is neither a parameter nor a buffer, but "
+        what, remedy = f"{what}stages keep it as a constant", "keep it in a buffer that forward changes"
+        if model_file.has(changing):
+            raise model_file.error_in(changing, what, remedy)
+        raise model_file.error(what, remedy)
 
 
-def _after_update_changes_outputs(model_file: ModelFile, model: nn.Module, inputs: ModelInputs) -> bool:
-    """Whether after_update() changes the model's outputs, apart from parameters and buffers.
+def _holds_module(value: Any) -> bool:
+    """Whether a variable of the file is a module, or a container with one."""
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else [value]
+    return any(isinstance(each, nn.Module) for each in held)
 
-    It is called for the first updates, with copies of the parameters and gradients of zero.
-    """
-    outputs = partial(outputs_in_both_modes, model, inputs)
-    with suppress(ModelFailedError):  # such as a minibatch that is too small
+
+def _changes_outputs(model_file: ModelFile, model: nn.Module, inputs: ModelInputs, functions: Sequence[str]) -> str:
+    """Return the first of these functions that changes the model's outputs, apart from parameters and buffers; `train`
+    if putting the model into a mode does; "" if none does."""
+
+    def outputs() -> Any:
         with state_kept(model):
-            before = outputs()
-            parameters = _copied_parameters(model)
-            with suppress(Exception):  # the proof of the update tells
-                for update in range(1, TRIED_UPDATES + 1):
-                    model_file.after_update(parameters, update)
-        return not has_same_content(before, outputs())
-    return False
+            return outputs_in_both_modes(model, inputs)
+
+    with suppress(ModelFailedError):  # such as a minibatch that is too small
+        before = outputs()
+        if not has_same_content(before, outputs()):
+            return "train"
+        for function in functions:
+            with state_kept(model), suppress(Exception):  # the proof of the update, and others, tell
+                _CALLS[function](model_file, model)
+            if not has_same_content(before, outputs()):
+                return function
+    return ""
+
+
+def _call_sampler(model_file: ModelFile, model: nn.Module) -> None:
+    for epoch in (1, 2):
+        model_file.sampler(model_file.training_set(), epoch)
+
+
+def _call_loss(model_file: ModelFile, model: nn.Module) -> None:
+    for _ in range(2):
+        _validate(model_file, model, VERIFIED_SAMPLES)
+
+
+def _call_after_update(model_file: ModelFile, model: nn.Module) -> None:
+    """Call it for the first updates, with copies of the parameters and gradients of zero."""
+    parameters = _copied_parameters(model)
+    for update in range(1, TRIED_UPDATES + 1):
+        model_file.after_update(parameters, update)
+
+
+def _call_optimizer(model_file: ModelFile, model: nn.Module, *, schedules: bool = False) -> None:
+    """Call its step, and that of its schedule, with copies of the parameters and gradients of zero."""
+    optimizer = model_file.optimizer(_copied_parameters(model))
+    scheduler: Any = model_file.scheduler(optimizer, TRIED_UPDATES) if schedules else None
+    for _ in range(2):
+        optimizer.step()
+        if scheduler:
+            scheduler.step(*([1.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
+
+
+_CALLS: dict[str, Callable[[ModelFile, nn.Module], None]] = {
+    "sampler": _call_sampler,
+    "loss": _call_loss,
+    "optimizer": _call_optimizer,
+    "scheduler": partial(_call_optimizer, schedules=True),
+    "after_update": _call_after_update,
+}
 
 
 def _copied_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -367,6 +367,57 @@ def test_a_change_in_place_carries_a_value_too(statement, variable, tmp_path):
     assert found == ({variable} if variable else set())
 
 
+WARM = """
+NET, build = [], model
+def model():
+    NET[:] = [build()]
+    return NET[0]
+def warm():
+    for module in NET[-1].modules():
+        if isinstance(module, Part):
+            module.factor *= 1.5
+"""
+WARMED = {  # where reading the file does not show that the model's number changes
+    "sampler": "def sampler(dataset, epoch):\n    warm()\n    return list(range(len(dataset)))\n",
+    "loss": "def loss(output, target):\n    warm()\n    return nn.functional.cross_entropy(output, target)\n",
+    "optimizer": "made = optimizer\ndef optimizer(named):\n    of = made(named)\n"
+    "    of.register_step_post_hook(lambda *_: warm())\n    return of\n",
+    "scheduler": "def scheduler(optimizer, updates):\n    def rate(update):\n        warm()\n        return 1.0\n"
+    "    return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)\n",
+    "after_update": "def after_update(named_parameters, update):\n    warm()\n",
+    "train": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.epoch = build(), 0
+    def train(self, mode=True):
+        self.epoch += mode
+        return super().train(mode)
+    def forward(self, x):
+        return self.net(x) * (1 + 0.1 * self.epoch)
+def model():
+    return Net()
+""",
+}
+
+
+@pytest.mark.parametrize("function", WARMED)
+def test_no_function_of_training_changes_a_number_that_forward_reads(function, tmp_path):
+    parts = {"init": "self.factor = 1.0", "forward": "return h * self.factor", "after": WARM + WARMED[function]}
+    message = rf"model\.py:.* {function}\(\) changes a value that forward reads .* but stages keep it as a constant"
+    with pytest.raises(ModelError, match=message):
+        generated(tmp_path, in_flight=1, **parts)
+
+
+def test_what_they_change_of_the_model_elsewhere_is_no_matter(tmp_path):
+    parts = {
+        "init": "self.factor = 1.0",
+        "forward": "return torch.tanh(h)",
+        "after": WARM + "".join([*WARMED.values()][:-1]),
+    }
+    generated(tmp_path, **parts)
+
+
 def test_optimizer_may_set_what_forward_does_not_read(tmp_path):
     """Other keys of a common table, a setting of torch, or what is frozen."""
     after = """

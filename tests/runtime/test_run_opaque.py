@@ -69,12 +69,14 @@ def test_sizes_that_depend_on_the_samples_are_refused(tmp_path: Path) -> None:
         ([["batch", "batch+5"]], [(4, 8)], False),
         ([["7*batch-1", 8]], [(3, 8)], True),  # nobody knows how many samples these are
         ([["batch", None]], [(3, 99)], True),
-        ([["batch", 8]], [(3, 8), (3, 8)], True),  # of another mode, perhaps
+        ([["batch", 8]], [(3, 8, 8)], True),  # of another mode, perhaps
+        ([["batch", 8]], [(3, 8), (3, 8)], False),  # the second is None in the trace
+        ([["batch", 8], ["batch", 8]], [(3, 8)], False),
         ([["batch", 8], ["batch+1"]], [(3, 8), (9,)], True),  # as many as were chosen, which is free
         ([[8], ["batch"]], [(7,), (4,)], False),
     ],
 )
 def test_the_shapes_of_a_call(dims: list, shapes: list, fits: bool) -> None:
-    bundle = samples.bundle().model_copy(update={"opaque_outputs": {"net": ((), tuple(map(tuple, dims)))}})
+    bundle = samples.bundle().model_copy(update={"opaque_outputs": {"net": (tuple(map(tuple, dims)),)}})
     assert bundle.fits_opaque("net", shapes) == fits
     assert bundle.fits_opaque("other", shapes)
