@@ -117,6 +117,11 @@ def takes_whole_tables(config: pytest.Config) -> bool:
     return "PDTOOL_ALL_ROWS" in os.environ or bool(config.option.keyword) or any("::" in a for a in config.args)
 
 
+def of_the_day(count: int, *, days: int) -> range:
+    """The seeds of a law to try today, of so many: all of them in so many days, or where all rows are asked for."""
+    return range(count) if "PDTOOL_ALL_ROWS" in os.environ else range(DAY % days, count, days)
+
+
 def pytest_collection_finish() -> None:
     """Where tests run workers, those of `pdtool run` come from the same fork server: it imports all they need once.
 

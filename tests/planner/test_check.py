@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import DAY
+from conftest import of_the_day
 from graphs import chain, plan_of, random_cluster, random_profile, with_nodes
 from reference.local_search import LocalSearch
 from reference.reference_cost import Division, ReferenceCost
@@ -172,7 +172,7 @@ def test_a_plan_whose_schedule_has_no_formulas_fits_or_there_is_none(schedule):
 def test_check_and_simulate_find_what_a_fresh_plan_says_whatever_was_asked_for():
     """Of strategies, schedules, workers, replicas and message formats: one figure for one thing."""
     seen = set()
-    for seed in range(DAY % 3, 90, 3):
+    for seed in of_the_day(90, days=3):
         rng = random.Random(seed)
         profile, cluster, _ = random_question(seed)
         wire_dtype = rng.choice(["fp32", "bf16"])

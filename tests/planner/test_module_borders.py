@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from conftest import DAY
+from conftest import of_the_day
 from graphs import chain, random_profile, with_nodes
 
 from pdtool.artifacts.cluster import make_cluster
@@ -61,7 +61,7 @@ def test_modules_are_counted_at_any_depth():
 
 def test_any_plan_keeps_its_margin_and_divides_no_more_modules():
     moved_plans = 0
-    for seed in {*range(DAY % 8, 92, 8), 60, 90}:  # where borders do move
+    for seed in {*of_the_day(92, days=8), 60, 90}:  # where borders do move
         rng = random.Random(seed)
         profile = random_profile(rng, rng.randint(4, 10))
         cluster = make_cluster(

@@ -1,13 +1,12 @@
 """Law 4: the search finds what brute force finds, and nothing that a person writes is better under the same cost."""
 
-import os
 import random
 import re
 from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from conftest import DAY
+from conftest import of_the_day
 from graphs import chain, profile_of, random_cluster, random_profile, with_nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -291,7 +290,7 @@ def test_too_little_memory_says_what_lacks_and_what_would_do():
 def test_the_memory_that_a_refusal_names_is_enough(schedule):
     """2bw named the memory of a plan for 1f1b, and was refused once more."""
     refused = 0
-    for seed in range(20) if "PDTOOL_ALL_ROWS" in os.environ else range(DAY % 2, 20, 2):
+    for seed in of_the_day(20, days=2):
         profile, cluster = random_profile(random.Random(seed), 6), make_cluster((2,), (FAST,))
         kind = SCHEDULES[schedule]
         options = PlanOptions(schedule=schedule, microbatches=4 if kind.flushes else 1)

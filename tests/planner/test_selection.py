@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 from dataclasses import replace
 from functools import cache
@@ -11,7 +10,7 @@ from functools import cache
 import bench_choice
 import pytest
 from bench_choice import MAX_LOSS, compared
-from conftest import DAY
+from conftest import of_the_day
 from graphs import chain, random_profile, with_nodes
 
 from pdtool.artifacts.cluster import make_cluster
@@ -32,7 +31,7 @@ from pdtool.planner.simulator.job import SimulationJob
 from pdtool.schedule import ExecutionConfig
 
 MARGIN = PlanOptions().simplest
-SEEDS = range(40) if "PDTOOL_ALL_ROWS" in os.environ else range(DAY % 6, 40, 6)
+SEEDS = of_the_day(40, days=6)
 WINDOW = 1.01  # a simulation sees some 32 minibatches of its steady state; the first and the last may be early or late
 
 
