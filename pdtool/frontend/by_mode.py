@@ -16,6 +16,7 @@ from difflib import SequenceMatcher
 from functools import partial
 from itertools import takewhile
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +44,12 @@ def asks_for_mode(model: nn.Module) -> Iterator[Callable[[], bool]]:
         or isinstance(m, torch.jit.ScriptModule)
         for m in model.modules()
     )
+    if unusual:
+        yield lambda: True
+        return
     mode = _Mode(leaves)
-    nn.Module.training = mode  # type: ignore[assignment]
-    try:
-        yield lambda: unusual or mode.was_asked_for
-    finally:
-        del nn.Module.training
+    with patch.object(nn.Module, "training", mode, create=True):
+        yield lambda: mode.was_asked_for
 
 
 class _Mode:

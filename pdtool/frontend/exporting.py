@@ -33,7 +33,7 @@ from pdtool.errors import TraceError
 from pdtool.frontend.leaf_calls import attributes_restored, calls
 from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.model_io import LEAVES, ModelInputs, named_leaves, register_containers
-from pdtool.frontend.opaque_modules import untraceable_refused
+from pdtool.frontend.opaque_modules import caught_errors_raised, untraceable_refused
 from pdtool.frontend.user_code import defaults_kept, description
 
 _DIVIDING = (torch.chunk, Tensor.chunk, torch.split, Tensor.split)
@@ -89,6 +89,7 @@ def _traceable() -> Iterator[None]:
         defaults_kept("forward"),
         _quiet(),
         untraceable_refused(),
+        caught_errors_raised(),
         # Checks of values that change no result: whether a mask is causal, and whether a distribution's are valid.
         patch.object(transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: bool(is_causal)),
         patch.object(Distribution, "_validate_args", False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import random
 import re
 import sys
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointFunction
 
 from pdtool.errors import TraceError
@@ -26,6 +28,7 @@ from pdtool.frontend.leaf_modules import is_leaf
 from pdtool.frontend.model_rules import hook_on_parameter
 from pdtool.frontend.user_code import line_of
 
+_TORCH = f"{os.path.dirname(torch.__file__)}/"
 _USES_DATA = re.compile(r"\.data\b(?!\s*\()")
 _DRAWING = "random randint randrange uniform choice choices sample shuffle gauss getrandbits"
 _DRAWING_NUMPY = "rand randn random randint uniform normal choice permutation shuffle binomial"
@@ -147,6 +150,27 @@ def untraceable_refused() -> Iterator[None]:
             what = "forward uses Python's random numbers, which tracing would turn into constants"
             remedy = "draw into a tensor with torch's generator, or move the call into a module of its own"
             raise TraceError(what, remedy)
+
+
+@contextmanager
+def caught_errors_raised() -> Iterator[None]:
+    """Raise at the end the error about a value that a trace does not have, if code outside torch has caught it.
+
+    In `try: if x.max() > 2: ...`, the trace would otherwise always take the way of the `except`.
+    """
+    made: list[BaseException] = []
+    make = ShapeEnv._make_data_dependent_error
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        made.append(make(*args, **kwargs))
+        return made[-1]
+
+    with patch.object(ShapeEnv, "_make_data_dependent_error", recorded):
+        yield
+    for error in made:
+        trace = error.__traceback__  # which begins where it was caught
+        if trace and not trace.tb_frame.f_code.co_filename.startswith(_TORCH):
+            raise error
 
 
 def _refusing(name: str, unless_by_torch: Callable[..., Any] | None = None) -> Callable[..., Any]:

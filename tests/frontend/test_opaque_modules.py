@@ -45,6 +45,34 @@ OPAQUE = {
 }
 
 
+CATCHING = """
+import torch
+from torch import nn
+
+class Clipped(nn.Module):
+    def forward(self, x):
+        try:
+            if x.max().item() > 2.2:
+                x = x * 0.1
+        except Exception:
+            pass
+        return x
+
+def model():
+    return nn.Sequential(nn.Linear(8, 8), Clipped(), nn.Linear(8, 8))
+
+def example_inputs(n):
+    return torch.zeros(n, 8)
+"""
+
+
+def test_an_error_of_the_trace_that_forward_catches_makes_it_opaque_too(tmp_path):
+    """The trace would be without the branch, and the zeros of the example would not show it."""
+    (tmp_path / "model.py").write_text(CATCHING)
+    file = ModelFile.load(ModelRef(source=str(tmp_path / "model.py")), trusted=True)
+    assert set(trace_file(file, file.build(), 4).opaque) == {"1"}
+
+
 SEEDING = """
 import torch
 from torch import nn, manual_seed as from_torch
