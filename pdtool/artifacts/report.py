@@ -141,6 +141,8 @@ class Report(Artifact):
 
     @classmethod
     def _rewritable(cls, path: Path | str, what: str, *, or_else: str = "", field: str = "") -> ArtifactError:
+        if field == "format":  # of a newer pdtool
+            return super()._rewritable(path, what, or_else=or_else, field=field)
         return ArtifactError(path, what, f"to show the run without it: `rm {quoted(path)}`", field=field)
 
 

@@ -402,8 +402,8 @@ class RunDir:
             what, "name the folder of a run that has finished an epoch, after which it writes its first checkpoint"
         )
 
-    def check_unfinished(self, epochs: int, target: Target | None) -> None:
-        """Check that there is something left to train; raises UsageError.
+    def check_unfinished(self, epochs: int, target: Target | None) -> int:
+        """Check that there is something left to train, and return the epochs that are trained; raises UsageError.
 
         Args:
             epochs: that are asked for, including those that are trained.
@@ -418,6 +418,7 @@ class RunDir:
                 f"{self.path} has already reached --target '{target}': {reached}",
                 "pass another --target, or --target none",
             )
+        return done
 
     def check_no_other_run(self, resumed: Path | None) -> None:
         """Check that a run may write here.

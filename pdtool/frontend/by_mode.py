@@ -7,14 +7,13 @@ sequences (`Branch`). Operators of the two modes are the same if they stand in t
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import partial
 from itertools import takewhile
+from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -22,48 +21,54 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pdtool.frontend.leaf_modules import is_leaf
+from pdtool.frontend.leaf_calls import running
 from pdtool.frontend.operators import Branch, ByMode, Operator, State, Traced, Value, unique_name
 
 TRAINING, EVALUATION = 0, 1  # a mode, as an index
-_TORCH_MODULES, _TORCH_FX = (f"{os.path.dirname(torch.__file__)}/{folder}/" for folder in ("nn/modules", "fx"))
 
 
 @contextmanager
 def asks_for_mode(model: nn.Module) -> Iterator[Callable[[], bool]]:
     """Yield a function that says whether the model may have asked for its mode since then.
 
-    It may have if code read `training` of a module. If it has not, it has the same operators in both modes: each leaf
-    module reads its own `training`, and is one operator anyway.
+    It may have if code read `training` of a module, except in a leaf module that is one operator in both modes. If it
+    has not, it has the same operators in both.
     """
-    leaves = {id(module) for module in model.modules() if is_leaf(module)}
-    # `train()` may do more than set `training`, which may be a property, and TorchScript reads it outside Python.
-    unusual = any(
-        hasattr(type(m), "training")
-        or getattr(m.train, "__func__", None) is not nn.Module.train
-        or isinstance(m, torch.jit.ScriptModule)
-        for m in model.modules()
-    )
-    if unusual:
+    if any(map(_has_unusual_mode, model.modules())) or nn.Module.train.__module__ != nn.Module.__module__:
         yield lambda: True
         return
-    mode = _Mode(leaves)
+    mode = _Mode({type(module) for module in model.modules()})
     with patch.object(nn.Module, "training", mode, create=True):
         yield lambda: mode.was_asked_for
 
 
-class _Mode:
-    """Takes the place of `training` of all modules, and notes that it was read."""
+def _has_unusual_mode(module: nn.Module) -> bool:
+    """Whether the mode may be read, or do something, where `_Mode` does not see it: train() may do more than set
+    `training`, which may be a property, or be read from `__dict__`. TorchScript reads it outside Python."""
+    kind = type(module)
+    own = [vars(base).values() for base in kind.__mro__ if base.__module__.partition(".")[0] != "torch"]
+    codes = [value.__code__ for values in own for value in values if isinstance(value, FunctionType)]
+    return (
+        hasattr(kind, "training")
+        or getattr(module.train, "__func__", None) is not nn.Module.train
+        or kind.__setattr__ is not nn.Module.__setattr__
+        or kind.__getattribute__ is not object.__getattribute__
+        or any("training" in code.co_consts or "__dict__" in code.co_names or "vars" in code.co_names for code in codes)
+        or isinstance(module, torch.jit.ScriptModule)
+    )
 
-    def __init__(self, leaves: set[int]) -> None:
-        self._leaves, self.was_asked_for = leaves, False
+
+class _Mode:
+    """Takes the place of `training` of all modules, and notes that it was read of one of these classes."""
+
+    def __init__(self, kinds: set[type]) -> None:
+        self._kinds, self.was_asked_for = kinds, False
 
     def __get__(self, module: nn.Module | None, owner: type) -> bool:
         if module is None:
             raise AttributeError("training")  # as of the class, which has none
-        file = sys._getframe(1).f_code.co_filename
-        by_itself = id(module) in self._leaves and file.startswith(_TORCH_MODULES)
-        self.was_asked_for |= not by_itself and not file.startswith(_TORCH_FX)  # which copies it into new modules
+        if type(module) in self._kinds and not running:
+            self.was_asked_for = True
         try:
             return bool(vars(module)["training"])
         except KeyError:

@@ -86,6 +86,7 @@ class LeafCall:
 
 
 calls: list[LeafCall] = []  # of the export that is running; `number` below is an index into it
+running: list[str] = []  # path of the leaf module whose own forward runs now, as one operator
 
 
 def _leaf_meta(number: int, tensors: list[Tensor]) -> list[Tensor]:
@@ -98,11 +99,14 @@ def _leaf_meta(number: int, tensors: list[Tensor]) -> list[Tensor]:
         return [torch.empty_like(output) for output in call.outputs]
     remaining = iter(tensors)
     args, kwargs = pytree.tree_map_only(Tensor, lambda _: next(remaining), call.arguments)
+    running.extend([call.path] * (call.function is None))
     try:
         result = call.forward(*args, **kwargs)
     except Exception:
         with torch.device("meta"):  # also for tensors that it makes
             result = call.forward(*args, **kwargs)
+    finally:
+        running.clear()
     call.result, outputs = _indexed(result)
     call.outputs = [o.clone() if any(o is t for t in tensors) else o for o in outputs]
     return call.outputs

@@ -183,15 +183,15 @@ class _Tracer:
         return replace(merged, together=operators_sharing_state(merged))
 
     def _merged(self, opaque: Collection[str], *, functional: bool) -> Traced:
-        with asks_for_mode(self.model) as asked:
-            training = self._read(True, opaque, functional=functional)
-        if not (opaque or asked()):
+        training, asked = self._read(True, opaque, functional=functional)
+        if not (opaque or asked):
             with single_operators(self.model):
                 if keeps_no_fake_tensor(self.model, self.example(self.batch_size)):
                     return training  # which is the same in evaluation
-        return merge_modes(training, self._read(False, opaque, functional=functional))
+        return merge_modes(training, self._read(False, opaque, functional=functional)[0])
 
-    def _read(self, mode: bool, opaque: Collection[str], *, functional: bool) -> Traced:
+    def _read(self, mode: bool, opaque: Collection[str], *, functional: bool) -> tuple[Traced, bool]:
+        """Return the operators in one mode, and whether forward may have asked for the mode."""
         self.model.train(mode)
         inputs = self.example(self.batch_size)
         fixed: list[FixedSize] = []
@@ -200,10 +200,11 @@ class _Tracer:
             other = self.batch_size - 1 if self.batch_size > RECORDED_SIZES[1] else self.batch_size + 1
             dynamic = _dynamic_dims(inputs, self.example(other), self.batch_size, other)
             recorded = record_calls(self.model, opaque, self.example)
-            with single_operators(self.model, recorded), fixed_sizes(self.model) as fixed:
+            operators = single_operators(self.model, recorded)
+            with operators, fixed_sizes(self.model) as fixed, asks_for_mode(self.model) as asked:
                 program = exported(self.model, inputs, dynamic, functional=functional)
             traced = GraphReader(self.model, program, calls, functional=functional).read()
-            return replace(traced, arguments=inputs.signature)
+            return replace(traced, arguments=inputs.signature), asked()
         except TraceError as error:
             if error.module is not None or error.location or isinstance(error, PartialWriteError):
                 raise

@@ -69,13 +69,15 @@ def copy_state(model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle) ->
 
 @contextmanager
 def state_kept(*modules: nn.Module) -> Iterator[None]:
-    """Restore the values of the modules' parameters and buffers at the end, unless there is an error."""
+    """Restore the values of the modules' parameters and buffers at the end, unless there is an error. A buffer that is
+    made meanwhile, or gets another shape, stays as it is."""
     before = [{name: t.detach().clone() for name, t in registered_state(module).items()} for module in modules]
     yield
     with torch.no_grad():
         for module, state in zip(modules, before, strict=True):
             for name, tensor in registered_state(module).items():
-                tensor.copy_(state[name])
+                if name in state and state[name].shape == tensor.shape:
+                    tensor.copy_(state[name])
 
 
 def compose(stages: Sequence[nn.Module], bundle: Bundle, inputs: Sequence[Tensor], *, cuts_graph: bool = False) -> Any:

@@ -383,13 +383,18 @@ def _check_constants(model_file: ModelFile, bundle: Bundle) -> None:
         ModelError: one does, but stages have a constant in its place.
     """
     model = model_file.build()  # the newest one, to which variables of model.py refer
-    of_model = any(map(_holds_module, vars(model_file.module).values()))
+    parts = {id(module) for module in model.modules()}
+    of_model = any(_holds(value, parts) for value in vars(model_file.module).values())
     functions = [name for name in _CALLS if model_file.has(name) and (of_model or name == "after_update")]
     overridden = [m for m in model.modules() if "train" in vars(m) or type(m).train is not nn.Module.train]
     if not (functions or overridden):
         return
     inputs = model_file.example_inputs(min(bundle.batch_size, VERIFIED_SAMPLES))
-    changing = tried(partial(_changes_outputs, model_file, model, inputs, functions), model.parameters())
+    changing = ""
+    with suppress(Exception):  # a trial that takes too long, or ends otherwise, tells nothing
+        changing = tried(partial(_changing, model_file, model, inputs, functions), model.parameters())
+    if changing == "train" and not overridden:  # the model computes something else each time
+        return
     if changing:
         what = f"{changing}() changes a value that forward reads and that is neither a parameter nor a buffer, but "
         what, remedy = f"{what}stages keep it as a constant", "keep it in a buffer that forward changes"
@@ -398,13 +403,13 @@ def _check_constants(model_file: ModelFile, bundle: Bundle) -> None:
         raise model_file.error(what, remedy)
 
 
-def _holds_module(value: Any) -> bool:
-    """Whether a variable of the file is a module, or a container with one."""
+def _holds(value: Any, parts: set[int]) -> bool:
+    """Whether a variable of the file is a part of the model, given by ids, or a container with one."""
     held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else [value]
-    return any(isinstance(each, nn.Module) for each in held)
+    return any(id(each) in parts for each in held)
 
 
-def _changes_outputs(model_file: ModelFile, model: nn.Module, inputs: ModelInputs, functions: Sequence[str]) -> str:
+def _changing(model_file: ModelFile, model: nn.Module, inputs: ModelInputs, functions: Sequence[str]) -> str:
     """Return the first of these functions that changes the model's outputs, apart from parameters and buffers; `train`
     if putting the model into a mode does; "" if none does."""
 
@@ -417,7 +422,7 @@ def _changes_outputs(model_file: ModelFile, model: nn.Module, inputs: ModelInput
         if not has_same_content(before, outputs()):
             return "train"
         for function in functions:
-            with state_kept(model), suppress(Exception):  # the proof of the update, and others, tell
+            with state_kept(model), suppress(Exception, SystemExit):  # the proof of the update, and others, tell
                 _CALLS[function](model_file, model)
             if not has_same_content(before, outputs()):
                 return function
@@ -425,8 +430,7 @@ def _changes_outputs(model_file: ModelFile, model: nn.Module, inputs: ModelInput
 
 
 def _call_sampler(model_file: ModelFile, model: nn.Module) -> None:
-    for epoch in (1, 2):
-        model_file.sampler(model_file.training_set(), epoch)
+    model_file.sampler(model_file.training_set(), 2)
 
 
 def _call_loss(model_file: ModelFile, model: nn.Module) -> None:

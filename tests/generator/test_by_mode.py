@@ -69,6 +69,20 @@ class Asking(nn.Module):
     def forward(self, x):
         return self.layers(x) * (2 if self.asked(self) else 3)
 
+    def by_dict(self):
+        return self.__dict__["training"]
+
+
+class Unasked(nn.Module):
+    """One whose modules are asked for their mode by themselves only."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU())
+
+    def forward(self, x):
+        return self.layers(x) * 2
+
 
 class OwnTrain(Asking):
     def train(self, mode=True):
@@ -112,6 +126,23 @@ def with_hook_on_dropout():
     return model
 
 
+class Inline(Asking):
+    """torch.func.functional_call runs the code of the leaf module itself."""
+
+    def forward(self, x):
+        return torch.func.functional_call(self.layers[2], {}, (x,)) * 2
+
+
+class ReactingToMode(Asking):
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "training":
+            self.factor = 2 if value else 3
+
+    def forward(self, x):
+        return self.layers(x) * self.factor
+
+
 MODELS_THAT_ASK = {
     "its own": lambda: Asking(lambda model: model.training),
     "by name": lambda: Asking(lambda model: getattr(model, "training", True)),
@@ -121,6 +152,9 @@ MODELS_THAT_ASK = {
     "in a subclass of a leaf module": with_stepwise,
     "in train()": lambda: OwnTrain(None),
     "in a module of torch": with_hook_on_dropout,
+    "in a leaf module that is no operator": lambda: Inline(None),
+    "where the mode is set": lambda: ReactingToMode(None),
+    "in __dict__": lambda: Asking(lambda model: model.by_dict()),
     "by a property": lambda: OwnProperty(lambda model: model.training),
 }
 
@@ -129,14 +163,14 @@ MODELS_THAT_ASK = {
 def test_a_model_that_asks_for_its_mode_in_any_way_is_traced_in_both(way):
     traced = trace(MODELS_THAT_ASK[way](), lambda size: (torch.randn(size, 8),), 4, Path("model.py"))
     given = [arg for op in traced.operators for arg in op.kwargs.values() if isinstance(arg, ByMode)]
-    assert given in ([ByMode(2, 3)], [ByMode(True, False)])
+    assert given in ([ByMode(2, 3)], [ByMode(True, False)]), given
 
 
 def test_a_model_that_does_not_ask_for_its_mode_is_exported_once(monkeypatch):
     """Once for both modes; what its dropout and batch norm do in each is in their own module."""
     exports = []
     monkeypatch.setattr(tracing, "exported", lambda *args, **kwargs: exports.append(1) or exported(*args, **kwargs))
-    model = Asking(lambda model: True)
+    model = Unasked()
     trace(model, lambda size: (torch.randn(size, 8),), 4, Path("model.py"))
     assert len(exports) == 1
     assert not hasattr(nn.Module, "training")

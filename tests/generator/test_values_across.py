@@ -409,6 +409,18 @@ def test_no_function_of_training_changes_a_number_that_forward_reads(function, t
         generated(tmp_path, in_flight=1, **parts)
 
 
+def test_a_buffer_that_the_first_forward_makes_is_no_obstacle(tmp_path):
+    mask = 'self.mask is None and self.register_buffer("mask", torch.ones(8), persistent=False)'
+    before = {"init": 'self.register_buffer("mask", None)', "forward": f"{mask}; return h * self.mask"}
+    generated(tmp_path, **before, after=WARM + WARMED["sampler"])
+
+
+def test_a_function_that_cannot_be_tried_is_refused_by_nothing(tmp_path, monkeypatch):
+    """As where a library in it does not survive a fork, or it takes longer than a trial may."""
+    ends = "import os\ndef sampler(dataset, epoch):\n    os.abort()\n"
+    generated(tmp_path, forward="return torch.tanh(h)", init="pass", after=WARM + ends)
+
+
 def test_what_they_change_of_the_model_elsewhere_is_no_matter(tmp_path):
     parts = {
         "init": "self.factor = 1.0",

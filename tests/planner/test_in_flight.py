@@ -54,10 +54,10 @@ def memory_bytes(placement: Placement, profile, cluster) -> int:
 
 @pytest.mark.parametrize("limited", [False, True], ids=["any memory", "limit of memory"])
 def test_no_other_numbers_in_flight_are_faster(limited):
-    """All of them were tried; under a limit of memory all that fit. One of 480 random pipelines is 0.7 % slower."""
-    more, seeds = 0, of_the_day(24, days=3)
-    for seed in seeds:
-        rng, workers = random.Random(500 + seed), 2 + seed % 2
+    """All of them were tried; under a limit of memory all that fit."""
+    rng, more = random.Random(5), 0
+    for seed in range(24):
+        workers = 2 + seed % 2
         profile, cluster = network(rng, workers)
         execution = ExecutionConfig.of_schedule("1f1b-flush", rng.choice([3, 4]))
         usual = placed(profile, workers, execution)
@@ -72,9 +72,9 @@ def test_no_other_numbers_in_flight_are_faster(limited):
         others = [p for numbers in all_numbers if (p := usual.with_in_flight(numbers)).is_executable]
         fitting = (p for p in others if not limited or memory_bytes(p, profile, cluster) <= cluster.memory_bytes)
         times_s = [steady_state_s(p, profile, cluster) for p in fitting]
-        assert time_s <= min(times_s) * 1.01, (seed, chosen.in_flight)
+        assert time_s <= min(times_s) * ROUNDING, (seed, chosen.in_flight)
         more += chosen.in_flight[0] > usual.in_flight[0]
-    assert more
+    assert more > 4
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved"])

@@ -11,7 +11,6 @@ from pathlib import Path
 import harness
 import pytest
 import torch
-from conftest import of_the_day
 from graphs import chain, random_cluster, random_profile
 from harness import CONV1, assert_same, batches, stage_of, weights
 from hypothesis import given, settings
@@ -192,8 +191,8 @@ def test_it_is_the_fastest_of_all_plans_of_its_kind(strategy):
 def test_a_flushing_rival_has_fast_cuts_in_the_simulation(strategy):
     """The formulas only guess how long a pipeline fills and drains. By them alone, two thirds of the plans of hybrid
     parallelism and half of GPipe's were more than 3 % slower than the best, at worst 2.7 times as slow."""
-    ratios, seeds = [], of_the_day(60, days=3)
-    for seed in seeds:
+    ratios = []
+    for seed in range(60):
         rng = random.Random(8000 + seed)
         profile, cluster = random_profile(rng, rng.randint(3, 5)), random_cluster(rng)
         with suppress(NoPlanError, UsageError):
@@ -201,7 +200,7 @@ def test_a_flushing_rival_has_fast_cuts_in_the_simulation(strategy):
             kind = (plan.placement for plan in KINDS[strategy](Evaluator(profile, cluster)))
             times = [steady_state_s(each, profile, cluster) for each in kind if len(each.stages) > 1]
             ratios.append(plan.predicted.simulated_s / min(times))
-    assert len(ratios) > len(seeds) / 4
+    assert len(ratios) > 30
     assert sum(ratio > 1.031 for ratio in ratios) <= 2
     assert max(ratios) < 1.1
 

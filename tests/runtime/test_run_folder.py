@@ -146,9 +146,10 @@ fixed = dataset
 def dataset(split): return Growing(fixed(split)) if split == "train" else fixed(split)
 """
     spec = harness.job(tmp_path, replace(CONV2, model=CONV2.model + grows), (1, 1), epochs=2)
-    where = r"stage 0, replica 0\), at the start of epoch 2: model.py: "
-    with pytest.raises(ModelError, match=where + r"dataset\('train'\) has 27 samples in epoch 2, but 26 in epoch 1"):
+    where = r"stage 0, replica 0\), at the start of epoch 2: model.py: dataset\('train'\) has 27 samples at the start "
+    with pytest.raises(ModelError, match=f"{where}of epoch 2, but had 26; keep its length, .* or set --steps"):
         launch(spec)
+    launch(replace(spec, steps=2, out=tmp_path / "other"))
 
 
 def changed_model(spec: RunConfig, folder: Path) -> RunConfig:

@@ -627,8 +627,9 @@ def test_samples_that_cannot_be_chosen_are_refused(tmp_path, returned, match):
         loader.order_by_sampler(0, 2)
 
 
-TARGETS = {  # of the first sample and of later ones; None: the order of its keys is no difference
+TARGETS = {  # of the first sample and of later ones; None: that is no difference
     "another order": ("{'u': y, 'v': 2 * y}", "{'v': 2 * y, 'u': y}", None),
+    "another kind of sequence": ("[{'u': y}, {'v': 2 * y}]", "({'u': y}, {'v': 2 * y})", None),
     "None elsewhere": (
         "{'hard': y, 'soft': None}",
         "{'hard': None, 'soft': y}",
@@ -677,7 +678,8 @@ def test_a_target_has_the_structure_of_the_first_samples(tmp_path, kind):
     split = loader.describe()
     if message is None:
         target = split.unflatten(loader.load([1, 3], 1)[1])
-        assert (target["u"].tolist(), target["v"].tolist()) == ([1.0, 3.0], [2.0, 6.0])
+        parts = target if isinstance(target, dict) else target[0] | target[1]
+        assert (parts["u"].tolist(), parts["v"].tolist()) == ([1.0, 3.0], [2.0, 6.0])
         return
     with pytest.raises(ModelError, match=message):
         loader.load([1, 3], 1)

@@ -104,7 +104,7 @@ def _in_folder(config: RunConfig, epochs_done: int, *, is_first: bool) -> Iterat
     with run_dir.held("; another machine of that run needs its own --node-rank" * (config.machines.count > 1)):
         run_dir.check_no_other_run(config.resume)  # one may have begun and ended since the first check
         if config.resume:
-            RunDir(config.resume).check_unfinished(config.epochs, config.target)
+            epochs_done = RunDir(config.resume).check_unfinished(config.epochs, config.target)
         run_dir.put_report_aside(epochs_done)
         state = RunState(
             plan=plan.name,

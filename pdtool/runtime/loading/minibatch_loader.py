@@ -28,7 +28,6 @@ from pdtool.frontend.model_io import Structure, dtype_of
 from pdtool.frontend.random_numbers import derive_seed, random_state_kept, seed_generators
 from pdtool.frontend.user_code import is_stream
 from pdtool.runtime.loading.minibatches import (
-    SAME_NUMBER,
     VALIDATION_PASS,
     DatasetSplit,
     Shape,
@@ -95,8 +94,9 @@ class MinibatchLoader:
         """Check that the dataset is as long as it was when it was described; raises ModelError."""
         samples = self.file.samples(self.data, self.where)
         if self._described and samples != self._described.samples:
-            what = f"{self.where} has {samples} samples in epoch {epoch}, but {self._described.samples} in epoch 1"
-            raise self.file.error(what, SAME_NUMBER)
+            before = self._described.samples
+            what = f"{self.where} has {samples} samples at the start of epoch {epoch}, but had {before}"
+            raise self.file.error(what, "keep its length, which the run's schedule needs, or set --steps")
 
     def order_by_sampler(self, run_seed: int, epoch: int) -> list[int]:
         """Return the samples that the user's sampler() chooses for an epoch: a function of seed and epoch only.

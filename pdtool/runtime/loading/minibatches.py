@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,12 +13,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from pdtool.errors import ModelError, UsageError
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.model_io import Structure, named_leaves, register_containers
+from pdtool.frontend.model_io import Structure, children, named_leaves, register_containers
 from pdtool.frontend.random_numbers import derive_seed
 from pdtool.runtime.config import RunConfig
 
 NO_LENGTH = "dataset('train') is an IterableDataset without a length, so the length of an epoch is unknown"
-SAME_NUMBER = "return the same number in each epoch, as the run's schedule needs it"
 VALIDATION_PASS = 0  # over a stream: each validation reads the same pass
 Shape = tuple[tuple[int, ...], torch.dtype]
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -62,12 +61,16 @@ class DatasetSplit:
         if isinstance(self.target, Tensor) and isinstance(target, Tensor):
             return [target]
         register_containers(target)
-        flat, structure = self._flat
-        found = structure.flatten_up_to(target)  # a dict's keys may be in another order
-        for described, leaf in zip(flat, found, strict=True):
-            if not (isinstance(leaf, Tensor) and isinstance(described, Tensor)) and type(leaf) is not type(described):
-                raise ValueError(f"a part is of type {type(leaf)}, not {type(described)}")
-        return [_in_tensor(leaf, samples) for leaf in found if leaf is not None]
+        described, found = (dict(named_leaves(each, "target")) for each in (self.target, target))
+        if described.keys() != found.keys() or _dataclasses(self.target) != _dataclasses(target):
+            raise ValueError("it has other parts")
+        leaves = [found[name] for name in described]  # a dict's keys may be in another order
+        for own, leaf in zip(described.values(), leaves, strict=True):
+            if not (isinstance(leaf, Tensor) and isinstance(own, Tensor)) and type(leaf) is not type(own):
+                raise ValueError(f"a part is of type {type(leaf)}, not {type(own)}")
+        if not all(leaf is None or isinstance(leaf, Tensor) or type(leaf) in _NUMBERS for leaf in leaves):
+            return tensors_of_target(target, samples)  # with a container that has no names for its parts
+        return [_in_tensor(leaf, samples) for leaf in leaves if leaf is not None]
 
     def unflatten(self, leaves: Sequence[Tensor]) -> Any:
         """Return a target as the user's loss takes it, from its tensors, [samples, ...] each."""
@@ -160,6 +163,7 @@ class TrainingData:
         self._chosen = splits["train"].samples if self._first_order is None else len(self._first_order)
         self.epoch_samples = samples_in_epoch(self._chosen, config, drop_last=file.training.drop_last)
         self.epoch_minibatches = -(-self.epoch_samples // config.plan.batch_size)
+        self._takes_all = not config.steps
         self._epochs_go_on = epochs_go_on(splits["train"], config)
 
     def order_of_epoch(self, epoch: int, trained: int) -> Sequence[int]:
@@ -180,13 +184,14 @@ class TrainingData:
             first = trained if self._epochs_go_on else 0
             return range(first, first + self.epoch_samples)
         elif self._check_length:
-            self._check_length(epoch)
+            if self._takes_all:
+                self._check_length(epoch)
             order = sample_order(self._seed, epoch, self._chosen)
         else:
             order = range(self._chosen)
         if len(order) != self._chosen:
             what = f"sampler() gives {len(order)} samples in epoch {epoch}, but {self._chosen} in epoch 1"
-            raise self.file.error(what, SAME_NUMBER)
+            raise self.file.error(what, "return the same number in each epoch, as the run's schedule needs it")
         return order[: self.epoch_samples] if self._check_length else range(self.epoch_samples)
 
     def data_pass(self, split: str, epoch: int, minibatches: Minibatches) -> DataPass:
@@ -252,6 +257,12 @@ def outline(target: Any) -> str:
     register_containers(target)
     parts = ", ".join(f"{name}: {_type_name(leaf)}" for name, leaf in named_leaves(target, "target"))
     return _type_name(target) if parts.startswith("target:") else f"{_type_name(target)} ({parts})"
+
+
+def _dataclasses(value: Any) -> list[str]:
+    """The classes of the dataclasses in a target, sorted."""
+    inner = [name for _, child in children(value) or () for name in _dataclasses(child)]
+    return sorted([*inner, type(value).__qualname__] if is_dataclass(value) else inner)
 
 
 def _type_name(value: Any) -> str:
