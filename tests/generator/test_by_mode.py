@@ -69,20 +69,6 @@ class Asking(nn.Module):
     def forward(self, x):
         return self.layers(x) * (2 if self.asked(self) else 3)
 
-    def by_dict(self):
-        return self.__dict__["training"]
-
-
-class Unasked(nn.Module):
-    """One whose modules are asked for their mode by themselves only."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU())
-
-    def forward(self, x):
-        return self.layers(x) * 2
-
 
 class OwnTrain(Asking):
     def train(self, mode=True):
@@ -127,16 +113,21 @@ def with_hook_on_dropout():
 
 
 class Inline(Asking):
-    """torch.func.functional_call runs the code of the leaf module itself."""
+    """Here the code of the leaf module runs, and not its call."""
 
     def forward(self, x):
-        return torch.func.functional_call(self.layers[2], {}, (x,)) * 2
+        return nn.Dropout.forward(self.layers[2], x) * 2
+
+
+class ByDict(Asking):
+    def forward(self, x):
+        return self.layers(x) * (2 if self.__dict__["training"] else 3)
 
 
 class ReactingToMode(Asking):
     def __setattr__(self, name, value):
         super().__setattr__(name, value)
-        if name == "training":
+        if isinstance(value, bool):
             self.factor = 2 if value else 3
 
     def forward(self, x):
@@ -154,7 +145,7 @@ MODELS_THAT_ASK = {
     "in a module of torch": with_hook_on_dropout,
     "in a leaf module that is no operator": lambda: Inline(None),
     "where the mode is set": lambda: ReactingToMode(None),
-    "in __dict__": lambda: Asking(lambda model: model.by_dict()),
+    "in __dict__": lambda: ByDict(None),
     "by a property": lambda: OwnProperty(lambda model: model.training),
 }
 
@@ -170,7 +161,7 @@ def test_a_model_that_does_not_ask_for_its_mode_is_exported_once(monkeypatch):
     """Once for both modes; what its dropout and batch norm do in each is in their own module."""
     exports = []
     monkeypatch.setattr(tracing, "exported", lambda *args, **kwargs: exports.append(1) or exported(*args, **kwargs))
-    model = Unasked()
+    model = Asking(lambda model: True)
     trace(model, lambda size: (torch.randn(size, 8),), 4, Path("model.py"))
     assert len(exports) == 1
     assert not hasattr(nn.Module, "training")

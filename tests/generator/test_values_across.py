@@ -411,8 +411,11 @@ def test_no_function_of_training_changes_a_number_that_forward_reads(function, t
 
 def test_a_buffer_that_the_first_forward_makes_is_no_obstacle(tmp_path):
     mask = 'self.mask is None and self.register_buffer("mask", torch.ones(8), persistent=False)'
-    before = {"init": 'self.register_buffer("mask", None)', "forward": f"{mask}; return h * self.mask"}
-    generated(tmp_path, **before, after=WARM + WARMED["sampler"])
+    init = 'self.factor = 1.0; self.register_buffer("mask", None)'
+    with pytest.raises(ModelError, match=r"sampler\(\) changes a value that forward reads"):
+        generated(
+            tmp_path, init=init, forward=f"{mask}; return h * self.mask * self.factor", after=WARM + WARMED["sampler"]
+        )
 
 
 def test_a_function_that_cannot_be_tried_is_refused_by_nothing(tmp_path, monkeypatch):
