@@ -182,9 +182,10 @@ class Bundle(YamlArtifact):
     def fits_opaque(self, path: str, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether an opaque module may return tensors of these shapes; True if nothing is known of such tensors."""
         calls = self.opaque_outputs.get(path, ())
-        known = [call for call in calls if [*map(len, call)] == [*map(len, shapes)]]  # others: of another mode
-        if calls and all(len(call) != len(shapes) for call in calls):
+        as_many = [call for call in calls if len(call) == len(shapes)]
+        if calls and not as_many:
             return False
+        known = [call for call in as_many if [*map(len, call)] == [*map(len, shapes)]]  # others: of another mode
         return not known or any(all(map(_fits, call, shapes)) for call in known)
 
     def check_files(self, folder: Path) -> None:

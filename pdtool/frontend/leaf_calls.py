@@ -99,7 +99,8 @@ def _leaf_meta(number: int, tensors: list[Tensor]) -> list[Tensor]:
         return [torch.empty_like(output) for output in call.outputs]
     remaining = iter(tensors)
     args, kwargs = pytree.tree_map_only(Tensor, lambda _: next(remaining), call.arguments)
-    running.extend([call.path] * (call.function is None))
+    if call.function is None:
+        running.append(call.path)
     try:
         result = call.forward(*args, **kwargs)
     except Exception:

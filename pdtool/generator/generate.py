@@ -396,9 +396,10 @@ def _check_constants(model_file: ModelFile, bundle: Bundle) -> None:
     if changing == "train" and not overridden:  # the model computes something else each time
         return
     if changing:
-        what = f"{changing}() changes a value that forward reads and that is neither a parameter nor a buffer, but "
+        named = "loss() or metrics()" if changing == "loss" and model_file.has("metrics") else f"{changing}()"
+        what = f"{named} changes a value that forward reads and that is neither a parameter nor a buffer, but "
         what, remedy = f"{what}stages keep it as a constant", "keep it in a buffer that forward changes"
-        if model_file.has(changing):
+        if changing in _CALLS:
             raise model_file.error_in(changing, what, remedy)
         raise model_file.error(what, remedy)
 
@@ -434,6 +435,7 @@ def _call_sampler(model_file: ModelFile, model: nn.Module) -> None:
 
 
 def _call_loss(model_file: ModelFile, model: nn.Module) -> None:
+    """Call metrics(), too."""
     for _ in range(2):
         _validate(model_file, model, VERIFIED_SAMPLES)
 

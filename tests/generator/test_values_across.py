@@ -409,6 +409,13 @@ def test_no_function_of_training_changes_a_number_that_forward_reads(function, t
         generated(tmp_path, in_flight=1, **parts)
 
 
+def test_metrics_is_named_where_it_may_be_the_one(tmp_path):
+    parts = {"init": "self.factor = 1.0", "forward": "return h * self.factor"}
+    metrics = "def metrics(output, target):\n    warm()\n    return {'n': (1.0, 1)}\n"
+    with pytest.raises(ModelError, match=r"loss\(\) or metrics\(\) changes a value that forward reads"):
+        generated(tmp_path, **parts, after=WARM + metrics)
+
+
 def test_a_buffer_that_the_first_forward_makes_is_no_obstacle(tmp_path):
     mask = 'self.mask is None and self.register_buffer("mask", torch.ones(8), persistent=False)'
     init = 'self.factor = 1.0; self.register_buffer("mask", None)'
@@ -418,7 +425,7 @@ def test_a_buffer_that_the_first_forward_makes_is_no_obstacle(tmp_path):
         )
 
 
-def test_a_function_that_cannot_be_tried_is_refused_by_nothing(tmp_path, monkeypatch):
+def test_a_function_that_cannot_be_tried_is_not_refused(tmp_path):
     """As where a library in it does not survive a fork, or it takes longer than a trial may."""
     ends = "import os\ndef sampler(dataset, epoch):\n    os.abort()\n"
     generated(tmp_path, forward="return torch.tanh(h)", init="pass", after=WARM + ends)
