@@ -302,8 +302,13 @@ def _untraceable(error: Exception, reason: str, model: nn.Module, path: Path) ->
     what, remedy = f"torch.export cannot trace this line: {type(error).__name__}: {reason}", OWN_MODULE
     if "constant's list" in reason:
         where = f"{path.name}: "  # the line is none of the causes
-        what = "forward takes a tensor from an object or cache where an earlier call has put it"
-        remedy = f"make that tensor in __init__ and register it as a buffer; or {OWN_MODULE}"
+        owner = reason.partition("model attribute: ")[2].split(". ")[0].rpartition(".")[0]
+        what = (
+            f"forward of {owner or 'the model'} takes a tensor that is not a part of the model: from an object or "
+            "cache where an earlier call has put it, or from a module in a plain list"
+        )
+        remedy = "make that tensor in __init__ and register it as a buffer, and put modules into an nn.ModuleList; or "
+        remedy += f"name {owner} in HINTS opaque" if owner else OWN_MODULE
         if writers := modules_using_data(model):
             module = writers[0] or module
             what = f"forward of {writers[0] or 'the model'} uses .data, which torch.export cannot trace"

@@ -298,7 +298,15 @@ def _verify(traced: Traced, model_file: ModelFile, texts: dict[str, str], bundle
 
 def _verify_values(model_file: ModelFile, texts: dict[str, str], bundle: Bundle, size: int, several: bool) -> bool:
     """Compare values for minibatches of `size` samples and of one more, and of one as the last of an epoch may have."""
-    batches = [model_file.example_inputs(samples) for samples in (size, size, size + 1)]
+    sizes = (size, size, size + 1)
+    batches = [model_file.example_inputs(samples) for samples in sizes]
+    for samples, inputs in zip(sizes, batches, strict=True):
+        shapes = [[*tensor.shape] for tensor in inputs.tensors]
+        expected = [[*bundle.by_name[name].sizes(samples)] for name in bundle.inputs]
+        if shapes != expected:
+            given, traced = (", ".join(map(str, each)) for each in (shapes, expected))
+            what = f"a minibatch of {samples} samples has inputs of shape {given}, not {traced} as in the trace"
+            raise model_file.error(what, "pad to a fixed length: only the minibatch size may vary")
     after_forward = {name: model_file.function(name) for name in _AFTER_FORWARD if model_file.has(name)}
     one_sample = None
     with suppress(PdtoolError):  # example_inputs cannot give one sample

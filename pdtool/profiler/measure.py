@@ -361,9 +361,12 @@ def _held_on_host(device: torch.device) -> int:
 
 
 def measure_loading_s(model_file: ModelFile, batch_size: int) -> float | None:
-    """Return the median seconds of loading a minibatch with one thread, as a loader worker does; raises ModelError.
+    """Return the median seconds of loading a minibatch with one thread, as a loader worker does.
 
     None without dataset(), and for a stream that ends before a minibatch is full.
+
+    Raises:
+        ModelError: a sample cannot be read, or minibatches differ in shape, as if padded to their longest sample.
     """
     if not model_file.has("dataset"):
         return None
@@ -371,12 +374,19 @@ def measure_loading_s(model_file: ModelFile, batch_size: int) -> float | None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     seconds: list[float] = []
+    shapes: list[list[int]] = []
     try:
         while len(seconds) < _LOADED and sum(seconds) < _LOADING_BUDGET_S:
             start = time.perf_counter()
-            if next(minibatches, None) is None:
+            minibatch = next(minibatches, None)
+            if minibatch is None:
                 break
             seconds.append(time.perf_counter() - start)
+            before, shapes = shapes, [[*tensor.shape] for tensor in tensors_in(minibatch)]
+            if different := next((pair for pair in zip(before, shapes, strict=False) if pair[0] != pair[1]), None):
+                sizes = " and ".join(map(str, different))
+                what = f"two minibatches of {batch_size} samples have tensors of shape {sizes} in the same place, but"
+                raise model_file.error(f"{what} in a run only the number of samples may vary: pad to a fixed length")
     finally:
         torch.set_num_threads(threads)
     return statistics.median(seconds[1:] or seconds) if seconds else None

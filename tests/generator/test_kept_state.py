@@ -428,8 +428,39 @@ def test_a_table_where_the_trace_cannot_restore_it_is_refused(tmp_path: Path) ->
     """The message says where to keep it, in place of torch's about fake tensors."""
     forward = "        return self.last(self.first(x) + TABLE.setdefault(8, torch.arange(8.0)))\n"
     file = _model(tmp_path, forward, "\nclass Table(dict):\n    pass\n\nTABLE = Table()\n")
-    with pytest.raises(TraceError, match=r"takes a tensor from an object or cache .*make that tensor in __init__"):
+    said = r"forward of the model takes a tensor .* an object or cache .*make that tensor in __init__ .* own: pdtool"
+    with pytest.raises(TraceError, match=said):
         trace_file(file, file.build(), 4)
+
+
+def test_a_transform_that_torch_export_loses_sight_of_can_be_opaque(tmp_path: Path) -> None:
+    """As in PyTorch's tutorial on ensembles; the message named a cache, and not the module."""
+    modules = """
+import torch
+from torch import nn
+
+class Ensemble(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = [nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Tanh())]
+        self.weight, self.bias = nn.Parameter(torch.randn(3, 4, 4)), nn.Parameter(torch.zeros(3, 4))
+    def forward(self, x):
+        def one(weight, bias):
+            return torch.func.functional_call(self.base[0], {"0.weight": weight, "0.bias": bias}, (x,))
+        return torch.vmap(one, out_dims=1)(self.weight, self.bias).sum(1)
+"""
+    forward = "        return self.last(self.first(self.ensemble(x)))\n"
+    file = _model(tmp_path, forward, modules)
+    path = tmp_path / "model.py"
+    text = path.read_text().replace("self.kept,", "self.ensemble = Ensemble()\n        self.kept,")
+    path.write_text(text)
+    file = ModelFile.load(ModelRef(source=str(path)), trusted=True)
+    with pytest.raises(TraceError, match=r"forward of ensemble takes a tensor .* or name ensemble in HINTS opaque"):
+        trace_file(file, file.build(), 4)
+    path.write_text(f"{text}\nHINTS = {{'opaque': ['ensemble']}}\n")
+    file = ModelFile.load(ModelRef(source=str(path)), trusted=True)
+    profile = skeleton(file)
+    assert generate(plan_of(profile, 2), profile, file, tmp_path / "b").opaque == ["ensemble"]
 
 
 @pytest.mark.parametrize("name", CACHES)

@@ -1,5 +1,7 @@
 """What models take and return besides tensors by position: codegen proves the stages, and the loss gets it all."""
 
+import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +13,13 @@ from skeletons import plan_of, skeleton, texts_in
 from pdtool.artifacts.artifact import ModelRef
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.report import Report
-from pdtool.errors import TraceError
+from pdtool.errors import ModelError, TraceError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs, named_leaves, with_own_classes
 from pdtool.frontend.tracing import trace
 from pdtool.generator.composed import compose, copy_state, load_stages
 from pdtool.generator.generate import generate
-from pdtool.profiler.measure import measure
+from pdtool.profiler.measure import measure, measure_loading_s
 from pdtool.runtime.config import RunConfig
 from pdtool.runtime.loading.minibatches import sample_order
 from pdtool.runtime.worker.worker_model import load_stage_module
@@ -279,3 +281,44 @@ def test_leaves_are_named():
 class Point:
     x: int
     y: int
+
+
+PADDED_TO_THE_LONGEST = """
+import torch
+from torch import nn
+
+def dataset(split):
+    return [(torch.ones(LENGTHS[i % len(LENGTHS)], 4), 0) for i in range(32)]
+
+def collate(samples):
+    inputs, targets = zip(*samples)
+    return nn.utils.rnn.pad_sequence(inputs, batch_first=True), torch.tensor(targets)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+    def forward(self, x):
+        return self.last(self.first(x).tanh().sum(1) / x.shape[1])
+
+def model():
+    return Net()
+"""
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        ([2, 5, 6, 3], "a minibatch of 2 samples has inputs of shape [2, 5, 4], not [2, 6, 4] as in the trace"),
+        ([6, 5, 2, 3], ""),  # a run tells
+    ],
+)
+def test_minibatches_that_are_padded_to_their_longest_sample_are_refused(lengths, said, tmp_path):
+    """codegen said that a module may keep state between calls."""
+    (tmp_path / "padded.py").write_text(f"{PADDED_TO_THE_LONGEST}\nLENGTHS = {lengths}\n")
+    file = ModelFile.load(ModelRef(source=str(tmp_path / "padded.py")), trusted=True)
+    profile = skeleton(file)
+    with pytest.raises(ModelError, match=re.escape(said)) if said else nullcontext():
+        generate(plan_of(profile, 2), profile, file, tmp_path / "bundle")
+    with pytest.raises(ModelError, match=r"two minibatches of 3 samples have tensors of shape \[3, .* pad to a fixed"):
+        measure_loading_s(file, 3)

@@ -160,7 +160,9 @@ class MinibatchLoader:
             return "convert " + ", and ".join(wrong)
         if self.file.has("collate"):
             return "pad to a fixed length in collate(): between stages only the minibatch size may vary"
-        return "let example_inputs() return tensors with the shapes of the dataset's samples, and profile again"
+        if self.file.has("example_inputs"):
+            return "let example_inputs() return tensors with the shapes of the dataset's samples, and profile again"
+        return "give all samples of both splits the same shape: between stages only the minibatch size may vary"
 
     def _check_target(self, target: Any, samples: int) -> list[Any]:
         """Return the tensors of a minibatch's target, [samples, ...] each as those of one sample are [1, ...]."""
