@@ -137,12 +137,24 @@ def state_fault(model: nn.Module, state: object) -> str:
         if name not in known:
             what = f"has {name}, but no parameter or buffer has this name, so checkpoints would not have its values"
             return f"{what}; leave out the hook, wrapper, get_extra_state() or state_dict() that adds or renames it"
+        if not _is_unchanged(value, known[name]):
+            what = (
+                f"has other values for {name} than the model's tensor of this name, which checkpoints and exports save"
+            )
+            return f"{what}; leave out the hook or state_dict() that changes it"
     saved = {id(known[name]) for name in state}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in saved:
             what = f"lacks {name}, a trained parameter, so checkpoints would lose it"
             return f"{what}; leave out the hook or state_dict() that drops it"
     return ""
+
+
+def _is_unchanged(saved: Tensor, registered: Tensor) -> bool:
+    """Whether an entry of a state_dict is the parameter or buffer of its name, or a copy of it."""
+    if saved is registered or saved.is_meta or saved.layout is not torch.strided or saved.is_set_to(registered):
+        return True
+    return (saved.shape, saved.dtype) == (registered.shape, registered.dtype) and torch.equal(saved, registered)
 
 
 def optimizer_fault(returned: object) -> str:

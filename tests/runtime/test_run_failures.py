@@ -255,7 +255,9 @@ def test_inputs_of_another_shape_than_the_stages_take(tmp_path: Path, height: st
     """Those of the validation set are found before an epoch is trained, too."""
     toy = replace(CONV3, model=CONV3.model.replace("n, 2, 6, 6", f"n, 2, {height}, 6"))
     gives = rf"dataset\('({split})'\) gives inputs float32\[4, 2, 7, 6\], but the stages take float32\[4, 2, 6, 6\]"
-    with pytest.raises(PdtoolError, match=f"the loading of the data.*{gives}"):
+    with pytest.raises(
+        PdtoolError, match=f"the loading of the data.*{gives}; give all samples of both splits the same"
+    ):
         launch(harness.job(tmp_path, toy))
 
 
