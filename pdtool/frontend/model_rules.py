@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 from torch.optim import Optimizer, SparseAdam
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -152,7 +153,8 @@ def state_fault(model: nn.Module, state: object) -> str:
 
 def _is_unchanged(saved: Tensor, registered: Tensor) -> bool:
     """Whether an entry of a state_dict is the parameter or buffer of its name, or a copy of it."""
-    if saved is registered or saved.is_meta or saved.layout is not torch.strided or saved.is_set_to(registered):
+    has_values = saved.layout is torch.strided and not saved.is_meta and not isinstance(saved, FakeTensor)
+    if saved is registered or not has_values or saved.is_set_to(registered):
         return True
     return (saved.shape, saved.dtype) == (registered.shape, registered.dtype) and torch.equal(saved, registered)
 
