@@ -46,44 +46,36 @@ class Use:
     location: str
 
 
-class BoundValues(dict[str, Any]):
-    """What is bound to a function: the variables of its closure and its default arguments; to a partial, its function
-    and its arguments. An assignment to a variable of the closure changes that variable.
+def bound_values(function: FunctionType | partial[Any]) -> dict[str, Any]:
+    """Return what is bound to a function: the variables of its closure and its default arguments; to a partial, its
+    function and its arguments.
 
     Names are in brackets, so that none is that of an attribute: `[calls]`, and of a partial `[0]`, and `[]` for its
     function.
     """
-
-    def __init__(self, function: FunctionType | partial[Any]) -> None:
-        self._function = function
-        if isinstance(function, partial):
-            values = {"": function.func, **dict(zip(map(str, range(len(function.args))), function.args, strict=True))}
-            super().__init__({f"[{name}]": value for name, value in (values | function.keywords).items()})
-            return
+    if isinstance(function, partial):
+        values = {"": function.func, **{str(i): each for i, each in enumerate(function.args)}, **function.keywords}
+    else:
         defaults, code = function.__defaults__ or (), function.__code__
         names = code.co_varnames[: code.co_argcount]
         values = dict(zip(reversed(names), reversed(defaults), strict=False)) | (function.__kwdefaults__ or {})
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         values |= {name: cell.cell_contents for name, cell in cells if cell != CellType()}  # one without a value yet
-        super().__init__({f"[{name}]": value for name, value in values.items()})
+    return {f"[{name}]": value for name, value in values.items()}
 
-    @staticmethod
-    def is_name(name: str) -> bool:
-        """Whether it is the name of a bound value, not of an attribute."""
-        return name.startswith("[")
 
-    @staticmethod
-    def set_variable(function: Any, name: str, value: Any) -> bool:
-        """Set a variable of a function's closure; return whether it has it."""
-        names = function.__code__.co_freevars if isinstance(function, FunctionType) else ()
-        if name[1:-1] not in names or not BoundValues.is_name(name):
-            return False
-        (function.__closure__ or ())[names.index(name[1:-1])].cell_contents = value
-        return True
+def is_bound(name: str) -> bool:
+    """Whether it is the name of a bound value, not of an attribute."""
+    return name.startswith("[")
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        self.set_variable(self._function, name, value)
+
+def set_in_closure(function: Any, name: str, value: Any) -> bool:
+    """Set a variable of a function's closure; return whether it has it: a default argument cannot be replaced."""
+    names = function.__code__.co_freevars if isinstance(function, FunctionType) else ()
+    if name[1:-1] not in names or not is_bound(name):
+        return False
+    (function.__closure__ or ())[names.index(name[1:-1])].cell_contents = value
+    return True
 
 
 def user_classes(model: nn.Module) -> list[type]:
@@ -427,7 +419,7 @@ def _used_by(
     for each in used:  # which grows
         variables = _variables_read(each, file, modules or {file.__name__: file}, builds=builds)
         values = [getattr(module, name) for module, name in variables]
-        values += BoundValues(each).values() if isinstance(each, FunctionType) else ()  # such as what it decorates
+        values += bound_values(each).values() if isinstance(each, FunctionType) else ()  # such as what it decorates
         code = {n for value in values for n in _code_of(value, of_objects=bool(modules))}
         used += {n for n in code if n.__module__ in (modules or [file.__name__])} - {*used}
     return {*used}
@@ -441,7 +433,7 @@ def _code_of(value: Any, *, of_objects: bool) -> Iterator[type | FunctionType]:
         case MethodType():
             yield from _code_of(value.__self__, of_objects=of_objects)
         case partial():
-            yield from (code for each in BoundValues(value).values() for code in _code_of(each, of_objects=of_objects))
+            yield from (code for each in bound_values(value).values() for code in _code_of(each, of_objects=of_objects))
         case _ if of_objects:
             yield type(value)
 

@@ -30,7 +30,14 @@ from torch.utils._pytree import tree_leaves
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.random_numbers import generator_state, has_known_state, set_generator_state
 from pdtool.frontend.user_modules import CODE, user_module, user_modules
-from pdtool.frontend.variable_uses import BoundValues, collected, kept_between_calls, variables_used
+from pdtool.frontend.variable_uses import (
+    bound_values,
+    collected,
+    is_bound,
+    kept_between_calls,
+    set_in_closure,
+    variables_used,
+)
 from pdtool.runtime.stage.averaging import without_repetition
 from pdtool.runtime.stage.component import CannotPackError, moved_to, pack, tensors_on_cpu, unpack
 
@@ -38,7 +45,6 @@ _KEEPERS = ("loss", "after_update", "scheduler", "metrics", "summarize_metrics",
 # Functions that may assign a variable -> those that may read it later.
 _READERS = {"after_update": ("loss", "collate", "dataset", "scheduler", "metrics"), "metrics": ("loss",)}
 _OF_MODULES = vars(nn.Module()).keys()
-_CONTENTS = (dict, list, set, deque, Tensor, np.ndarray)  # whose content may change
 _CONTAINERS = (dict, list, set, deque, tuple, frozenset)
 _MOST_SEARCHED = 100  # values in a container, of which some may be generators of random numbers
 _NO_OBJECTS = (*CODE, *_CONTAINERS, Tensor, np.ndarray, Enum)  # values themselves, whatever attributes they have
@@ -189,21 +195,20 @@ class _Record(NamedTuple):
 
 
 class _Snapshot(NamedTuple):
-    """What shows a change of a value: its numbers and texts, and its tensors."""
+    """What shows a change of a value: its entries in a checkpoint, and the versions of parameters among them, which may
+    be too large to be copied."""
 
-    numbers: bytes
-    tensors: dict[str, Tensor]
-    versions: list[int]  # of parameters, which may be too large to be copied
+    entries: dict[str, Tensor]
+    versions: list[int]
 
     def copied(self) -> _Snapshot:
         """Return the same, with copies of tensors that may change."""
-        copies = {k: t if isinstance(t, nn.Parameter) else t.detach().clone() for k, t in self.tensors.items()}
-        return self._replace(tensors=copies)
+        copies = {k: t if isinstance(t, nn.Parameter) else t.detach().clone() for k, t in self.entries.items()}
+        return self._replace(entries=copies)
 
     def is_same(self, other: _Snapshot) -> bool:
         """Whether the value is that of another moment."""
-        are_untouched = (self.numbers, self.versions) == (other.numbers, other.versions)
-        return are_untouched and _are_same(self.tensors, other.tensors)
+        return self.versions == other.versions and _are_same(self.entries, other.entries)
 
 
 class _Location(NamedTuple):
@@ -277,9 +282,7 @@ class _Variable:
 
     def classes(self) -> dict[str, str]:
         """Return the name of the class of each object, by path."""
-        objects: dict[str, Any] = {}
-        deque(self._locations(objects), maxlen=0)
-        return {path: type(each).__qualname__ for path, each in objects.items()}
+        return {path: type(each).__qualname__ for path, each in self._places()[1].items()}
 
     def assign(self, values: Mapping[str, Any], classes: Mapping[str, str], replaced: Collection[int]) -> bool:
         """Set values, by path.
@@ -291,8 +294,8 @@ class _Variable:
             Whether the variable has a place for each, in an object of the same class. It may not if the user's file was
             edited, or an object was replaced in training.
         """
-        objects: dict[str, Any] = {}
-        locations, has_all = {location.path: location for location in self._locations(objects)}, True
+        (places, objects), has_all = self._places(), True
+        locations = {location.path: location for location in places}
         for path, value in values.items():
             inner, _, name = path.rpartition(".")
             kind = type(objects[inner]).__qualname__ if inner in objects else ""
@@ -301,44 +304,38 @@ class _Variable:
             elif path in locations:
                 current = locations[path].value
                 locations[path].owner[locations[path].name] = made = _updated(current, value, replaced)
-                if BoundValues.is_name(name) and made is not current:  # a default argument cannot be replaced
-                    has_all &= BoundValues.set_variable(objects[inner], name, made)
-            elif path and inner in objects and not BoundValues.is_name(name):  # an attribute that a call makes
+                if is_bound(name) and made is not current:
+                    has_all &= set_in_closure(objects[inner], name, made)
+            elif path and inner in objects and not is_bound(name):  # an attribute that a call makes
                 vars(objects[inner])[name] = value
             else:
-                has_all &= inner in objects and BoundValues.set_variable(objects[inner], name, value)
+                has_all &= inner in objects and set_in_closure(objects[inner], name, value)
         return has_all
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore its values at the end of this context, except parameters."""
-        objects: dict[str, Any] = {}
-        locations = [*self._locations(objects)]
+        locations, objects = self._places()
         attributes = [(vars(each), {**vars(each)}) for each in objects.values()]
-        bound = [(each, BoundValues(each)) for each in objects.values() if isinstance(each, FunctionType)]
+        bound = [(each, bound_values(each)) for each in objects.values() if isinstance(each, FunctionType)]
         saved = [location for location in locations if self._first.get(location.path)]
         values = [(location, location.value) for location in saved if not isinstance(location.value, nn.Parameter)]
-        contents: dict[int, tuple[Any, Any]] = {}
-        for _, value in values:
-            _remember(value, contents)
+        contents = {id(part): (part, _copied(part)) for _, value in values for part in _parts_of(value)}
         yield
         for owner, before in attributes:
             owner.clear()
             owner.update(before)
         for function, before in bound:
             for name, value in before.items():
-                BoundValues.set_variable(function, name, value)
+                set_in_closure(function, name, value)
         for location, value in values:
             location.owner[location.name] = value
         for value, copied in contents.values():
             _fill(value, copied)
 
-    def _locations(self, objects: dict[str, Any]) -> Iterator[_Location]:
-        """Yield the places of all values.
-
-        Args:
-            objects: path of each object -> the object; filled here.
-        """
+    def _places(self) -> tuple[list[_Location], dict[str, Any]]:
+        """Return the places of all values, and each object by its path."""
+        places, objects = list[_Location](), dict[str, Any]()
         own = {id(module) for module in self._model.modules()}
         seen: set[int] = set()
         root = vars(self._module) if self._name in vars(self._module) else {self._name: None}
@@ -347,7 +344,7 @@ class _Variable:
             location, value = left.pop()
             value = value.__self__ if isinstance(value, MethodType) else value
             if not (owners := self._owners(value, own)):
-                yield location
+                places.append(location)
             elif id(value) not in seen:
                 seen.add(id(value))
                 objects[location.path] = value
@@ -359,6 +356,7 @@ class _Variable:
                     if not isinstance(value, nn.Module) or name not in _OF_MODULES
                 ]
                 left += reversed(inner)
+        return places, objects
 
     def _owners(self, value: Any, own: Collection[int]) -> list[dict[str, Any]]:
         """The dicts of an object's attributes; none if its attributes do not count.
@@ -370,35 +368,15 @@ class _Variable:
             of_module: list[dict[str, Any]] = [value._parameters, value._buffers, value._modules, vars(value)]
             return [] if id(value) in own else of_module
         if isinstance(value, partial) or (isinstance(value, FunctionType) and value.__module__ in self._modules):
-            return [vars(value), BoundValues(value)]
+            return [vars(value), bound_values(value)]
         is_of_user = type(value).__module__ in self._modules and not isinstance(value, _NO_OBJECTS)
         return [vars(value)] if is_of_user and hasattr(value, "__dict__") else []
 
     def _states(self) -> Iterator[tuple[_Location, _Snapshot | None]]:
         """Yield the place of each value, and its state; None: it cannot be saved."""
         of_model = {tensor.untyped_storage().data_ptr() for tensor in self._model.state_dict().values()} - {0}
-        for location in self._locations({}):
+        for location in self._places()[0]:
             yield location, _state_of(location.value, of_model)
-
-
-def _remember(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
-    """Add to `contents`, by id, the containers, tensors and arrays in a value, each with a copy of its own content."""
-    if id(value) in contents:
-        return
-    match value:
-        case Tensor():
-            contents[id(value)] = value, value.detach().clone()
-        case _ if isinstance(value, _CONTENTS):
-            contents[id(value)] = value, copy.copy(value)
-        case _ if has_known_state(value):
-            contents[id(value)] = value, copy.deepcopy(value)
-    match value:
-        case list() | tuple() | deque() | set() | frozenset():
-            for each in value:
-                _remember(each, contents)
-        case dict():
-            for each in value.values():
-                _remember(each, contents)
 
 
 def _holds_generator(value: object, depth: int = 4) -> bool:
@@ -420,6 +398,13 @@ def _parts_of(value: Any) -> Iterator[Any]:
         if isinstance(value, _CONTAINERS):
             for each in value.values() if isinstance(value, dict) else value:
                 yield from _parts_of(each)
+
+
+def _copied(part: Any) -> Any:
+    """Return a copy of a container, tensor, array or generator, without copies of what a container holds."""
+    if isinstance(part, Tensor):
+        return part.detach().clone()
+    return copy.deepcopy(part) if has_known_state(part) else copy.copy(part)
 
 
 def _updated(current: Any, value: Any, replaced: Collection[int]) -> Any:
@@ -505,9 +490,8 @@ def _state_of(value: Any, of_model: Collection[int]) -> _Snapshot | None:
                 return None
             if tensor.untyped_storage().data_ptr() in of_model:
                 return None
-        tensors = dict(pack({"value": value}))
-        numbers = bytes(tensors.pop("").numpy())
-        return _Snapshot(numbers, tensors, [t._version for t in tensors.values() if isinstance(t, nn.Parameter)])
+        entries = dict(pack({"value": value}))
+        return _Snapshot(entries, [t._version for t in entries.values() if isinstance(t, nn.Parameter)])
     return None
 
 
