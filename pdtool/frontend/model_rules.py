@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._C import DisableTorchFunction
 from torch.autograd.graph import Node
 from torch.optim import Optimizer, SparseAdam
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pdtool.artifacts.fields import MAX_WORKERS
 from pdtool.errors import FieldError, ModelError, TraceError, suggestion
@@ -153,10 +154,11 @@ def state_fault(model: nn.Module, state: object) -> str:
 
 def _is_unchanged(saved: Tensor, registered: Tensor) -> bool:
     """Whether an entry of a state_dict is the parameter or buffer of its name, or a copy of it."""
-    has_values = saved.layout is torch.strided and not saved.is_meta and not isinstance(saved, FakeTensor)
-    if saved is registered or not has_values or saved.is_set_to(registered):
-        return True
-    return (saved.shape, saved.dtype) == (registered.shape, registered.dtype) and torch.equal(saved, registered)
+    with DisableTorchFunction(), _disable_current_modes():  # a partial build shows a meta tensor as one on the CPU
+        has_values = type(saved) is Tensor and saved.layout is torch.strided and not saved.is_meta  # it is not fake
+        if not has_values or saved.is_set_to(registered):
+            return True
+        return (saved.shape, saved.dtype) == (registered.shape, registered.dtype) and torch.equal(saved, registered)
 
 
 def optimizer_fault(returned: object) -> str:
