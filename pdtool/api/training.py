@@ -229,7 +229,7 @@ def _check_functions_again(inputs: Inputs, bundle: Bundle) -> None:
     has_same_settings = planned_model is not None and planned_model.typed_settings == inputs.model.typed_settings
     is_same_file = file_sha256(find_source(inputs.model.source)) in bundle.digests.values()
     if is_first_worker(os.environ) and not (is_same_file and has_same_settings):
-        from pdtool.generator.generate import check_user_functions
+        from pdtool.generator.user_functions import check_user_functions
 
         with undoing_user_changes(), status("checking the functions of the model file"):
             model_file = inputs.model_file()

@@ -7,6 +7,7 @@ import builtins
 import fcntl
 import gc
 import hashlib
+import importlib
 import io
 import os
 import pickle
@@ -65,6 +66,7 @@ def tried(work: Callable[[], _T], tensors: Iterable[Tensor] = ()) -> _T:
 
 def _in_forked_process(work: Callable[[], _T]) -> _T:
     """See `tried`."""
+    importlib.import_module("torch._dynamo")  # in 1 to 2 s: an optimizer imports it, so each forked process would
     reader, writer = Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="pdtool-") as folder, reader, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks of a process with threads

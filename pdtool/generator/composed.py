@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -15,7 +16,10 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.errors import PdtoolError
 from pdtool.frontend.operators import named_state, registered_state
 from pdtool.frontend.user_modules import user_modules_importable
+from pdtool.host import memory_limits
 
+# Copies of all parameters in memory while values are compared: the model, its copy, the stages, and their gradients.
+_COPIES = 6
 REPORT = "this is a defect of pdtool: please report it with your model file"
 
 
@@ -65,6 +69,12 @@ def copy_state(model: nn.Module, stages: Sequence[nn.Module], bundle: Bundle) ->
                     shapes = f"of shape {list(tensor.shape)}, by one of shape {list(state[name].shape)}"
                     raise VerificationError(f"forward replaces the buffer {name}, {shapes}", "keep its shape")
                 tensor.copy_(state[name])
+
+
+def fits_in_memory(model: nn.Module) -> bool:
+    """Whether this machine has the memory to compare the stages with a model."""
+    needed = _COPIES * sum(p.nbytes for p in model.parameters())
+    return needed < min((limit.free_bytes for limit in memory_limits()), default=math.inf)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from pdtool.errors import ArtifactError, StaleError, UsageError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
 from pdtool.frontend.tracing import trace, trace_file
+from pdtool.generator import composed as composed_module
 from pdtool.generator import generate as generate_module
 from pdtool.generator import verify as verify_module
 from pdtool.generator.composed import ModelFailedError, VerificationError, compose, copy_state, load_stages
@@ -202,7 +203,7 @@ def test_a_model_whose_backward_fails_is_found_out(tmp_path):
 
 
 def test_a_model_too_large_for_this_machine_is_checked_by_shapes(tmp_path, monkeypatch):
-    monkeypatch.setattr(generate_module, "_COPIES", 10**12)
+    monkeypatch.setattr(composed_module, "_COPIES", 10**12)
     model_file = small("unet")
     profile = skeleton(model_file)
     said = []
@@ -213,9 +214,9 @@ def test_a_model_too_large_for_this_machine_is_checked_by_shapes(tmp_path, monke
 
 def test_the_memory_for_the_proof_is_that_of_the_control_group(monkeypatch):
     limit = MemoryLimit("the control group", 10**6, 5 * 4 * 72)
-    monkeypatch.setattr(generate_module, "memory_limits", lambda: [limit])
-    assert not generate_module.fits_in_memory(torch.nn.Linear(8, 8))
-    assert generate_module.fits_in_memory(torch.nn.Linear(4, 4))
+    monkeypatch.setattr(composed_module, "memory_limits", lambda: [limit])
+    assert not composed_module.fits_in_memory(torch.nn.Linear(8, 8))
+    assert composed_module.fits_in_memory(torch.nn.Linear(4, 4))
 
 
 @pytest.mark.parametrize("what", ["the generated stages", "the backward of the generated stages"])

@@ -409,6 +409,46 @@ def test_no_function_of_training_changes_a_number_that_forward_reads(function, t
         generated(tmp_path, in_flight=1, **parts)
 
 
+REPLACING = {
+    "2.scale": "module.scale = module.scale * 1.5",
+    "2.scale, registered again": "module.register_buffer('scale', torch.ones(8))",
+    "2.linear.weight": "module.linear.weight = nn.Parameter(module.linear.weight * 1.5)",
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "name"), [*zip((name for name in WARMED if name != "train"), [*REPLACING, *REPLACING], strict=False)]
+)
+def test_no_function_of_training_replaces_a_tensor_of_the_model(function, name, tmp_path):
+    """As torch.nn.utils.prune does; training went on with the first one."""
+    warm = WARM.replace("module.factor *= 1.5", REPLACING[name])
+    message = rf"model\.py:.* {function}\(\) puts another tensor in the place of {name.partition(',')[0]} in the model"
+    with pytest.raises(ModelError, match=message):
+        generated(tmp_path, in_flight=1, forward="return h * self.scale", after=warm + WARMED[function])
+
+
+@pytest.mark.parametrize(("function", "refused"), [("sampler", 1), ("loss", 0), ("metrics", 0), ("after_update", None)])
+def test_only_the_worker_of_a_stage_may_write_into_its_tensors(function, refused, tmp_path):
+    """`refused`: in which stage the tensor must be; the write was lost there."""
+    functions = WARMED | {"metrics": "def metrics(output, target):\n    warm()\n    return {'n': (1.0, 1)}\n"}
+    for stage, part in enumerate(("0.bias", "5.bias")):
+        write = f"if module is NET[-1]:\n            module.get_parameter('{part}').data.add_(1)"
+        warm = WARM.replace("if isinstance(module, Part):\n            module.factor *= 1.5", write)
+        message = rf"{function}\(\) writes into {part} of the model, but runs in another worker than the stage that has"
+        with pytest.raises(ModelError, match=message) if stage == refused else nullcontext():
+            generated(tmp_path, in_flight=1, forward="return h", after=warm + functions[function])
+
+
+def test_what_forward_writes_is_not_blamed_on_the_loss(tmp_path):
+    parts = {"init": "self.norm = nn.BatchNorm1d(8)", "forward": "self.scale.mul_(0.5); return self.norm(h)"}
+    generated(
+        tmp_path,
+        in_flight=1,
+        **parts,
+        after="NET, build = [], model\ndef model():\n    NET[:] = [build()]\n    return NET[0]\n",
+    )
+
+
 def test_metrics_is_named_where_it_may_be_the_one(tmp_path):
     parts = {"init": "self.factor = 1.0", "forward": "return h * self.factor"}
     metrics = "def metrics(output, target):\n    warm()\n    return {'n': (1.0, 1)}\n"

@@ -44,7 +44,7 @@ PUBLIC = {
     "emulator": "emulation pretend_cluster sleeping_model",
     "frontend": "compute_mode graph_digest leaf_modules model_file model_io model_rules operators random_numbers "
     "tracing trial update_proof user_code user_modules variable_uses",
-    "generator": "generate",
+    "generator": "generate user_functions",
     "planner.choice": "comparison make_plan plan_check plan_figures strategies without_formulas",
     "planner.search": "cuts layouts search",
     "planner.simulator": "engine job result",

@@ -6,7 +6,7 @@ A worker has one; with chunks it has several. Numbers in comments are those of t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +42,7 @@ class StageReplica:
         tied: the tied parameters of the stage.
         updates: takes the updates of this worker's stages.
         losses: losses of the minibatches; None except at the last stage.
+        check_model: raises ModelError if user code has put another tensor in the place of one of the model.
         frozen_in_stages: parameters that other stages also hold and whose gradients nobody sums, because model() froze
             them.
     """
@@ -57,6 +58,7 @@ class StageReplica:
     updates: ClippedUpdates
     losses: LossReader | None
     meter: WorkerMeter
+    check_model: Callable[[], None] = lambda: None
     frozen_in_stages: Collection[str] = ()
     _round: dict[int, float] = field(default_factory=dict)  # minibatch of the round -> weight
     _is_first_step: bool = True
@@ -224,8 +226,9 @@ class StageReplica:
         """After user code, let forwards read the new parameters.
 
         Raises:
-            ModelError: it changed a parameter in a way that training cannot follow.
+            ModelError: it changed a parameter or a buffer in a way that training cannot follow.
         """
+        self.check_model()
         try:
             if self.stage.weights.adopt_changes():
                 self._check_trained()

@@ -49,7 +49,7 @@ from pdtool.runtime.worker import checkpoint
 from pdtool.runtime.worker.last_minibatch import check_last_minibatch, check_single_samples
 from pdtool.runtime.worker.run_report import Progress
 from pdtool.runtime.worker.worker import Place, Worker
-from pdtool.runtime.worker.worker_model import WorkerModel, equalize_weights, is_small, load_stage_module
+from pdtool.runtime.worker.worker_model import ModelTensors, WorkerModel, equalize_weights, is_small, load_stage_module
 from pdtool.schedule import gradient_delays, tied_update_lag
 from pdtool.units import counted
 
@@ -79,12 +79,12 @@ def start_worker(config: RunConfig, rank: int, device: torch.device, local_worke
     )
     model, different = build_model(config, place)
     data, source = open_data(config, place, model.file)
-    modules = load_modules(config, place, model, different)
+    modules, tensors = load_modules(config, place, model, different)
     check_last_minibatch(modules, config.bundle, data.epoch_samples, device)
     check_single_samples(config.bundle, data.epoch_samples, data.splits["valid"].samples or 0)
     resumed = RunDir(config.resume).latest_checkpoint() if config.resume else None
     progress = read_progress(resumed.manifest(), data) if resumed else Progress()
-    stages = StageBuilder(config, place, model, modules, data, source, progress).build()
+    stages = StageBuilder(config, place, model, modules, tensors, data, source, progress).build()
     if resumed:
         resume(config, place, data, stages, resumed)
     tied = {name: first for name, first in model.first_names.items() if name != first}
@@ -109,20 +109,23 @@ def build_model(config: RunConfig, place: Place) -> tuple[WorkerModel, list[str]
     return built, different
 
 
-def load_modules(config: RunConfig, place: Place, built: WorkerModel, different: Sequence[str]) -> dict[int, nn.Module]:
+def load_modules(
+    config: RunConfig, place: Place, built: WorkerModel, different: Sequence[str]
+) -> tuple[dict[int, nn.Module], ModelTensors]:
     """Wait until the stage files are checked, and load those of this worker's stages.
 
     Returns:
-        The modules of the stages by number, on the worker's device; they share the model's tensors.
+        The modules of the stages by number, on the worker's device; and the model's tensors, which they share.
     """
     Status.of_this_process.set("the loading of the stages")
     reasons = all_gather(printable(built.why_whole), str, place.groups.world, "the check of the stage files")
     folder, named = config.stage_files or config.bundle_dir, config.bundle_dir
     stages = config.shape.stages_on_same_workers(place.assignment.stage)
-    modules = {s: load_stage_module(config.bundle, folder, s, built.model, named).to(place.device) for s in stages}
+    modules = {s: load_stage_module(config.bundle, folder, s, built.model, named) for s in stages}
+    tensors = ModelTensors(built, config.bundle, modules, place.device)
     if place.assignment.rank == 0:
         _warn_of_model(built, config, reasons, different)
-    return modules
+    return modules, tensors
 
 
 def _warn_of_model(built: WorkerModel, config: RunConfig, reasons: Sequence[str], different: Sequence[str]) -> None:
@@ -215,6 +218,7 @@ class StageBuilder:
     place: Place
     model: WorkerModel
     modules: Mapping[int, nn.Module]
+    tensors: ModelTensors
     data: TrainingData
     source: MinibatchSource | None
     progress: Progress
@@ -285,6 +289,7 @@ class StageBuilder:
             updates=self._updates,
             losses=LossReader(device) if s == len(config.plan.stages) - 1 else None,
             meter=meter,
+            check_model=self.tensors.check,
             frozen_in_stages=self._frozen_in_stages(s, untied),
         )
 

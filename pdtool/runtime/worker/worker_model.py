@@ -26,6 +26,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.errors import ArtifactError, ModelError, PdtoolError, StaleError, TraceError, describe_error
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import tensors_in
+from pdtool.frontend.model_rules import WRITE_INTO_IT
 from pdtool.frontend.operators import empty_in_same_place, first_names, named_state, registered_state
 from pdtool.frontend.user_modules import import_file, user_modules_importable
 from pdtool.runtime.groups import PeerErrorContext, ProcessGroups, all_gather
@@ -179,6 +180,46 @@ def load_stage_module(
         if not isinstance(inner, torch.jit.ScriptModule):  # which takes no hooks
             inner.register_forward_hook(partial(_check_outputs, bundle, opaque))
     return module.train()
+
+
+class ModelTensors:
+    """The parameters and buffers of the user's model, through which the user's functions may read and change them.
+
+    Those of this worker's stages are the stages' own tensors, so a change in place is a change of the stage. A tensor
+    that takes the place of one would be lost.
+
+    Args:
+        stages: the worker's stage modules, by number, when they have just been loaded; they then move to `device`.
+    """
+
+    def __init__(
+        self, built: WorkerModel, bundle: Bundle, stages: Mapping[int, nn.Module], device: torch.device
+    ) -> None:
+        self._file, model = built.file, built.model
+        opaque = {
+            id(m) for s in stages for path in bundle.stages[s].opaque for m in model.get_submodule(path).modules()
+        }
+        moved: dict[int, Tensor] = {}
+        for stage in stages.values():
+            before = named_state(stage)
+            after = named_state(stage.to(device))
+            moved |= {id(tensor): after[name] for name, tensor in before.items()}
+        self._places: list[tuple[str, dict[str, Any], str, Tensor]] = []
+        for path, owner in model.named_modules():
+            if id(owner) in opaque or isinstance(owner, torch.jit.ScriptModule):
+                continue
+            for held in (owner._parameters, owner._buffers, vars(owner)):
+                for key, value in held.items():
+                    if isinstance(value, Tensor) and (id(value) in moved or held is not vars(owner)):
+                        held[key] = tensor = moved.get(id(value), value)
+                        self._places.append((f"{path}.{key}".removeprefix("."), held, key, tensor))
+
+    def check(self) -> None:
+        """Check that each tensor is in its place; raises ModelError."""
+        for name, held, key, tensor in self._places:
+            if held.get(key) is not tensor:
+                what = f"another tensor is in the place of {name} in the model now, but its stage keeps the first"
+                raise self._file.error(what, WRITE_INTO_IT)
 
 
 def _check_outputs(bundle: Bundle, path: str, module: nn.Module, args: object, output: Any) -> None:
