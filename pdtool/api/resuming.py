@@ -130,7 +130,8 @@ def _state(run: RunDir, plan: str | None) -> RunState | None:
 def note_options(before: RunOptions, asked: RunOptions) -> None:
     """Note which options come from the resumed run, and whether it starts again."""
     if before.resume and not asked.resume:
-        note(f"{asked.output} has no checkpoint yet, so the run starts from the beginning")
+        state = "has no checkpoint yet" if os.path.exists(str(asked.output)) else "does not exist"
+        note(f"{asked.output} {state}, so the run starts from the beginning")
     values = {name: (option, getattr(asked, name)) for name, option in _lasting_options().items()}
     taken = [(option, value) for name, (option, value) in values.items() if value != getattr(before, name)]
     if taken:

@@ -177,10 +177,19 @@ def train_plan(inputs: Inputs, plan: Plan, asked: RunOptions) -> tuple[RunConfig
     bundle, resumed = _bundle(inputs, trust=asked.trust), asked.resumed
     own = asked.output or (resumed if resumed and RunDir(resumed).checkpoints_folder.is_dir() else None)
     with nullcontext(Path(own)) if own else new_folder(Path("runs") / inputs.folder.name) as out:
-        config = replace(_config(inputs, bundle, asked, out), plan=plan)
+        planned = _config(inputs, bundle, asked, out)
+        config = replace(planned, plan=plan)
         config = _with_loader_workers(config, inputs.profile.loading_s, asked.loader_workers)
         note_idle_correction(config)
+        _note_samples_per_update(config, planned)
         return config, _launched(config, inputs.profile, asked.log_every)
+
+
+def _note_samples_per_update(config: RunConfig, planned: RunConfig) -> None:
+    """Note if the options change how many samples an update averages, at the stage with the most."""
+    samples, before = (each.plan.batch_size * max(each.shape.update_every) for each in (config, planned))
+    if samples != before and is_first_worker(os.environ):
+        note(f"an update averages {samples} samples (in the plan {before}): the learning rate may need to change")
 
 
 def note_idle_correction(config: RunConfig) -> None:
@@ -227,7 +236,7 @@ def _check_functions_again(inputs: Inputs, bundle: Bundle) -> None:
 
     planned_model = inputs.plan.model or inputs.profile.model
     has_same_settings = planned_model is not None and planned_model.typed_settings == inputs.model.typed_settings
-    is_same_file = file_sha256(find_source(inputs.model.source)) in bundle.digests.values()
+    is_same_file = file_sha256(find_source(inputs.model.source)) in (bundle.model_sha256, *bundle.digests.values())
     if is_first_worker(os.environ) and not (is_same_file and has_same_settings):
         from pdtool.generator.user_functions import check_user_functions
 

@@ -106,6 +106,7 @@ class Bundle(YamlArtifact):
             consecutive minibatches, training and evaluation) or `shapes` (under fake tensors only).
         optional_gradients: whether a tensor may have no gradient in some minibatch, so that messages must say so: if
             the loss may ignore one of several outputs, or user code that is not looked into one of its inputs.
+        model_sha256: digest of the model file whose functions codegen checked; None: as it was profiled.
         opaque_outputs: path of an opaque module -> for each of its calls, the shapes of the tensors that it returns. A
             dimension is None if it is unknown.
         output_classes: name of a class in the last stage's file -> `module:Class` of the user's class in the model's
@@ -130,6 +131,7 @@ class Bundle(YamlArtifact):
     tensors: tuple[TensorSpec, ...]
     tied: tuple[TiedParameter, ...] = ()
     optional_gradients: bool = False
+    model_sha256: Digest | None = None
     opaque_outputs: dict[ModulePath, tuple[tuple[tuple[Dim | None, ...], ...], ...]] = Field(default_factory=dict)
     output_classes: dict[Identifier, Label] = Field(default_factory=dict)
     repeats_samples: bool = True

@@ -106,8 +106,8 @@ def _passed_over(plan: Plan, faster: FasterPlan | None, predicted: Predicted | N
         drawback = "has more stages" if len(faster.begins) >= len(plan.stages) else "divides more modules"
         begins = f", cut before {', '.join(faster.begins)}" if faster.begins else ""
         yield (
-            f"passed over: {faster.config}{begins}. It takes {format_seconds(faster.simulated_s)}, {less:.1%} less, "
-            f"but {drawback} (a smaller --simplest may choose it)"
+            f"passed over: {faster.config}{begins}. Simulated, it takes {format_seconds(faster.simulated_s)}, "
+            f"{less:.1%} less, but {drawback} (a smaller --simplest may choose it)"
         )
 
 

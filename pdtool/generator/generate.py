@@ -15,10 +15,10 @@ from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
 from pdtool.artifacts.run_dir import RunDir
 from pdtool.errors import PdtoolError, StaleError, UsageError
-from pdtool.files import write_atomically, write_remedy
+from pdtool.files import file_sha256, write_atomically, write_remedy
 from pdtool.frontend.graph_digest import check_profile, graph_sha256
 from pdtool.frontend.model_file import ModelFile
-from pdtool.frontend.model_io import named_leaves, tensors_in
+from pdtool.frontend.model_io import ModelInputs, named_leaves, tensors_in
 from pdtool.frontend.operators import Traced, Value, named_state
 from pdtool.frontend.tracing import trace_file
 from pdtool.generator.composed import ModelFailedError, fits_in_memory
@@ -69,6 +69,7 @@ def generate(
     found = {
         "read_back": buffers_read_back(plan, bundle, model_file),
         "repeats_samples": _repeats_samples(model_file, min(plan.batch_size, _REPEATED_SAMPLES)),
+        "model_sha256": file_sha256(model_file.path),
     }
     bundle = bundle.model_copy(update=found)
     outputs = len([leaf for _, leaf in named_leaves(traced.output, "output") if isinstance(leaf, Value)])
@@ -91,7 +92,7 @@ def check_stage_files(
     _, expected = _written(plan, stages, traced, bundle.proof)
     # An older bundle has fewer digests, and none of the next two; only a comparison tells the last ones.
     unknown: dict[str, Any] = {"digests": {}, "opaque_outputs": {}, "output_classes": {}}
-    unknown |= {"read_back": (), "repeats_samples": True, "differs_for_one_sample": False}
+    unknown |= {"model_sha256": None, "read_back": (), "repeats_samples": True, "differs_for_one_sample": False}
     ours, theirs = (made.model_copy(update=unknown) for made in (expected, bundle))
     if ours.content_sha256 == theirs.content_sha256:
         return
@@ -165,7 +166,7 @@ def _verify_values(model_file: ModelFile, texts: dict[str, str], bundle: Bundle,
     sizes = (size, size, size + 1)
     batches = [model_file.example_inputs(samples) for samples in sizes]
     for samples, inputs in zip(sizes, batches, strict=True):
-        shapes = [[*tensor.shape] for tensor in inputs.tensors]
+        shapes = [[*tensor.shape] for tensor in ModelInputs.of(inputs).tensors]
         expected = [[*bundle.by_name[name].sizes(samples)] for name in bundle.inputs]
         if shapes != expected:
             given, traced = (", ".join(map(str, each)) for each in (shapes, expected))

@@ -122,7 +122,7 @@ class Wiring:
         for op in self.traced.operators:
             inner = [value for part in op.parts for value in part.outputs] if op.branch else []
             for value in (*op.outputs, *inner):
-                base = re.sub(r"\W", "_", value.operator)
+                base = re.sub(r"\W", "_", value.operator).replace("__or__", "or_").replace("__and__", "and_")
                 base = f"m{base}" if base[0].isdigit() else base
                 names[value] = unique_name(f"{base}_{value.index}" if value.index else base, taken, first=2)
         return names

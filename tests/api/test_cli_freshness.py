@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from conftest import NET
 
+from pdtool.api.inputs import Inputs
+from pdtool.api.training import _bundle
 from pdtool.artifacts.artifact import OPERATOR_GRAPH
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
+from pdtool.generator import user_functions
 
 PLAN = "plans/model-2.yaml"
 LAYERS = "from torch import nn\n\ndef activation():\n    return nn.ReLU()\n"
@@ -113,6 +116,20 @@ def test_what_leaves_the_graph_alone_leaves_plan_and_edits_and_bundle_valid(road
     assert marks(result) == {"profile": "✓", "source": "–", "plan": "✓", "bundle": "✓", "stage files": "✓"}
     assert "the costs of its loss and optimizer may have changed" in result.stdout
     assert "model.py has changed" in road.pdtool("codegen").stderr
+
+
+def test_functions_are_checked_once_for_each_edit_of_the_file(road, monkeypatch):
+    """Each run checked them again, though codegen had checked the same file."""
+    checked = []
+    monkeypatch.setattr(user_functions, "check_user_functions", lambda file, *_: checked.append(file.path.read_text()))
+    road.pdtool("codegen")
+    for rate in ("0.05", "0.01"):
+        road.write("model.py", NET.replace("lr=0.1", f"lr={rate}"))
+        _bundle(Inputs.load(PLAN, None), trust=False)
+        assert f"lr={rate}" in checked.pop()
+        road.pdtool("codegen")
+        _bundle(Inputs.load(PLAN, None), trust=False)
+        assert not checked
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,7 @@ def test_usage_errors_exit_with_2(folder, arguments):
     [
         (["run", "--config", "a.toml"], "; it goes before the command, as in `pdtool --config FILE run`"),
         (["run", "--epoch", "3"], "error: no such option '--epoch'; did you mean --epochs? See `pdtool run --help`"),
+        (["run", "--batch-size", "9"], "no such option '--batch-size': the minibatch size is that of the profile, so"),
         (["runn"], "error: no such command 'runn'; did you mean run? See `pdtool --help`"),
         (["run", "--schedule", "1f1b-flsh"], "'zb-h1'; did you mean 1f1b-flush? See `pdtool run --help`"),
         (["partition", "--strategy", "piplines", "--topology", "2"], "; did you mean pipeline? See `pdtool partition"),

@@ -44,7 +44,7 @@ def test_resume_alone_trains_what_the_run_was_asked_for(trainable: Folder) -> No
     """Half a run, gone on with by nothing but its folder, has the losses of a whole one; so has one begun again."""
     plan = ("run", "plans/model-2.yaml", *OPTIONS)
     begun = trainable.pdtool(*plan, "-o", "runs/whole", "--epochs", "2", "--resume").stderr  # one command for both
-    assert "runs/whole has no checkpoint yet, so the run starts from the beginning" in begun
+    assert "runs/whole does not exist, so the run starts from the beginning" in begun
     trainable.pdtool(*plan, "-o", "runs/half", "--epochs", "2")
     state = RunState.load("runs/half/run.json")
     assert (state.epochs, state.epochs_done, state.plan_path) == (2, 2, "plans/model-2.yaml")
@@ -233,7 +233,7 @@ def test_a_faster_plan_that_was_passed_over_is_named(road: Folder) -> None:
     faster = FasterPlan(config="1-1-1", begins=("a", "b"), simulated_s=time_s)
     plan.model_copy(update={"why": plan.why.model_copy(update={"faster": faster})}).save("plans/model-2.yaml")
     shown = road.pdtool("show", "plans/model-2.yaml").stdout
-    assert "passed over: 1-1-1, cut before a, b. It takes " in shown
+    assert "passed over: 1-1-1, cut before a, b. Simulated, it takes " in shown
     assert ", 2.0% less, but has more stages" in shown
 
 

@@ -353,7 +353,7 @@ def test_what_is_typed_to_train_goes_before_what_a_resumed_run_was_asked_for(fol
     alike = (*TRAIN, "--straight", "--batch-size", "8", "--threads", "1", "--device", "cpu", "--memory", "none")
     alike += ("--set", "lr=0.2")
     begun = folder.pdtool(*alike, "--steps", "1", "-o", "runs/a", "--resume").stderr
-    assert "runs/a has no checkpoint yet, so the run starts from the beginning" in begun
+    assert "runs/a does not exist, so the run starts from the beginning" in begun
     state = RunDir(Path("runs/a")).state_file
     run = RunState.load(state)
     monkeypatch.setattr("pdtool.api.training.train_plan", train_plan)

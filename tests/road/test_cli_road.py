@@ -302,6 +302,7 @@ def test_tensors_of_a_resealed_bundle_are_compared_too(road):
 @pytest.mark.usefixtures("stages")
 def test_another_schedule_for_the_same_stages(road):
     result = road.pdtool("run", "--schedule", "1f1b-flush", "--microbatches", "2", "--steps", "4", "--json")
+    assert "an update averages 16 samples (in the plan 8): the learning rate may need to change" in result.stderr
     report = Report.parse(result.stdout)
     assert report.schedule == "1f1b-flush"
     assert [stage.peak_versions for stage in report.stages] == [1, 1]
