@@ -15,7 +15,7 @@ from pdtool.artifacts.artifact import OPERATOR_GRAPH
 from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.artifacts.profile import Profile
-from pdtool.generator import user_functions
+from pdtool.generator import generate, user_functions
 
 PLAN = "plans/model-2.yaml"
 LAYERS = "from torch import nn\n\ndef activation():\n    return nn.ReLU()\n"
@@ -121,6 +121,7 @@ def test_what_leaves_the_graph_alone_leaves_plan_and_edits_and_bundle_valid(road
 def test_functions_are_checked_once_for_each_edit_of_the_file(road, monkeypatch):
     """Each run checked them again, though codegen had checked the same file."""
     checked = []
+    assert generate.check_user_functions is user_functions.check_user_functions  # which codegen goes on to call
     monkeypatch.setattr(user_functions, "check_user_functions", lambda file, *_: checked.append(file.path.read_text()))
     road.pdtool("codegen")
     for rate in ("0.05", "0.01"):
