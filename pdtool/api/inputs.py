@@ -288,7 +288,7 @@ def default_plan_path(name: str) -> str:
 
 
 def located_plan(plan: Plan | Path | str) -> tuple[Plan, str]:
-    """Return a plan and its path; for a Plan object, the path to which `partition` writes it.
+    """Return a plan and its path; for a Plan object from no file, the path to which `partition` writes it.
 
     Raises:
         TypeError: it is neither a plan nor a path.
@@ -297,7 +297,7 @@ def located_plan(plan: Plan | Path | str) -> tuple[Plan, str]:
     if not isinstance(plan, (Plan, Path, str)):
         raise TypeError(f"a plan or its path is needed, not {with_article(type(plan).__name__)}")
     if isinstance(plan, Plan):
-        path = default_plan_path(plan.name)
+        path = plan.path or default_plan_path(plan.name)
         plan.check_again(path)
         return plan, path
     return Plan.load(str(plan), may_be_pipe=True), str(plan)

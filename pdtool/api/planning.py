@@ -102,6 +102,7 @@ def partition(
     target = optional_text(output) or default_plan_path(plan.name)
     keep_edits(target)
     plan.save(target)
+    plan.set_path(target)
     return plan
 
 

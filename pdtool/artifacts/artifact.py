@@ -166,7 +166,7 @@ class Artifact(FrozenModel):
     def check_again(self, path: Path | str) -> None:
         """Check changes by model_copy(), as if the artifact were read from `path`; raises ArtifactError."""
         cached = {name for name in vars(self) if isinstance(getattr(type(self), name, None), cached_property)}
-        content = {name: value for name, value in vars(self).items() if name not in cached}
+        content = {name: value for name, value in vars(self).items() if name not in cached | self.__class_vars__}
         self._checked(lambda: self.model_validate(content), path)
 
     @classmethod

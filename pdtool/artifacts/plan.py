@@ -7,7 +7,8 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, GetPydanticSchema, SerializerFunctionWrapHandler, model_serializer
 
@@ -336,11 +337,13 @@ class Plan(YamlArtifact):
         strategy: the requested strategy, see pdtool.schedule.strategies. The figures of `model-parallel` and `hybrid`
             are from formulas without pipelining.
         asked: the options; None: an earlier pdtool, which did not record them, or a person made the plan.
+        path: the file that it was read from, or that `partition` wrote; "" if there is none. It is no field.
     """
 
     KIND: ClassVar[str] = "plan"
     MAKER: ClassVar[str] = "pdtool partition"
     SEALED: ClassVar[bool] = False
+    path: ClassVar[str] = ""
 
     name: Title
     model: ModelRef | None
@@ -560,6 +563,18 @@ class Plan(YamlArtifact):
         """The stages whose workers on a CPU return freed memory at once, because they need most of the limit."""
         limit = self.cluster.memory_bytes
         return [s for s, needed in enumerate(self.memory_needed) if limit and needed > LITTLE_ROOM * limit]
+
+    @classmethod
+    def load(cls, path: Path | str, *, may_be_pipe: bool = False) -> Self:
+        """Read and check a plan; arguments and errors as of any artifact."""
+        plan = super().load(path, may_be_pipe=may_be_pipe)
+        plan.set_path(path)
+        return plan
+
+    def set_path(self, path: Path | str) -> None:
+        """Record the file of this plan; its stage files lie beside it."""
+        if str(path) != "-":
+            object.__setattr__(self, "path", str(path))
 
     @property
     def kind(self) -> ScheduleKind:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import samples
 import torch
+from conftest import NET
 
 import pdtool
 from pdtool.artifacts.bundle import Bundle
@@ -181,3 +182,19 @@ def test_the_example_of_the_documentation_runs(road, capsys):
     stdout = capsys.readouterr().out
     assert re.search(r"^1-1 [0-9.e-]+ seconds per minibatch$", stdout, re.MULTILINE)
     assert re.search(r"^[0-9.]+ samples/s$", stdout, re.MULTILINE)
+
+
+def test_plans_of_one_name_in_two_files_have_stage_files_of_their_own(folder):
+    """Both wrote into the folder of the plan's name, and the second replaced the first's."""
+    folder.write("model.py", NET)
+    profile = pdtool.profile("model.py", batch_size=8, threads=1, device="cpu")
+    asked = {"topology": "2", "strategy": "straight", "bandwidth": "1GB/s", "simplest": "0%"}
+    plans = [pdtool.partition(profile, output=f"plans/{name}.yaml", **asked) for name in "ab"]
+    assert plans[0] == plans[1] == Plan.load("plans/a.yaml")
+    for plan, other in zip(plans, reversed(plans), strict=True):
+        pdtool.codegen(plan)
+        assert Path(plan.path).with_suffix("").joinpath("bundle.yaml").is_file()
+        assert plan.path != other.path
+    assert not Path("plans/model-2").exists()
+    loaded = Plan.load("plans/b.yaml")
+    assert pdtool.check(loaded, fresh=True)[-1].holds
