@@ -269,9 +269,11 @@ def _change_of(
             return outputs_in_both_modes(model, inputs)
 
     with suppress(ModelFailedError):  # such as a minibatch that is too small
-        before, state = outputs(), registered_state(model)
+        made, before = registered_state(model), outputs()
         if not has_same_content(before, outputs()):
             return _Change("train")
+        # but for buffers that forward assigns
+        state = {name: tensor for name, tensor in registered_state(model).items() if made.get(name) is tensor}
         values = {name: tensor.detach().clone() for name, tensor in state.items()}
         for function in functions:
             stage = by_stage.get(function)
@@ -279,11 +281,12 @@ def _change_of(
             with state_kept(model):
                 with suppress(Exception, SystemExit):  # the proof of the update, and others, tell
                     _CALLS[function](model_file, model)
-                for name, tensor in registered_state(model).items():
-                    if state.get(name, tensor) is not tensor:
+                now = registered_state(model)
+                for name, tensor in state.items():
+                    if now.get(name) is not tensor:
                         what = f"puts another tensor in the place of {name} in the model, but its stage keeps the first"
                         return _Change(function, what, WRITE_INTO_IT)
-                    if stage and id(tensor) not in own and not has_same_content(tensor.detach(), values.get(name)):
+                    if stage and id(tensor) not in own and not has_same_content(tensor.detach(), values[name]):
                         what = f"writes into {name} of the model, but runs in another worker than the stage that has it"
                         return _Change(function, what, "let forward or after_update() change it")
             if not has_same_content(before, outputs()):

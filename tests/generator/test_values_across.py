@@ -439,14 +439,17 @@ def test_only_the_worker_of_a_stage_may_write_into_its_tensors(function, refused
             generated(tmp_path, in_flight=1, forward="return h", after=warm + functions[function])
 
 
-def test_what_forward_writes_is_not_blamed_on_the_loss(tmp_path):
-    parts = {"init": "self.norm = nn.BatchNorm1d(8)", "forward": "self.scale.mul_(0.5); return self.norm(h)"}
-    generated(
-        tmp_path,
-        in_flight=1,
-        **parts,
-        after="NET, build = [], model\ndef model():\n    NET[:] = [build()]\n    return NET[0]\n",
-    )
+@pytest.mark.parametrize(
+    ("forward", "after"),
+    [
+        ("self.scale.mul_(0.5); return self.norm(h)", WARM),
+        ("self.scale = 0.9 * self.scale + h.detach().mean(0); return self.norm(h)", WARM),
+        ("self.scale = self.scale + 1 if h.detach().sum() > 0 else self.scale; return self.norm(h)", ""),  # opaque
+    ],
+)
+def test_what_forward_writes_is_not_blamed_on_the_functions(forward, after, tmp_path):
+    after += "def after_update(named_parameters, update):\n    pass\n"
+    generated(tmp_path, in_flight=1, init="self.norm = nn.BatchNorm1d(8)", forward=forward, after=after)
 
 
 def test_metrics_is_named_where_it_may_be_the_one(tmp_path):
