@@ -101,7 +101,7 @@ class ModelFile:
             return function(*args, **kwargs)
         except Exception as error:
             name = getattr(function, "__name__", type(function).__name__)  # nn.CrossEntropyLoss() has none
-            texts = ", ".join(f"{k}={v!r:.40}" for k, v in kwargs.items() if isinstance(v, str))  # lr='1/10' of --set
+            texts = ", ".join(f"{k}={v[:40]!r}" for k, v in kwargs.items() if isinstance(v, str))  # lr='1/10' of --set
             raise self.error_at(error, f"{name}({texts})") from error
 
     def call_with_settings(self, name: str, *arguments: Any) -> Any:

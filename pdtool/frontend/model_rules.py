@@ -140,7 +140,7 @@ def state_fault(model: nn.Module, state: object) -> str:
         if name not in known:
             what = f"has {name}, but no parameter or buffer has this name, so checkpoints would not have its values"
             return f"{what}; leave out the hook, wrapper, get_extra_state() or state_dict() that adds or renames it"
-        if not _is_unchanged(value, known[name]):
+        if not has_values_of(value, known[name]):
             what = (
                 f"has other values for {name} than the model's tensor of this name, which checkpoints and exports save"
             )
@@ -153,13 +153,21 @@ def state_fault(model: nn.Module, state: object) -> str:
     return ""
 
 
-def _is_unchanged(saved: Tensor, registered: Tensor) -> bool:
-    """Whether an entry of a state_dict is the parameter or buffer of its name, or a copy of it."""
+def has_values_of(tensor: Tensor, registered: Tensor) -> bool:
+    """Whether a tensor has the values of a parameter or buffer, perhaps in another dtype or on another device; True if
+    one of them has no values that can be compared."""
     with DisableTorchFunction(), _disable_current_modes():  # a partial build shows a meta tensor as one on the CPU
-        has_values = type(saved) is Tensor and saved.layout is torch.strided and not saved.is_meta  # it is not fake
-        if not has_values or saved.is_set_to(registered):
+        if tensor is registered or not all(map(_is_comparable, (tensor, registered))):
             return True
-        return (saved.shape, saved.dtype) == (registered.shape, registered.dtype) and torch.equal(saved, registered)
+        if tensor.shape != registered.shape:
+            return False
+        expected = registered.detach().to(tensor.device, tensor.dtype)
+        return bool(((tensor == expected) | ((tensor != tensor) & (expected != expected))).all())  # NaN
+
+
+def _is_comparable(tensor: Tensor) -> bool:
+    is_plain = type(tensor) in (Tensor, nn.Parameter)  # a fake tensor is not
+    return is_plain and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
 
 
 def optimizer_fault(returned: object) -> str:

@@ -54,6 +54,7 @@ def generate(
         UsageError: `folder` has files of these names that codegen did not write.
     """
     _check_target(folder)
+    model_sha256 = file_sha256(model_file.path)  # before the checks, in case someone edits it meanwhile
     stages = plan.stage_nodes(profile)
     check_built_alone(model_file)
     progress("tracing the model")
@@ -69,7 +70,7 @@ def generate(
     found = {
         "read_back": buffers_read_back(plan, bundle, model_file),
         "repeats_samples": _repeats_samples(model_file, min(plan.batch_size, _REPEATED_SAMPLES)),
-        "model_sha256": file_sha256(model_file.path),
+        "model_sha256": model_sha256,
     }
     bundle = bundle.model_copy(update=found)
     outputs = len([leaf for _, leaf in named_leaves(traced.output, "output") if isinstance(leaf, Value)])

@@ -21,7 +21,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.errors import ModelError, PdtoolError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs, tensors_in
-from pdtool.frontend.model_rules import WRITE_INTO_IT
+from pdtool.frontend.model_rules import WRITE_INTO_IT, has_values_of
 from pdtool.frontend.operators import first_names, registered_state, storage_address
 from pdtool.frontend.random_numbers import random_state_kept, seed_generators
 from pdtool.frontend.trial import tried
@@ -78,7 +78,7 @@ def check_user_functions(
         if has("dataset") and has("loss"):
             check_outputs_only(model_file, bundle, texts, outputs)
             _check_validation(model_file, bundle, build())
-        _check_constants(model_file, bundle)
+        _check_changes(model_file, plan, bundle)
         if (bundle.tied or plan.chunks > 1) and all(map(has, ("loss", "dataset", "optimizer"))):
             _check_repeated_calls(model_file, bundle)
     _prove_update(model_file, bundle, build)
@@ -202,8 +202,7 @@ def _validate(model_file: ModelFile, model: nn.Module, batch_size: int) -> None:
 
     def validate(split: str, samples: int) -> None:
         inputs, target = model_file.example_batch(samples, split)
-        with state_kept(model):  # what forward itself changes is no matter
-            output = model_file.as_inputs(inputs).call(model)
+        output = model_file.as_inputs(inputs).call(model)
         model_file.loss(output, target)
         model_file.metrics(output, target)
 
@@ -215,7 +214,7 @@ def _validate(model_file: ModelFile, model: nn.Module, batch_size: int) -> None:
             validate("valid", batch_size)
 
 
-def _check_constants(model_file: ModelFile, bundle: Bundle) -> None:
+def _check_changes(model_file: ModelFile, plan: Plan, bundle: Bundle) -> None:
     """Check that no function that training calls changes what forward reads besides the values of parameters and
     buffers, such as `layer.p`, as far as that is not found by reading the file.
 
@@ -232,7 +231,7 @@ def _check_constants(model_file: ModelFile, bundle: Bundle) -> None:
     inputs = model_file.example_inputs(min(bundle.batch_size, VERIFIED_SAMPLES))
     change = None
     with suppress(Exception):  # a trial that takes too long, or ends otherwise, tells nothing
-        change = tried(partial(_change_of, model_file, model, inputs, functions, bundle), model.parameters())
+        change = tried(partial(_change_of, model_file, model, inputs, functions, plan, bundle), model.parameters())
     if change is None or (change.by == "train" and not overridden):  # the model computes something else each time
         return
     by = "loss() or metrics()" if change.by == "loss" and model_file.has("metrics") else f"{change.by}()"
@@ -259,10 +258,14 @@ class _Change(NamedTuple):
 
 
 def _change_of(
-    model_file: ModelFile, model: nn.Module, inputs: ModelInputs, functions: Sequence[str], bundle: Bundle
+    model_file: ModelFile, model: nn.Module, inputs: ModelInputs, functions: Sequence[str], plan: Plan, bundle: Bundle
 ) -> _Change | None:
     """Return the first change by one of these functions, or by `train` if that is putting the model into a mode."""
-    by_stage = {"sampler": bundle.stages[0], "loss": bundle.stages[-1]}
+    depth = len(bundle.stages) // plan.chunks
+    of_worker = {"sampler": bundle.stages[::depth], "loss": bundle.stages[depth - 1 :: depth]}
+    batch = None
+    with suppress(Exception):  # there may be no training set here
+        batch = model_file.example_batch(VERIFIED_SAMPLES)
 
     def outputs() -> Any:
         with state_kept(model):
@@ -276,17 +279,18 @@ def _change_of(
         state = {name: tensor for name, tensor in registered_state(model).items() if made.get(name) is tensor}
         values = {name: tensor.detach().clone() for name, tensor in state.items()}
         for function in functions:
-            stage = by_stage.get(function)
-            own = {id(state.get(name)) for name in (*stage.parameters, *stage.buffers)} if stage else set()
+            stages = of_worker.get(function, bundle.stages)
+            own = {id(state.get(name)) for stage in stages for name in (*stage.parameters, *stage.buffers)}
             with state_kept(model):
                 with suppress(Exception, SystemExit):  # the proof of the update, and others, tell
-                    _CALLS[function](model_file, model)
+                    _CALLS[function](model_file, model, batch)
                 now = registered_state(model)
                 for name, tensor in state.items():
-                    if now.get(name) is not tensor:
+                    if name not in now or not has_values_of(now[name], tensor):
                         what = f"puts another tensor in the place of {name} in the model, but its stage keeps the first"
                         return _Change(function, what, WRITE_INTO_IT)
-                    if stage and id(tensor) not in own and not has_same_content(tensor.detach(), values[name]):
+                    is_of_another = function in of_worker and id(tensor) not in own
+                    if is_of_another and not has_same_content(tensor.detach(), values[name]):
                         what = f"writes into {name} of the model, but runs in another worker than the stage that has it"
                         return _Change(function, what, "let forward or after_update() change it")
             if not has_same_content(before, outputs()):
@@ -294,28 +298,30 @@ def _change_of(
     return None
 
 
-def _call_sampler(model_file: ModelFile, model: nn.Module) -> None:
+def _call_sampler(model_file: ModelFile, model: nn.Module, batch: Any) -> None:
     model_file.sampler(model_file.training_set(), 2)
 
 
-def _call_loss(model_file: ModelFile, model: nn.Module) -> None:
-    """Call it as in a validation, with metrics(), and as in training."""
-    for _ in range(2):
-        _validate(model_file, model, VERIFIED_SAMPLES)
-    inputs, target = model_file.example_batch(VERIFIED_SAMPLES)
-    with state_kept(model):
-        output = model_file.as_inputs(inputs).call(model.train())
-    model_file.loss(output, target)
+def _call_loss(model_file: ModelFile, model: nn.Module, batch: Any) -> None:
+    """Call it as in training, and twice as in a validation, with metrics(); what forward changes is no matter."""
+    inputs, target = batch
+    for is_training in (True, False, False):
+        with torch.set_grad_enabled(is_training):
+            with state_kept(model):
+                output = model_file.as_inputs(inputs).call(model.train(is_training))
+            model_file.loss(output, target)
+            if not is_training:
+                model_file.metrics(output, target)
 
 
-def _call_after_update(model_file: ModelFile, model: nn.Module) -> None:
+def _call_after_update(model_file: ModelFile, model: nn.Module, batch: Any) -> None:
     """Call it for the first updates, with copies of the parameters and gradients of zero."""
     parameters = _copied_parameters(model)
     for update in range(1, TRIED_UPDATES + 1):
         model_file.after_update(parameters, update)
 
 
-def _call_optimizer(model_file: ModelFile, model: nn.Module, *, schedules: bool = False) -> None:
+def _call_optimizer(model_file: ModelFile, model: nn.Module, batch: Any, *, schedules: bool = False) -> None:
     """Call its step, and that of its schedule, with copies of the parameters and gradients of zero."""
     optimizer = model_file.optimizer(_copied_parameters(model))
     scheduler: Any = model_file.scheduler(optimizer, TRIED_UPDATES) if schedules else None
@@ -325,7 +331,7 @@ def _call_optimizer(model_file: ModelFile, model: nn.Module, *, schedules: bool 
             scheduler.step(*([1.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
 
 
-_CALLS: dict[str, Callable[[ModelFile, nn.Module], None]] = {
+_CALLS: dict[str, Callable[[ModelFile, nn.Module, Any], None]] = {
     "sampler": _call_sampler,
     "loss": _call_loss,
     "optimizer": _call_optimizer,

@@ -382,7 +382,7 @@ def measure_loading_s(model_file: ModelFile, batch_size: int) -> float | None:
             if minibatch is None:
                 break
             seconds.append(time.perf_counter() - start)
-            before, shapes = shapes, [[*tensor.shape] for tensor in tensors_in(minibatch)]
+            before, shapes = shapes, [[*tensor.shape] for tensor in tensors_in(minibatch) if not tensor.is_nested]
             if different := next((pair for pair in zip(before, shapes, strict=False) if pair[0] != pair[1]), None):
                 sizes = " and ".join(map(str, different))
                 what = f"two minibatches of {batch_size} samples have tensors of shape {sizes} in the same place, but"

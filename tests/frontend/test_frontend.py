@@ -19,6 +19,7 @@ from pdtool.errors import ModelError, StaleError, TraceError, UsageError
 from pdtool.frontend.graph_digest import check_profile
 from pdtool.frontend.leaf_calls import LeafCall
 from pdtool.frontend.model_file import ModelFile
+from pdtool.frontend.model_rules import has_values_of
 from pdtool.frontend.tracing import trace, trace_file
 from pdtool.frontend.user_code import defaults_kept, find_source, parse_ref, parse_settings, undoing_user_changes
 from pdtool.profiler.measure import measure
@@ -147,8 +148,9 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused(tmp_path):
         ),
         ("state['merged'] = module.weight + 1", "has merged, but no parameter or buffer has this name"),
         ("state['weight'] = module.weight.detach().T", "has other values for weight than the model's tensor"),
-        ("state['weight'] = module.weight.detach().half()", "has other values for weight than the model's tensor"),
-        ("state['weight'] = module.weight.detach().clone()", None),
+        ("state['weight'] = nn.Parameter(module.weight * 2)", "has other values for weight than the model's tensor"),
+        ("state['weight'] = module.weight.detach().half()", None),
+        ("module.bias.data[0] = float('nan'); state['bias'] = module.bias.detach().clone()", None),
         ("del state['weight']", "lacks weight, a trained parameter"),
         ("del state['bias']", None),
     ],
@@ -163,6 +165,14 @@ def test_a_state_dict_that_would_not_follow_the_training_is_refused(body, what, 
     )
     with pytest.raises(ModelError, match=what) if what else nullcontext():
         model_file.build()
+
+
+def test_tensors_without_values_to_compare_count_as_the_same():
+    dense = torch.ones(2)
+    for other in (dense.to("meta"), dense.to_sparse()):
+        assert has_values_of(dense, other)
+        assert has_values_of(other, dense)
+    assert not has_values_of(dense, torch.ones(3))
 
 
 def test_a_name_that_no_file_can_hold_is_refused():

@@ -411,7 +411,7 @@ def test_no_function_of_training_changes_a_number_that_forward_reads(function, t
 
 REPLACING = {
     "2.scale": "module.scale = module.scale * 1.5",
-    "2.scale, registered again": "module.register_buffer('scale', torch.ones(8))",
+    "2.scale, registered again": "module.register_buffer('scale', torch.zeros(8))",
     "2.linear.weight": "module.linear.weight = nn.Parameter(module.linear.weight * 1.5)",
 }
 
@@ -437,6 +437,30 @@ def test_only_the_worker_of_a_stage_may_write_into_its_tensors(function, refused
         message = rf"{function}\(\) writes into {part} of the model, but runs in another worker than the stage that has"
         with pytest.raises(ModelError, match=message) if stage == refused else nullcontext():
             generated(tmp_path, in_flight=1, forward="return h", after=warm + functions[function])
+
+
+def test_a_worker_with_several_stages_may_write_into_each(tmp_path):
+    """With four stages in two chunks, the loss runs in the worker that has stages 1 and 3."""
+    write = "if module is NET[-1]:\n            module.get_parameter('PART').data.add_(1)"
+    warm = WARM.replace("if isinstance(module, Part):\n            module.factor *= 1.5", write) + WARMED["loss"]
+    for part, refused in (("0.bias", True), ("2.linear.bias", False), ("3.bias", True), ("5.bias", False)):
+        file, profile = written(tmp_path, after=warm.replace("PART", part))
+        nodes = [["input", "0", "1"], ["2.linear", "2.tanh"], ["3", "4"], ["5"]]
+        plan = plan_of(profile, 4)
+        stages = [
+            s.model_copy(update={"nodes": tuple(n), "in_flight": 1}) for s, n in zip(plan.stages, nodes, strict=True)
+        ]
+        plan = plan.model_copy(update={"stages": tuple(stages), "chunks": 2})
+        with pytest.raises(ModelError, match=rf"loss\(\) writes into {part}") if refused else nullcontext():
+            generate(plan, profile, file, tmp_path / "plan")
+
+
+def test_what_collate_writes_is_not_blamed_on_the_loss(tmp_path):
+    """The first stage's worker loads the data, unless loader workers do."""
+    collate = (
+        "def collate(samples):\n    NET[-1].get_buffer('2.scale').mul_(0.5)\n    return default_collate(samples)\n"
+    )
+    generated(tmp_path, in_flight=1, forward="return h", after=WARM + collate)
 
 
 @pytest.mark.parametrize(

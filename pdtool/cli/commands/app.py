@@ -168,7 +168,7 @@ def _usage_error(error: click.UsageError) -> str:
     command = error.ctx.command_path if error.ctx else "pdtool"
     if typed == "--config":
         return f"{text}; it goes before the command, as in `{command.replace(' ', ' --config FILE ', 1)}`"
-    if typed == "--batch-size" and isinstance(error, click.NoSuchOption):
+    if typed == "--batch-size" and command.endswith((" partition", " codegen", " run")):
         return f"{text}: the minibatch size is that of the profile, so pass it to `pdtool profile`, and partition again"
     if near := suggestion(typed, known):
         text += f"; {near}"

@@ -26,7 +26,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.errors import ArtifactError, ModelError, PdtoolError, StaleError, TraceError, describe_error
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import tensors_in
-from pdtool.frontend.model_rules import WRITE_INTO_IT
+from pdtool.frontend.model_rules import WRITE_INTO_IT, has_values_of
 from pdtool.frontend.operators import empty_in_same_place, first_names, named_state, registered_state
 from pdtool.frontend.user_modules import import_file, user_modules_importable
 from pdtool.runtime.groups import PeerErrorContext, ProcessGroups, all_gather
@@ -186,7 +186,7 @@ class ModelTensors:
     """The parameters and buffers of the user's model, through which the user's functions may read and change them.
 
     Those of this worker's stages are the stages' own tensors, so a change in place is a change of the stage. A tensor
-    that takes the place of one would be lost.
+    or a module that takes the place of one would be lost.
 
     Args:
         stages: the worker's stage modules, by number, when they have just been loaded; they then move to `device`.
@@ -199,27 +199,34 @@ class ModelTensors:
         opaque = {
             id(m) for s in stages for path in bundle.stages[s].opaque for m in model.get_submodule(path).modules()
         }
-        moved: dict[int, Tensor] = {}
+        own, moved = set[int](), dict[str, Tensor]()
         for stage in stages.values():
-            before = named_state(stage)
-            after = named_state(stage.to(device))
-            moved |= {id(tensor): after[name] for name, tensor in before.items()}
-        self._places: list[tuple[str, dict[str, Any], str, Tensor]] = []
+            own |= {*map(id, named_state(stage).values())}
+            moved |= named_state(stage.to(device))
+        self._places: list[tuple[str, dict[str, Any], str, Tensor | nn.Module]] = []
         for path, owner in model.named_modules():
             if id(owner) in opaque or isinstance(owner, torch.jit.ScriptModule):
                 continue
-            for held in (owner._parameters, owner._buffers, vars(owner)):
+            for held in (owner._parameters, owner._buffers, owner._modules, vars(owner)):
                 for key, value in held.items():
-                    if isinstance(value, Tensor) and (id(value) in moved or held is not vars(owner)):
-                        held[key] = tensor = moved.get(id(value), value)
-                        self._places.append((f"{path}.{key}".removeprefix("."), held, key, tensor))
+                    name, is_own = f"{path}.{key}".removeprefix("."), id(value) in own
+                    if is_own:
+                        held[key] = value = moved.get(name, value)
+                    if is_own or (held is not vars(owner) and value is not None):
+                        self._places.append((name, held, key, value))
 
     def check(self) -> None:
-        """Check that each tensor is in its place; raises ModelError."""
-        for name, held, key, tensor in self._places:
-            if held.get(key) is not tensor:
-                what = f"another tensor is in the place of {name} in the model now, but its stage keeps the first"
-                raise self._file.error(what, WRITE_INTO_IT)
+        """Check that each is in its place, or one with the same values, which it then replaces; raises ModelError."""
+        for name, held, key, value in self._places:
+            other = held.get(key)
+            if other is value:
+                continue
+            if not (isinstance(other, Tensor) and isinstance(value, Tensor) and has_values_of(other, value)):
+                kind = "module" if isinstance(value, nn.Module) else "tensor"
+                is_there = f"another {kind} is in the place of {name} in the model now"
+                what = f"{name} is no longer in the model" if other is None else is_there
+                raise self._file.error(f"{what}, but its stage keeps the {kind} that it had", WRITE_INTO_IT)
+            held[key] = value
 
 
 def _check_outputs(bundle: Bundle, path: str, module: nn.Module, args: object, output: Any) -> None:
