@@ -203,8 +203,8 @@ class Certificate(FrozenModel):
             overestimate: why the formulas may overestimate the times.
             simulated_s: the plan's simulated time; None: it was not simulated.
         """
-        excess = f" (the formulas {overestimate})" if overestimate else ""
-        bound = f"{format_seconds(self.bound_s)} per minibatch{excess}"
+        doubt = f" (the formulas {overestimate})" if overestimate else ""
+        bound = f"{format_seconds(self.bound_s)} per minibatch{doubt}"
         claim = f"by the formulas, no plan with these options takes less than {bound}"
         if self.gap is None:
             return claim
@@ -213,7 +213,8 @@ class Certificate(FrozenModel):
             if simulated_s and simulated_s > self.bound_s * (1 + _MAX_ERROR):
                 claim += f". In the simulation, this plan takes {format_seconds(simulated_s)}"
             return claim
-        return f"{claim}. This plan takes {format_seconds(self.bound_s * (1 + self.gap))} ({self.gap:.1%} more)"
+        excess = f"{self.gap:.1%} more" if self.gap < 1 else f"{1 + self.gap:.1f} times as long"
+        return f"{claim}. This plan takes {format_seconds(self.bound_s * (1 + self.gap))} ({excess})"
 
     def sentence(self) -> str:
         """Say why no plan beats the bound; "" if an earlier pdtool did not record it."""

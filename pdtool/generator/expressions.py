@@ -83,6 +83,7 @@ _TEMPLATES = {
 _INTERPOLATION = re.compile(r"_?upsample_(\w+)\dd")
 # The Python functions of these names take different arguments, or do more than the operator.
 _UNLIKE_PYTHON = {"stft", "istft", "max_unpool2d", "max_unpool3d", "fractional_max_pool2d", "fractional_max_pool3d"}
+_NAMESPACES = ("linalg", "special", "fft")  # of torch, which has the operator linalg_norm as torch.linalg.norm
 _REDUCTIONS = ("none", "mean", "sum")  # by the operator's number; the losses in torch.nn.functional take these names
 _FIELD = re.compile(r"\{(\w+)(\*?)\}")
 Write = Callable[[Any], str]
@@ -127,7 +128,7 @@ def _has_python_form(op: Operator) -> bool:
 
 
 def _function(op: Operator) -> str:
-    """Return `torch.cat` or `F.pad`, or, if neither exists, the overload itself: `torch.ops.aten.sin.default`.
+    """Return `torch.cat`, `F.pad` or `torch.linalg.norm`; if none exists the overload, `torch.ops.aten.sin.default`.
 
     A loss with the default `reduction` is that of F, because torch's function of the same name has another default.
     """
@@ -137,6 +138,9 @@ def _function(op: Operator) -> str:
         for module, prefix in modules[::-1] if is_mean else modules:
             if callable(getattr(module, op.op, None)):
                 return f"{prefix}.{op.op}"
+        namespace, _, name = op.op.partition("_")
+        if namespace in _NAMESPACES and callable(getattr(getattr(torch, namespace), name, None)):
+            return f"torch.{namespace}.{name}"
     return f"torch.ops.{op.target}"
 
 

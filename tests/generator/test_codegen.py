@@ -454,9 +454,27 @@ class Resized(nn.Module):
         return F.interpolate(plane[:, None], scale_factor=2, mode="trilinear", align_corners=False)
 
 
+class Namespaces(nn.Module):
+    """Calls functions of torch.linalg, torch.special and torch.fft."""
+
+    def forward(self, x):
+        spectrum = torch.fft.rfft(F.normalize(x))
+        return torch.special.i0e(torch.fft.irfft(spectrum, n=8)) * torch.linalg.norm(x, dim=1, keepdim=True)
+
+
 @pytest.mark.parametrize(
     ("kind", "lines"),
     [
+        (
+            Namespaces,
+            [
+                "torch.linalg.vector_norm(x, dim=[1], keepdim=True)",
+                "torch.fft.rfft(",
+                "torch.fft.irfft(",
+                "torch.special.i0e(",
+                "torch.linalg.norm(x, dim=[1], keepdim=True)",
+            ],
+        ),
         (
             Cells,
             [
@@ -480,7 +498,7 @@ class Resized(nn.Module):
         ),
     ],
 )
-def test_cells_and_interpolations_are_written_as_people_write_them(kind, lines):
+def test_calls_are_written_as_people_write_them(kind, lines):
     traced = trace(kind(), lambda samples: (torch.randn(samples, 8),), 4, Path(__file__))
     wiring = Wiring.of(traced, [[op.name for op in traced.operators if not op.constant]])
     text = StageWriter(wiring, 0, "net").text()

@@ -449,6 +449,7 @@ def test_what_is_no_subject_of_a_page(road, arguments, code, error):
         (0.0, "optimal: by the formulas, no plan with"),
         (0.0003, "optimal to within 0.05%: by the formulas, no plan with"),
         (0.5, "This plan takes 3 ms (50.0% more)"),
+        (1.5, "This plan takes 5 ms (2.5 times as long)"),
         (None, "by the form"),
     ],
 )
