@@ -33,6 +33,11 @@ _GROWN = (
     "Prodigy does, train without stages, as with `pdtool partition --strategy data-parallel`"
 )
 _LAST_SIZES = {-2: 1e-6, -1: 1e3}  # number of an update, from the end -> factor on its gradients
+_SPOILED = (
+    (1.0, 1.0),
+    (1e6, 1e-4),
+    (math.nan, 1.0),
+)  # factors of three updates: on the spoiled gradient, on the others
 _LARGE, _CORNER = 1_000_000, 8  # numbers in all parameters; of larger models, the most in each dimension of one
 _RTOL, _ATOL = 1e-3, 1e-5  # for an optimizer that does not compute the same bits twice
 _CALLS_USER_CODE = (LambdaLR, MultiplicativeLR)
@@ -154,8 +159,8 @@ def check_update(file: ModelFile, model: nn.Module, stages: Sequence[Collection[
 def _check_skipped_updates(
     update: _Update, stages: Sequence[Collection[str]], spoiled: str, is_same: Callable[[Tensor, Tensor], bool]
 ) -> None:
-    """Check that a gradient of one stage that is not finite changes no update of the others, as in an optimizer that
-    skips such an update.
+    """Check that a gradient of one stage that is huge or not finite changes no update of the others, as in an optimizer
+    that skips such an update.
 
     Args:
         spoiled: the parameter with that gradient.
@@ -167,7 +172,7 @@ def _check_skipped_updates(
     for stage in (stage for stage in stages if spoiled not in stage):
         found = update.of(stage, spoiled)
         if changed := [name for name in found if not is_same(found[name], expected[name])]:
-            what = f"if the gradient of {spoiled} is not finite, {changed[0]} gets another value"
+            what = f"if the gradient of {spoiled} is huge or not finite, {changed[0]} gets another value"
             raise _refusal(update, f"{what} if each stage has an optimizer of its own")
 
 
@@ -215,7 +220,8 @@ class _Update:
         Each part is tried from the same state of the user's variables, and no variable or file of the user changes.
 
         Args:
-            spoiled: instead, make two updates, and in the second one this parameter's gradient is not finite.
+            spoiled: instead, make three updates; in the second one this parameter's gradient is huge and the others
+                are small, in the third one it is not finite.
         """
         values, draws_random_numbers = tried(partial(self._of, part, spoiled), self._parameters.values())
         self.draws_random_numbers |= draws_random_numbers
@@ -236,10 +242,11 @@ class _Update:
         before = _generator_states()
         try:
             set_mode(optimizer, training=True)
-            for update in range(2 if spoiled else TRIED_UPDATES):
+            for update in range(len(_SPOILED) if spoiled else TRIED_UPDATES):
                 size = _LAST_SIZES.get(update - TRIED_UPDATES, 1 + 0.1 * update)
+                of_spoiled, of_others = _SPOILED[update] if spoiled else (size, size)
                 for name, gradient in gradients.items():
-                    factor = math.nan if update == 1 and name == spoiled else size
+                    factor = of_spoiled if name == spoiled else of_others
                     own[name].grad = gradient * factor if own[name].requires_grad else None
                 optimizer.step()
                 self.file.after_update(list(own.items()), update + 1)

@@ -6,10 +6,11 @@ Some checks read their source. Others try them, in a forked process.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import product
+from itertools import islice, product
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.errors import ModelError, PdtoolError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs, tensors_in
-from pdtool.frontend.model_rules import WRITE_INTO_IT, has_values_of
+from pdtool.frontend.model_rules import DECIDE_IN_TRAIN, WRITE_INTO_IT, has_values_of
 from pdtool.frontend.operators import first_names, registered_state, storage_address
 from pdtool.frontend.random_numbers import random_state_kept, seed_generators
 from pdtool.frontend.trial import tried
@@ -46,6 +47,7 @@ _APART: dict[tuple[str, ...], tuple[str, ...]] = {
 }
 _OF_MINIBATCHES = {"collate", "loss", "metrics"}  # each replica calls these for its own
 _VALUES = (bool, int, float, str, tuple, torch.Tensor)  # of a parameter group
+_DEPTH, _MOST_HELD = 3, 50  # of containers and objects to look for the model in, and what is looked at in each
 _COMPARED_UPDATES = (1, 2, 3, TRIED_UPDATES)  # a value may change at first only
 
 
@@ -240,10 +242,17 @@ def _check_changes(model_file: ModelFile, plan: Plan, bundle: Bundle) -> None:
     raise model_file.error(f"{by} {change.what}", change.remedy)
 
 
-def _holds(value: Any, parts: set[int]) -> bool:
-    """Whether a variable of the file is a part of the model, given by ids, or a container with one."""
-    held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else [value]
-    return any(id(each) in parts for each in held)
+def _holds(value: Any, parts: set[int], depth: int = _DEPTH) -> bool:
+    """Whether a variable of the file is a part of the model, given by ids, or a container or object that holds one."""
+    if id(value) in parts or not depth:
+        return id(value) in parts
+    held: Iterable[Any] = value.values() if isinstance(value, dict) else ()
+    if isinstance(value, (list, tuple, set)):
+        held = value
+    elif not isinstance(value, (dict, ModuleType, FunctionType, nn.Module)):
+        with suppress(AttributeError):
+            held = object.__getattribute__(value, "__dict__").values()  # runs no code of its class
+    return any(_holds(each, parts, depth - 1) for each in islice(held, _MOST_HELD))
 
 
 class _Change(NamedTuple):
@@ -278,7 +287,9 @@ def _change_of(
         # but for buffers that forward assigns
         state = {name: tensor for name, tensor in registered_state(model).items() if made.get(name) is tensor}
         values = {name: tensor.detach().clone() for name, tensor in state.items()}
+        modes = [_modes(model.train(mode)) for mode in (True, False)]
         for function in functions:
+            model.train()
             stages = of_worker.get(function, bundle.stages)
             own = {id(state.get(name)) for stage in stages for name in (*stage.parameters, *stage.buffers)}
             with state_kept(model):
@@ -293,9 +304,24 @@ def _change_of(
                     if is_of_another and not has_same_content(tensor.detach(), values[name]):
                         what = f"writes into {name} of the model, but runs in another worker than the stage that has it"
                         return _Change(function, what, "let forward or after_update() change it")
+                # loss() is called in both modes
+                moved = min((_moved(model, each) for each in modes[: 1 + (function == "loss")]), key=len)
+                if moved:
+                    what = f"puts module {moved[0]} of the model into another mode, but its stage keeps the one it had"
+                    return _Change(function, what, DECIDE_IN_TRAIN)
             if not has_same_content(before, outputs()):
                 return _Change(function)
     return None
+
+
+def _modes(model: nn.Module) -> dict[str, bool]:
+    """Whether each module of a model is in training mode."""
+    return {path or "the root": module.training for path, module in model.named_modules()}
+
+
+def _moved(model: nn.Module, modes: Mapping[str, bool]) -> list[str]:
+    """The modules of a model that are in other modes now."""
+    return [path for path, training in _modes(model).items() if modes.get(path, training) != training]
 
 
 def _call_sampler(model_file: ModelFile, model: nn.Module, batch: Any) -> None:

@@ -409,6 +409,24 @@ def test_no_function_of_training_changes_a_number_that_forward_reads(function, t
         generated(tmp_path, in_flight=1, **parts)
 
 
+def test_a_model_that_an_object_holds_is_tried_too(tmp_path):
+    holder = "class Trainer:\n    state = {}\nTRAINER = Trainer()\n"
+    warm = WARM.replace("NET, build = [], model", "build = model").replace("NET[:]", "TRAINER.state['nets']")
+    warm = holder + warm.replace("NET[", "TRAINER.state['nets'][") + WARMED["sampler"]
+    with pytest.raises(ModelError, match=r"sampler\(\) changes a value that forward reads"):
+        generated(tmp_path, in_flight=1, init="self.factor = 1.0", forward="return h * self.factor", after=warm)
+
+
+@pytest.mark.parametrize("function", [name for name in WARMED if name != "train"])
+def test_no_function_of_training_changes_the_mode_of_a_module(function, tmp_path):
+    """As to freeze the statistics of a batch norm; training went on without that."""
+    warm = WARM.replace("module.factor *= 1.5", "module.linear.train(not NET[-1].training)")
+    with pytest.raises(
+        ModelError, match=rf"{function}\(\) puts module 2.linear of the model into another mode, but its"
+    ):
+        generated(tmp_path, in_flight=1, forward="return h", after=warm + WARMED[function])
+
+
 REPLACING = {
     "2.scale": "module.scale = module.scale * 1.5",
     "2.scale, registered again": "module.register_buffer('scale', torch.zeros(8))",
@@ -631,9 +649,10 @@ def test_a_hook_of_all_optimizers_takes_part_in_the_update(tmp_path):
         generated(tmp_path, after=CLIPPED)
 
 
-def test_an_update_that_gradients_of_another_stage_may_skip_is_refused(tmp_path):
-    with pytest.raises(ModelError, match=r"if the gradient of 0\.weight is not finite, .* gets another value"):
-        generated(tmp_path, after=SKIPPING)
+@pytest.mark.parametrize("skips", ["gradient.isfinite().all()", "gradient.norm() < 1000"])
+def test_an_update_that_gradients_of_another_stage_may_skip_is_refused(skips, tmp_path):
+    with pytest.raises(ModelError, match=r"if the gradient of 0\.weight is huge or not finite, .* gets another value"):
+        generated(tmp_path, after=SKIPPING.replace("gradient.isfinite().all()", skips))
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,33 @@ def test_whoever_reads_a_stream_and_from_where_gets_the_same_samples(tmp_path: P
         assert torch.equal(found.view(3, -1, SIZE), whole[:, replica::2])
 
 
+OF_ITS_PASS = """
+import torch
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self):
+        self.passes, self.generator = 0, torch.Generator()
+    def __iter__(self):
+        self.passes += 1
+        for i in torch.randperm(26, generator=self.generator).tolist():
+            yield torch.tensor([float(i), self.passes]), i
+def model(): pass
+def dataset(split): return Stream()
+"""
+
+
+def test_a_look_at_a_stream_is_no_pass_over_it(tmp_path: Path) -> None:
+    """One that counts its passes, or draws from a generator of its own, trained from its second pass on."""
+    looked = loader(tmp_path, OF_ITS_PASS, "valid")
+    fresh = MinibatchLoader(looked.file, "valid", INPUTS, seed=5)
+    fresh._described = looked.describe()
+    assert fresh._described.samples == 26
+    looked.try_first_minibatch(SIZE)
+    for number in (1, 2):
+        found, expected = (each.load(range(SIZE), 0, number)[0][0] for each in (looked, fresh))
+        assert torch.equal(found, expected)
+        assert found[0, 1] == number
+
+
 def test_each_sample_of_a_pass_comes_once_in_an_order_of_its_own(tmp_path: Path) -> None:
     targets = loaded(tmp_path, [epoch_of(epoch) for epoch in range(1, 7)])[1::2]
     passes = torch.cat(targets)[: 5 * 23].view(5, 23)  # 23 of 26, for three stay in the buffer

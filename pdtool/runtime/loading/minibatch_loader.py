@@ -12,7 +12,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,14 @@ from pdtool.artifacts.bundle import TensorSpec
 from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import Structure, dtype_of
-from pdtool.frontend.random_numbers import derive_seed, random_state_kept, seed_generators
+from pdtool.frontend.random_numbers import (
+    derive_seed,
+    generator_state,
+    has_known_state,
+    random_state_kept,
+    seed_generators,
+    set_generator_state,
+)
 from pdtool.frontend.user_code import is_stream
 from pdtool.runtime.loading.minibatches import (
     VALIDATION_PASS,
@@ -65,7 +72,8 @@ class MinibatchLoader:
         self._described: DatasetSplit | None = None
 
     def describe(self, counts_within_s: float = math.inf) -> DatasetSplit:
-        """Describe the split for other workers; `load` checks targets against this.
+        """Describe the split for other workers; `load` checks targets against this. What a stream counts and draws
+        meanwhile is undone.
 
         Args:
             counts_within_s: a validation set without a length is read once, to count it, within these seconds.
@@ -75,10 +83,11 @@ class MinibatchLoader:
                 validation set is empty or does not end in time.
         """
         samples = self.file.samples(self.data, self.where)
-        if samples is None and self._split == "valid":
-            samples = self._stream.count(VALIDATION_PASS, counts_within_s)
-        _, target = self.file.collate(self._read([0], VALIDATION_PASS), [0], self.where)
-        self._stream.close()
+        with _attributes_kept(self.data) if self.is_stream else nullcontext():
+            if samples is None and self._split == "valid":
+                samples = self._stream.count(VALIDATION_PASS, counts_within_s)
+            _, target = self.file.collate(self._read([0], VALIDATION_PASS), [0], self.where)
+            self._stream.close()
         self._described = DatasetSplit(samples, Structure.of(target), self.is_stream)
         self._check_target(target, 1)
         return self._described
@@ -87,8 +96,9 @@ class MinibatchLoader:
         """Load the first minibatch of the described validation set, so that its errors do not come after an epoch;
         raises ModelError."""
         samples = self._described.samples if self._described else None
-        self.load(range(min(batch_size, samples or batch_size)), 0, VALIDATION_PASS)
-        self._stream.close()
+        with _attributes_kept(self.data) if self.is_stream else nullcontext():
+            self.load(range(min(batch_size, samples or batch_size)), 0, VALIDATION_PASS)
+            self._stream.close()
 
     def check_length(self, epoch: int) -> None:
         """Check that the dataset is as long as it was when it was described; raises ModelError."""
@@ -185,6 +195,18 @@ class MinibatchLoader:
             )
             raise self.file.error(what, "give all targets the same containers and keys, and None in the same places")
         return leaves
+
+
+@contextmanager
+def _attributes_kept(stream: Any) -> Iterator[None]:
+    """Restore a stream's attributes at the end, and the states of generators in them: each pass may change them."""
+    before = vars(stream).copy()
+    states = [(value, generator_state(value)) for value in before.values() if has_known_state(value)]
+    yield
+    vars(stream).clear()
+    vars(stream).update(before)
+    for generator, state in states:
+        set_generator_state(generator, state)
 
 
 def _open_files() -> dict[str, str]:

@@ -42,7 +42,9 @@ class StageReplica:
         tied: the tied parameters of the stage.
         updates: takes the updates of this worker's stages.
         losses: losses of the minibatches; None except at the last stage.
-        check_model: raises ModelError if user code has put another tensor in the place of one of the model.
+        check_model: raises ModelError if user code has put another tensor in the place of one of the model, or a module
+            it into another mode.
+        set_model_mode: puts the user's model into training or evaluation mode.
         frozen_in_stages: parameters that other stages also hold and whose gradients nobody sums, because model() froze
             them.
     """
@@ -59,6 +61,7 @@ class StageReplica:
     losses: LossReader | None
     meter: WorkerMeter
     check_model: Callable[[], None] = lambda: None
+    set_model_mode: Callable[[bool], None] = lambda training: None
     frozen_in_stages: Collection[str] = ()
     _round: dict[int, float] = field(default_factory=dict)  # minibatch of the round -> weight
     _is_first_step: bool = True
@@ -77,6 +80,7 @@ class StageReplica:
         """
         self._minibatches, self._own, self._is_training = data.minibatches, own, data.split_name == "train"
         self.stage.module.train(self._is_training)
+        self.set_model_mode(self._is_training)
         for optimizer in self._optimizers:
             optimizer.set_mode(training=self._is_training)
         self.adopt_changes()

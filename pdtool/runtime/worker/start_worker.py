@@ -290,6 +290,7 @@ class StageBuilder:
             losses=LossReader(device) if s == len(config.plan.stages) - 1 else None,
             meter=meter,
             check_model=self.tensors.check,
+            set_model_mode=self.tensors.set_mode,
             frozen_in_stages=self._frozen_in_stages(s, untied),
         )
 

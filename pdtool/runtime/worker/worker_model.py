@@ -26,7 +26,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.errors import ArtifactError, ModelError, PdtoolError, StaleError, TraceError, describe_error
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import tensors_in
-from pdtool.frontend.model_rules import WRITE_INTO_IT, has_values_of
+from pdtool.frontend.model_rules import DECIDE_IN_TRAIN, WRITE_INTO_IT, has_values_of
 from pdtool.frontend.operators import empty_in_same_place, first_names, named_state, registered_state
 from pdtool.frontend.user_modules import import_file, user_modules_importable
 from pdtool.runtime.groups import PeerErrorContext, ProcessGroups, all_gather
@@ -186,7 +186,8 @@ class ModelTensors:
     """The parameters and buffers of the user's model, through which the user's functions may read and change them.
 
     Those of this worker's stages are the stages' own tensors, so a change in place is a change of the stage. A tensor
-    or a module that takes the place of one would be lost.
+    or a module that takes the place of one would be lost. Its modules are in the mode of the phase, as in a plain loop,
+    and user code that changes the mode of one would not change that of its stage.
 
     Args:
         stages: the worker's stage modules, by number, when they have just been loaded; they then move to `device`.
@@ -204,9 +205,15 @@ class ModelTensors:
             own |= {*map(id, named_state(stage).values())}
             moved |= named_state(stage.to(device))
         self._places: list[tuple[str, dict[str, Any], str, Tensor | nn.Module]] = []
+        self._modes: list[tuple[str, nn.Module]] = []  # the modules in the mode of the phase
+        deciding: list[str] = []  # modules whose own train() decides
         for path, owner in model.named_modules():
             if id(owner) in opaque or isinstance(owner, torch.jit.ScriptModule):
                 continue
+            if "train" in vars(owner) or type(owner).train is not nn.Module.train:
+                deciding.append(path)
+            if owner.training == model.training and not any(f"{path}.".startswith(f"{d}.") or not d for d in deciding):
+                self._modes.append((path, owner))
             for held in (owner._parameters, owner._buffers, owner._modules, vars(owner)):
                 for key, value in held.items():
                     name, is_own = f"{path}.{key}".removeprefix("."), id(value) in own
@@ -215,8 +222,23 @@ class ModelTensors:
                     if is_own or (held is not vars(owner) and value is not None):
                         self._places.append((name, held, key, value))
 
+        self.set_mode(True)
+
+    def set_mode(self, training: bool) -> None:
+        """Put the model into training or evaluation mode, but for modules that model() put into evaluation mode."""
+        self._is_training = training
+        for _, module in self._modes:
+            module.training = training
+
     def check(self) -> None:
-        """Check that each is in its place, or one with the same values, which it then replaces; raises ModelError."""
+        """Check that each is in its place, or one with the same values, which it then replaces, and that no module is
+        in another mode; raises ModelError."""
+        for path, module in self._modes:
+            if module.training != self._is_training:
+                now = "training" if module.training else "evaluation"
+                what = f"module {path or 'the root'} of the model was put into {now} mode"
+                what += ", but its stage keeps the one it had"
+                raise self._file.error(what, DECIDE_IN_TRAIN)
         for name, held, key, value in self._places:
             other = held.get(key)
             if other is value:
