@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pdtool.artifacts.fields import MAX_WORKERS
 from pdtool.errors import FieldError, ModelError, TraceError, suggestion
-from pdtool.frontend.model_io import tensors_of
+from pdtool.frontend.model_io import named_leaves, tensors_of
 from pdtool.frontend.operators import registered_state
 from pdtool.frontend.user_code import NO_CLOSURE
 
@@ -152,6 +152,35 @@ def state_fault(model: nn.Module, state: object) -> str:
             what = f"lacks {name}, a trained parameter, so checkpoints would lose it"
             return f"{what}; leave out the hook or state_dict() that drops it"
     return ""
+
+
+def target_fault(target: Any, of_one: Any, samples: int) -> tuple[str, str] | None:
+    """Say what a target has that is not one row for each of several samples, and what to do; None if there is nothing.
+
+    Args:
+        of_one: the target of one sample.
+    """
+    parts, parts_of_one = (
+        [each for _, each in named_leaves(t, "target") if each is not None] for t in (target, of_one)
+    )
+    if len(parts) != len(parts_of_one) and all(isinstance(part, (Tensor, Real)) for part in parts):
+        what = f"gives a target of {len(parts)} parts for {samples} samples, but of {len(parts_of_one)} for one sample"
+        remedy = (
+            "if it has a list with an entry for each sample, let collate() make a tensor of it, as torch.tensor(list)"
+        )
+        return what, remedy
+    remedy = "give targets one row per sample, and pad to a fixed length"
+    for part, part_of_one in zip(parts, parts_of_one, strict=False):
+        if isinstance(part, Tensor) and isinstance(part_of_one, Tensor):
+            if part.is_nested:
+                return "gives a nested tensor as target", remedy
+            shape, of_one_shape = [*part.shape], [*part_of_one.shape]
+            if of_one_shape[:1] != [1]:
+                return f"gives a target of shape {of_one_shape} for one sample", remedy
+            if shape != [samples, *of_one_shape[1:]]:
+                given = f"gives a target of shape {shape} for {samples} samples"
+                return f"{given}, but of shape {of_one_shape} for one sample", remedy
+    return None
 
 
 def has_values_of(tensor: Tensor, registered: Tensor) -> bool:

@@ -17,7 +17,7 @@ from pdtool.errors import ModelError
 from pdtool.frontend.compute_mode import RunPrecision, computing_in
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs, Structure, tensors_in, tensors_of
-from pdtool.frontend.model_rules import check_gradient
+from pdtool.frontend.model_rules import check_gradient, target_fault
 from pdtool.frontend.operators import ByMode, Operator, Size, State, Traced, Value, named_state, values_in
 from pdtool.frontend.update_proof import set_mode, wrapped_optimizers
 from pdtool.frontend.user_code import defaults_kept
@@ -170,7 +170,10 @@ class ProfiledModel:
         data, target = model_file.example_batch(batch) if with_loss else (model_file.example_inputs(batch), None)
         inputs = model_file.as_inputs(data)
         model_file.check_arguments(inputs, traced.arguments, "dataset('train')")
-        Structure.of(target)  # a run refuses the same targets
+        # a run refuses the same targets
+        if fault := target_fault(target, model_file.example_batch(1)[1], batch) if with_loss else None:
+            raise model_file.error(f"dataset('train') {fault[0]}", fault[1])
+        Structure.of(target)
         return cls(
             model_file=model_file,
             traced=traced,

@@ -475,6 +475,29 @@ def test_a_text_in_a_target_is_refused_before_a_run(tmp_path, device):
         estimate(file, batch_size=4, device=find_device(device)) if device else measure(file, batch_size=4)
 
 
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (
+            "[y for _, y in samples]",
+            r"gives a target of 4 parts for 4 samples, but of 1 for one sample; if it has a list",
+        ),
+        ("torch.ones(7, len(samples))", r"gives a target of shape \[7, 1\] for one sample; give targets one row per"),
+        ("torch.ones(len(samples), len(samples))", r"of shape \[4, 4\] for 4 samples, but of shape \[1, 1\] for one"),
+        (
+            "torch.nested.nested_tensor([torch.ones(2)])",
+            "gives a nested tensor as target; give targets one row per sample",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_target_without_a_row_for_each_sample_is_refused_before_a_run(tmp_path, target, message):
+    """Only the workers refused it, after planning and codegen."""
+    collate = f"\ndef collate(samples):\n    return torch.stack([x for x, _ in samples]), {target}\n"
+    with pytest.raises(ModelError, match=message):
+        measure(write(tmp_path, TEXT + collate), batch_size=4)
+
+
 @pytest.mark.parametrize("device", [None, "v100"])
 @pytest.mark.parametrize(
     "code",

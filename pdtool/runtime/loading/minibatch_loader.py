@@ -25,6 +25,7 @@ from pdtool.artifacts.bundle import TensorSpec
 from pdtool.errors import ModelError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import Structure, dtype_of
+from pdtool.frontend.model_rules import target_fault
 from pdtool.frontend.random_numbers import (
     derive_seed,
     generator_state,
@@ -185,10 +186,10 @@ class MinibatchLoader:
         expected = [((samples, *shape[1:]), dtype) for shape, dtype in self._described.shapes]
         loaded = shapes_of(leaves)
         if loaded != expected:
+            if fault := target_fault(target, self._described.target, samples):
+                raise self.file.error(f"{self.where} {fault[0]}", fault[1])
             given = f"{self.where} gives targets {_shapes(loaded)} for {counted(samples, 'sample')}"
-            raise self.file.error(
-                f"{given}, not {_shapes(expected)}", "give targets one row per sample, and pad to a fixed length"
-            )
+            raise self.file.error(f"{given}, not {_shapes(expected)}", "give all targets the same dtypes")
         if not has_structure:
             what = (
                 f"{self.where} gives a target {outline(target)}, but its first sample {outline(self._described.target)}"
