@@ -114,6 +114,8 @@ class Bundle(YamlArtifact):
         repeats_samples: whether the first samples of the training set are the same when they are read again with equal
             seeds.
         read_back: the buffers, in stages with replicas, that forward changes in training and its next call reads.
+        kept_by_loss: `line: variable` of the file's variables that loss() changes and reads, if the last stage has
+            replicas.
         differs_for_one_sample: whether the stages compute something else than the model from a minibatch of one sample.
     """
 
@@ -136,6 +138,7 @@ class Bundle(YamlArtifact):
     output_classes: dict[Identifier, Label] = Field(default_factory=dict)
     repeats_samples: bool = True
     read_back: tuple[Name, ...] = ()
+    kept_by_loss: tuple[Label, ...] = ()
     differs_for_one_sample: bool = False
 
     @property
@@ -154,6 +157,11 @@ class Bundle(YamlArtifact):
                 f"forward changes buffers and reads them in the next minibatch: {', '.join(self.read_back)}. Each "
                 "replica of their stage does so with its own minibatches only, until the end of an epoch. `pdtool "
                 "partition --straight` plans without replicas"
+            )
+        if self.kept_by_loss:
+            doubts.append(
+                f"loss() changes a variable and reads it in a later call: {', '.join(self.kept_by_loss)}. Each replica "
+                "of the last stage has one of its own, and calls loss() with its own minibatches only"
             )
         return doubts
 

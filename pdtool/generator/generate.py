@@ -24,7 +24,7 @@ from pdtool.frontend.tracing import trace_file
 from pdtool.generator.composed import ModelFailedError, fits_in_memory
 from pdtool.generator.kept_state import has_same_content
 from pdtool.generator.output_writer import output_class_names
-from pdtool.generator.replicated_state import buffers_read_back
+from pdtool.generator.replicated_state import buffers_read_back, kept_by_loss
 from pdtool.generator.stage_file import StageWriter
 from pdtool.generator.user_functions import check_built_alone, check_user_functions, check_variables
 from pdtool.generator.verify import VERIFIED_SAMPLES, verify_shapes, verify_values
@@ -69,6 +69,7 @@ def generate(
     bundle = bundle.model_copy(update={"differs_for_one_sample": _verify(traced, model_file, texts, bundle, several)})
     found = {
         "read_back": buffers_read_back(plan, bundle, model_file),
+        "kept_by_loss": kept_by_loss(plan, model_file),
         "repeats_samples": _repeats_samples(model_file, min(plan.batch_size, _REPEATED_SAMPLES)),
         "model_sha256": model_sha256,
     }
@@ -93,7 +94,13 @@ def check_stage_files(
     _, expected = _written(plan, stages, traced, bundle.proof)
     # An older bundle has fewer digests, and none of the next two; only a comparison tells the last ones.
     unknown: dict[str, Any] = {"digests": {}, "opaque_outputs": {}, "output_classes": {}}
-    unknown |= {"model_sha256": None, "read_back": (), "repeats_samples": True, "differs_for_one_sample": False}
+    unknown |= {
+        "model_sha256": None,
+        "read_back": (),
+        "kept_by_loss": (),
+        "repeats_samples": True,
+        "differs_for_one_sample": False,
+    }
     ours, theirs = (made.model_copy(update=unknown) for made in (expected, bundle))
     if ours.content_sha256 == theirs.content_sha256:
         return

@@ -13,7 +13,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
-from pdtool.frontend.variable_uses import is_of_torch
+from pdtool.frontend.variable_uses import is_of_torch, kept_between_calls
 from pdtool.generator.composed import ModelFailedError, VerificationError
 from pdtool.generator.kept_state import has_same_content
 from pdtool.generator.verify import VERIFIED_SAMPLES, repeatable, run_model
@@ -46,6 +46,15 @@ def buffers_read_back(plan: Plan, bundle: Bundle, model_file: ModelFile) -> tupl
         found = _read_back(model_file.build().train(), batches)
         return tuple(name for _, stage, _ in replicated for name in stage.buffers if name in found)
     return ()
+
+
+def kept_by_loss(plan: Plan, model_file: ModelFile) -> tuple[str, ...]:
+    """Return `line: variable` of the file's variables that loss() changes and reads, if the last stage has replicas."""
+    if plan.stages[-1].replicas < 2 or not model_file.has("loss"):
+        return ()
+    modules = {model_file.module.__name__: model_file.module}
+    found = kept_between_calls(model_file.module, ["loss"], modules)
+    return tuple(dict.fromkeys(f"{line}: {variable}" for line, _, variable in found))
 
 
 def _set_by_first_minibatch(build: Callable[[], nn.Module], batches: Sequence[ModelInputs]) -> list[str]:

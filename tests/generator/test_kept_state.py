@@ -781,6 +781,28 @@ def test_buffers_that_each_replica_changes_and_reads_are_told(read: str, buffer:
 
 
 @pytest.mark.parametrize(
+    ("line", "said"),
+    [("CALLS += 1\n    total = total * min(1, CALLS / 10)", "model.py:42: CALLS"), ("LAST = total", "")],
+)
+def test_what_the_loss_of_each_replica_keeps_is_told(line: str, said: str, tmp_path: Path) -> None:
+    """As the number of its calls, for a term that begins small: with two replicas each counts half of them."""
+    loss = (
+        f"def loss(output, target):\n    global CALLS, LAST\n    total = output.sum()\n    {line}\n    return total\n"
+    )
+    (tmp_path / "model.py").write_text(
+        f"{HEAD.rpartition('    def')[0]}{READ_BACK.replace('READ', '1')}{TAIL}\nCALLS = 0\n{loss}"
+    )
+    file = ModelFile.load(ModelRef(source=str(tmp_path / "model.py")), trusted=True)
+    profile = skeleton(file)
+    plan = plan_of(profile, 2)
+    assert not generate(plan, profile, file, tmp_path / "one").kept_by_loss
+    first, last = plan.stages
+    stages = (first, last.model_copy(update={"replicas": 2, "workers": (1, 2)}))
+    bundle = generate(plan.model_copy(update={"stages": stages}), profile, file, tmp_path / "two")
+    assert bundle.kept_by_loss == ((said,) if said else ())
+
+
+@pytest.mark.parametrize(
     ("line", "repeats"),
     [("", False), ("OWN.manual_seed(int(torch.randint(2**31, ())))", True), ("return X[i], 0", True)],
 )
