@@ -21,7 +21,7 @@ _PER_DIMENSION = {"kernel_size", "stride", "padding", "dilation", "output_paddin
 _LEFT_OUT = {"inplace", "sparse", "norm_type", "kdim", "vdim", "init"}
 
 _LEAF_NAMES = (
-    "Linear Bilinear Embedding Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d "
+    "Linear Bilinear Embedding EmbeddingBag Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d "
     "BatchNorm1d BatchNorm2d BatchNorm3d InstanceNorm1d InstanceNorm2d InstanceNorm3d GroupNorm LayerNorm RMSNorm "
     "LSTM GRU RNN LSTMCell GRUCell RNNCell MultiheadAttention "
     "MaxPool1d MaxPool2d MaxPool3d AvgPool1d AvgPool2d AvgPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d "

@@ -462,9 +462,21 @@ class Namespaces(nn.Module):
         return torch.special.i0e(torch.fft.irfft(spectrum, n=8)) * torch.linalg.norm(x, dim=1, keepdim=True)
 
 
+class Bags(nn.Module):
+    """Sums embeddings, as a recommender does."""
+
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(5, 3, mode="sum")
+
+    def forward(self, x):
+        return self.bag(x.long().clamp(0, 4))
+
+
 @pytest.mark.parametrize(
     ("kind", "lines"),
     [
+        (Bags, ['self.bag = nn.EmbeddingBag(5, 3, mode="sum")', "self.bag(x)"]),
         (
             Namespaces,
             [
