@@ -33,6 +33,7 @@ _NOT_IN_PLACE = {"requires_grad_", "share_memory_", "clip_grad_norm_", "clip_gra
 # Methods whose result shares memory with the object.
 _SAME_MEMORY = {"setdefault", "detach", "view", "reshape", "flatten", "squeeze", "unsqueeze", "t"}
 _BUILDING = {"__init__", "reset_parameters"}  # methods of a model that build it
+_READING_SAMPLES = {"__getitem__", "__getitems__", "__iter__", "__next__"}  # methods of a dataset
 _NOT_FORWARD = {"__repr__", "extra_repr", *_BUILDING}
 
 
@@ -196,7 +197,7 @@ def _value(part: ast.AST, file: ModuleType) -> Any:
 
 
 def changed_in_training(
-    model: nn.Module, file: ModuleType, functions: Collection[str]
+    model: nn.Module, file: ModuleType, functions: Collection[str], *, after_dataset: bool = False
 ) -> Iterator[tuple[str, str, str]]:
     """Yield (line, function, variable) for each variable that a function of the user's file changes, or a function or
     class that it uses, and forward reads.
@@ -205,6 +206,8 @@ def changed_in_training(
 
     Args:
         functions: names of the functions that are called during training.
+        after_dataset: whether the model is traced after dataset() was called, so that of what it uses only the methods
+            that read samples count.
     """
     kinds = user_classes(model)
     helpers = {each for kind in kinds if kind.__module__ == file.__name__ for each in _used_by(kind, file)} - {*kinds}
@@ -213,20 +216,29 @@ def changed_in_training(
     for name in filter(partial(hasattr, file), functions):
         keys = constants if name == "optimizer" else None
         used = (each for each in _used_by(getattr(file, name), file) if each.__module__ == file.__name__)
+        methods = _READING_SAMPLES if name == "dataset" and after_dataset else None
+        used = (each for each in used if isinstance(each, type) or not methods)
         for each in sorted({*used} - {*kinds}, key=attrgetter("__qualname__")):
             # a helper may keep a cache, which it alone reads
             read = read_by_kinds.union(*(names_read(helper, _GLOBALS) for helper in helpers - {each}))
-            yield from ((line, name, variable) for line, variable in _changed_in(each, file, kinds, read, keys))
+            changed = _changed_in(each, file, kinds, read, keys, methods)
+            yield from ((line, name, variable) for line, variable in changed)
 
 
 def _changed_in(
-    source: type | FunctionType, file: ModuleType, kinds: Collection[type], read: set[str], keys: set[Any] | None
+    source: type | FunctionType,
+    file: ModuleType,
+    kinds: Collection[type],
+    read: set[str],
+    keys: set[Any] | None,
+    methods: Collection[str] | None,
 ) -> Iterator[tuple[str, str]]:
     """Yield (line, variable) for each variable of the file that a function or class changes and that is `read`.
 
     Args:
         keys: constants that may be keys, if an entry or attribute of a variable only counts where it is read itself:
             optimizer() may set others of a common table of settings. None: all count.
+        methods: methods of a class that count; None: all but those that build an object.
     """
     tree, first, file_name = _tree(source)
     for function in tree.body[:1]:
@@ -235,7 +247,8 @@ def _changed_in(
         built = {
             id(node)
             for method in (function.body if isinstance(function, ast.ClassDef) and keys is None else ())
-            if isinstance(method, ast.FunctionDef) and method.name in _BUILDING  # before the model is traced
+            if isinstance(method, ast.FunctionDef)
+            and (method.name not in methods if methods else method.name in _BUILDING)  # before the model is traced
             for node in ast.walk(method)
         }
         for node in ast.walk(function):

@@ -97,10 +97,11 @@ def check_built_alone(model_file: ModelFile) -> None:
 
 
 def check_variables(model: nn.Module, model_file: ModelFile) -> None:
-    """Check that no variable changes that stage files have as a constant: in training, or in dataset() if the model is
-    traced before that is called. Raises VerificationError."""
-    functions = [*_IN_TRAINING, *["dataset"] * model_file.has("example_inputs")]
-    for line, function, variable in changed_in_training(model, model_file.module, functions):
+    """Check that no variable changes that stage files have as a constant: in training, when a sample is read, or in
+    dataset() if the model is traced before that is called. Raises VerificationError."""
+    functions, after_dataset = [*_IN_TRAINING, "dataset"], not model_file.has("example_inputs")
+    changed = changed_in_training(model, model_file.module, functions, after_dataset=after_dataset)
+    for line, function, variable in changed:
         what = f"{line}: {function}() changes {variable}, which forward reads, but stages have its value as a constant"
         remedy = "keep it in a buffer that forward changes"
         if function in ("loss", "metrics"):  # perhaps auxiliary losses, in a list that forward fills and loss() clears

@@ -202,6 +202,16 @@ PASSED = {
         {"before": FIRST["before"], "forward": "return h - MEAN", "after": FIRST["after"] + EXAMPLE},
         r"dataset\(\) changes MEAN, which forward reads, but stages have its value as a constant",
     ),
+    "a sample to forward": (
+        {
+            "before": "RATE = 0.5",
+            "forward": "return h * RATE",
+            "after": "made = dataset\nclass Late(TensorDataset):\n    def __getitem__(self, i):\n        global RATE\n"
+            "        RATE += i > 40\n        return super().__getitem__(i)\n"
+            "def dataset(split):\n    return Late(*made(split).tensors)\n",
+        },
+        r"model\.py:\d+: dataset\(\) changes RATE, which forward reads, but stages have its value as a constant",
+    ),
     "the optimizer's class to forward": (
         {
             "before": "RATE = [0.5]",
