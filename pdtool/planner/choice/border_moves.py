@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
-from pdtool.planner.choice.borders import Borders
+from pdtool.planner.choice.borders import Borders, with_moved_borders
 from pdtool.planner.choice.in_flight import with_fewest_in_flight
+from pdtool.planner.choice.local_search import LocalSearch
 from pdtool.planner.choice.selection import Selected, SimulatedCandidate
 from pdtool.planner.plan_cost import Candidate
 from pdtool.planner.search.search import PlanSearch
@@ -22,27 +24,30 @@ def move_to_faster_cuts(search: PlanSearch, selected: Selected) -> Selected:
 
     The time to fill and drain depends on which stage is the slowest. The formulas ignore that.
     """
-    placement, margin, tries = selected.candidate.placement, search.options.simplest, 0
-    if selected.simulated_s is None or not placement.execution.kind.flushes:
+    start, placement, simulated_s = selected.candidate, selected.candidate.placement, selected.simulated_s
+    if simulated_s is None or not placement.execution.kind.flushes:
         return selected
-    borders, border = Borders(search, selected.candidate), 1
+    chosen, margin = {start: start}, search.options.simplest  # each moved plan with its minibatches in flight
     is_small = action_count(placement) * placement.used_workers <= _MAX_SMALL
-    while border in borders.inner and tries < _MAX_TRIED_CUTS:
-        faster = None
-        for moved in borders.neighbours(selected.candidate, border):
-            limit_s, tries = selected.simulated_s or 0.0, tries + 1
-            if not is_small:  # with its present numbers in flight
-                time_s = steady_state_s(moved.placement, search.profile, search.cluster, limit_s)
-                if time_s is None or time_s >= limit_s:
-                    continue
-            moved, time_s = with_fewest_in_flight(search.evaluator, moved, margin, limit_s=limit_s)
-            if time_s < limit_s:
-                known = [SimulatedCandidate(moved, time_s), *([selected.fastest] if selected.fastest else [])]
-                fastest = min(known, key=lambda plan: plan.time_s)
-                allowed_s = fastest.time_s * (1 + margin)
-                faster = selected = Selected(moved, time_s, allowed_s, fastest, selected.simulated_plans)
-        border = 1 if faster else border + 1
-    return replace(selected, simulated_plans=selected.simulated_plans + tries)
+
+    def simulate(moved: Candidate, limit_s: float) -> float:
+        if not is_small:  # with its present numbers in flight
+            time_s = steady_state_s(moved.placement, search.profile, search.cluster, limit_s)
+            if time_s is None or time_s >= limit_s:
+                return math.inf
+        chosen[moved], time_s = with_fewest_in_flight(search.evaluator, moved, margin, limit_s=limit_s)
+        return time_s
+
+    tried = LocalSearch(start, simulate, _MAX_TRIED_CUTS, times_s={start: simulated_s})
+    tried.climb(lambda plan: with_moved_borders(search, chosen[plan]))
+    selected = replace(selected, simulated_plans=selected.simulated_plans + tried.simulations)
+    if tried.best is start:
+        return selected
+    known = [SimulatedCandidate(chosen[tried.best], tried.fastest_s), *([selected.fastest] if selected.fastest else [])]
+    fastest = min(known, key=lambda plan: plan.time_s)
+    return Selected(
+        known[0].candidate, tried.fastest_s, fastest.time_s * (1 + margin), fastest, selected.simulated_plans
+    )
 
 
 def move_to_module_borders(search: PlanSearch, selected: Selected) -> Selected:

@@ -18,15 +18,17 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, groupby
 
 from pdtool.artifacts.cluster import Cluster
 from pdtool.planner.choice.borders import with_moved_borders
-from pdtool.planner.choice.in_flight import IN_FLIGHT_MARGIN, with_fewest_in_flight
+from pdtool.planner.choice.in_flight import IN_FLIGHT_MARGIN, with_fewest_below, with_fewest_in_flight
+from pdtool.planner.choice.local_search import LocalSearch
 from pdtool.planner.placement import Placement
-from pdtool.planner.plan_cost import Candidate, lower_bound_s
+from pdtool.planner.plan_cost import Candidate, Evaluator, lower_bound_s
 from pdtool.planner.search.search import MAX_WORKERS_WITH_CONFIGURATIONS, PlanSearch
-from pdtool.planner.simulator.engine import PATIENT, is_too_large, steady_state_s
+from pdtool.planner.simulator.engine import PATIENT, is_too_large
 from pdtool.planner.simulator.job import action_count
 from pdtool.planner.stage_costs import stage_loads
 
@@ -40,15 +42,13 @@ _LINK_SLOWDOWNS, _LINK_SLOWDOWNS_OF_FLUSH = (1.0, 2.0), (1.0, 2.0, 4.0, 8.0)
 # milliseconds. (4) moves the borders of as many plans to where shared links carry less.
 _MIN_PLANS_PER_SEARCH, _PLANS_TIMES_WORKERS = 8, 120
 # (4) How borders are moved
-_STEPS_TO_FREER_LINKS = 4  # borders, one after the other
 _MAX_WORKERS_BY_CONFIGURATION = 6  # with more, a look at each configuration takes seconds and finds little
 _PLANS_PER_CONFIGURATION = 4  # to begin with
 _MAX_SLOWDOWN_OF_CONFIGURATION = 1.5  # times the fastest plan so far: moved borders do not make up for more
 _STEPS_WITHOUT_GAIN = 6  # until the next configuration has its turn
 # Limits of effort: actions times workers, in all simulations of a step
 _MAX_ACTIONS_LISTED = 180_000  # (3) of the plans of one schedule and slowdown
-_MAX_ACTIONS_MOVED = 60_000  # (4) with moved borders
-_MAX_ACTIONS_OF_CONFIGURATIONS = 180_000  # (4) of all configurations
+_MAX_ACTIONS_MOVED, _MAX_ACTIONS_OF_CONFIGURATIONS = 60_000, 240_000  # (4) on many workers, and on few
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,7 @@ def select(search: PlanSearch, optima: Sequence[Candidate], baselines: Sequence[
         selection.add_plans_by_stage_count(selection.fastest_s * excess)  # (1) again
         selection.simulate()
         if False in flushes and search.workers <= MAX_WORKERS_WITH_CONFIGURATIONS:
-            selection.add_plans_with_freer_links()  # (4)
-            selection.simulate()
-            selection.move_borders_of_fast_plans()
-            if search.workers <= _MAX_WORKERS_BY_CONFIGURATION:
-                selection.search_each_configuration()
+            selection.move_borders()  # (4)
     return selection.selected() or by_formulas  # (5) and (6)
 
 
@@ -216,68 +212,41 @@ class _Selection:
                 self._passed_over.append(plan)
         self._shortlist = []
 
-    def add_plans_with_freer_links(self) -> None:
-        """Add plans that only shared links make slow, with their borders moved to where these links carry less.
+    def move_borders(self) -> None:
+        """Move borders of plans without a flush: the configuration of the fastest plan first, then others that may be
+        faster by the formulas. `move_to_faster_cuts` does it for a plan that flushes.
 
-        The formulas count each stage's traffic alone, so by them these plans are faster than any simulated one.
+        Several borders may have to move before such a plan is the fastest, so plans are compared only with those of
+        their own configuration. By the formulas, which count each stage's traffic alone, many are too fast.
         """
-        of_each_configuration = self._passed_over_by_configuration()
-        for plans in sorted(of_each_configuration, key=lambda plans: plans[0].order)[: self._most]:
-            moved: list[_BoundedCandidate] = []
-            rest = plans[:_PLANS_PER_CONFIGURATION]
-            for _ in range(_STEPS_TO_FREER_LINKS):
-                if rest:
-                    moves = with_moved_borders(self.search, rest.pop(0).candidate)
-                    more = self._with_lower_bounds(m for m in moves if m.time_per_minibatch_s < self.fastest_s)
-                    moved, rest = [*moved, *more], _in_order([*rest, *more])
-            self._shortlist += _in_order(moved)[:_MIN_PLANS_PER_SEARCH]
+        is_small = self.search.workers <= _MAX_WORKERS_BY_CONFIGURATION
+        limit = self._simulated_actions + (_MAX_ACTIONS_OF_CONFIGURATIONS if is_small else _MAX_ACTIONS_MOVED)
+        plans = [*sorted(self._plans, key=lambda plan: plan.time_s), *_in_order(self._passed_over)]
+        of_each_configuration = defaultdict(list)
+        for plan in [plan.candidate for plan in plans]:
+            may_be_faster = plan.time_per_minibatch_s < self.fastest_s or plan is plans[0].candidate
+            if len(plan.placement.stages) > 1 and may_be_faster and not _flushes(plan):
+                of_each_configuration[plan.placement.workers].append(plan)
+        first, *others = of_each_configuration.values() or [[]]
+        for alike in [first, *sorted(others, key=lambda plans: min(map(_time_s, plans)))]:
+            self._move_borders_of(alike[:_PLANS_PER_CONFIGURATION], limit)
 
-    def move_borders_of_fast_plans(self, steps_without_gain: float = math.inf) -> None:
-        """Move the borders of the fastest plans without a flush to cuts near by, and go on from those that are fast,
-        too; `move_to_faster_cuts` does it for a plan that flushes."""
-        moved, limit, without_gain = set[int](), self._simulated_actions + _MAX_ACTIONS_MOVED, 0
-        while (
-            self._simulated_actions < limit
-            and without_gain < steps_without_gain
-            and (rest := [plan for plan in self._plans if id(plan) not in moved and not _flushes(plan.candidate)])
-        ):
-            plan, fastest_s = min(rest, key=lambda plan: plan.time_s), self.fastest_s
-            moved.add(id(plan))
-            placement = plan.candidate.placement
-            usual = self.search.evaluator.place(placement.stages, placement.workers, placement.execution)
-            self._shortlist = self._with_lower_bounds(with_moved_borders(self.search, usual))
-            self.simulate()
-            without_gain = 0 if self.fastest_s < fastest_s else without_gain + 1
+    def _move_borders_of(self, plans: Sequence[Candidate], limit: int) -> None:
+        """Move the borders of plans of one configuration until so many actions were simulated."""
+        evaluator = self.search.evaluator
 
-    def search_each_configuration(self) -> None:
-        """Move the borders of a few plans of each configuration that the formulas find faster than any simulated plan.
+        def simulate(plan: Candidate, to_beat_s: float) -> float:
+            limit_s = to_beat_s * (1 + self.margin)
+            return self.simulate_plan(plan, enough_s=lower_bound_s(evaluator, plan), limit_s=limit_s)
 
-        Several borders may have to move before such a plan is the fastest, so they are compared only with their own
-        configuration's plans.
-        """
-        limit = self._simulated_actions + _MAX_ACTIONS_OF_CONFIGURATIONS
-        of_each_configuration = self._passed_over_by_configuration()
-        for plans in sorted(of_each_configuration, key=lambda plans: plans[0].candidate.time_per_minibatch_s):
-            if self._simulated_actions < limit:
-                own = _Selection(self.search, [plan.candidate for plan in plans[:_PLANS_PER_CONFIGURATION]])
-                own.simulate()
-                if own.fastest_s < self.fastest_s * _MAX_SLOWDOWN_OF_CONFIGURATION:
-                    own.move_borders_of_fast_plans(_STEPS_WITHOUT_GAIN)
-                self._plans += own._plans
-                self.fastest_s = min(self.fastest_s, own.fastest_s)
-                self.simulated_plans += own.simulated_plans
-                self._simulated_actions += own._simulated_actions
-
-    def _passed_over_by_configuration(self) -> Iterable[list[_BoundedCandidate]]:
-        """Return, for each configuration, its passed-over plans without a flush of several stages that are faster by
-        the formulas than any simulated plan, in order of their lower bounds."""
-        plans = defaultdict(list)
-        for plan in _in_order(self._passed_over):
-            candidate, placement = plan.candidate, plan.candidate.placement
-            is_fast = candidate.time_per_minibatch_s < self.fastest_s
-            if len(placement.stages) > 1 and is_fast and not _flushes(candidate):
-                plans[placement.workers].append(plan)
-        return plans.values()
+        usual = [_with_usual_in_flight(evaluator, plan) for plan in plans]
+        sizes = [action_count(plan.placement) * plan.placement.used_workers for plan in usual]
+        if usual and (max_simulations := (limit - self._simulated_actions) // sizes[0]) > 0:
+            tried = LocalSearch(usual[0], simulate, max_simulations, bound_s=partial(lower_bound_s, evaluator))
+            for plan in usual:
+                tried.add(plan)
+            if tried.fastest_s < self.fastest_s * _MAX_SLOWDOWN_OF_CONFIGURATION:
+                tried.climb(partial(with_moved_borders, self.search), steps_without_gain=_STEPS_WITHOUT_GAIN)
 
     def selected(self) -> Selected | None:
         """Return the plan with the fewest stages within the margin of the fastest one."""
@@ -308,18 +277,19 @@ class _Selection:
 
         A stage that computes next to nothing lets more minibatches be in flight before it, and these may hide messages.
         """
+        evaluator = self.search.evaluator
         for candidate in self._without_small_stage(chosen.candidate, limit_s * self.margin):
             self.simulate_plan(candidate, limit_s=limit_s)
         slowest_s = limit_s * (1 + IN_FLIGHT_MARGIN)
         simpler = [plan for plan in self._plans if plan.size < chosen.size and plan.time_s <= slowest_s]
         for _, plans in groupby(sorted(simpler, key=lambda plan: plan.size), key=lambda plan: plan.size):
-            fast_enough = [
-                plan
-                if plan.stages < chosen.stages and plan.time_s <= limit_s
-                else self._deepened(plan, chosen.first_in_flight, limit_s)
-                for plan in plans
-            ]
-            if found := [plan for plan in fast_enough if plan is not None]:
+            found = []
+            for plan in plans:
+                if plan.stages < chosen.stages and plan.time_s <= limit_s:
+                    found.append(plan)
+                elif deeper := with_fewest_below(evaluator, plan.candidate, limit_s, chosen.first_in_flight):
+                    found.append(SimulatedCandidate(*deeper))
+            if found:
                 return min(found, key=lambda plan: plan.time_s)
         return None
 
@@ -339,30 +309,6 @@ class _Selection:
                     candidate = search.evaluator.place(stages, workers, placement.execution)
                     if search.evaluator.fits(candidate) and search.allows(candidate.placement):
                         yield candidate
-
-    def _deepened(self, plan: SimulatedCandidate, most: int, limit_s: float) -> SimulatedCandidate | None:
-        """Return a plan with the fewest minibatches in flight, at most `most` at the first stage, that take less than
-        `limit_s`; None if none do."""
-        placement, evaluator, found = plan.candidate.placement, self.search.evaluator, None
-        execution = placement.execution
-        is_fixed = not execution.has_choice_in_flight or execution.kind.flushes or execution.copies > 1
-        few, many = placement.in_flight[0] - 1, most // placement.replicas_per_copy[0]  # the schedule's own may do
-        if is_fixed or evaluator.options.in_flight:
-            return None
-        tried = many
-        while few < tried:
-            in_flight = execution.in_flight_from(placement.replicas, tried)
-            deeper = evaluator.with_in_flight(plan.candidate, in_flight)
-            self.simulated_plans += 1
-            time_s = steady_state_s(deeper.placement, self.search.profile, self.search.cluster, limit_s)
-            if time_s is not None and time_s < limit_s and evaluator.fits(deeper):
-                found, many = SimulatedCandidate(deeper, time_s), tried
-            elif found is None:
-                return None
-            else:
-                few = tried
-            tried = (few + many) // 2
-        return found
 
     @property
     def _near(self) -> list[SimulatedCandidate]:
@@ -386,8 +332,8 @@ class _Selection:
         has_fewer_stages = len(plan.candidate.placement.stages) < fewest_stages
         return plan.bound_s < self.fastest_s * ((1 + self.margin) if has_fewer_stages else 1.0)
 
-    def simulate_plan(self, candidate: Candidate, **limits: float) -> None:
-        """Simulate a plan, and keep it if it may be chosen."""
+    def simulate_plan(self, candidate: Candidate, **limits: float) -> float:
+        """Simulate a plan, keep it if it may be chosen, and return its seconds per minibatch."""
         self.simulated_plans += 1
         self._simulated_actions += action_count(candidate.placement) * candidate.placement.used_workers
         chosen, time_s = with_fewest_in_flight(self.search.evaluator, candidate, self.margin, **limits)
@@ -396,14 +342,24 @@ class _Selection:
             self._plans.append(SimulatedCandidate(chosen, time_s))
         else:
             self._passed_over.append(_BoundedCandidate(candidate, lower_bound_s(self.search.evaluator, candidate)))
+        return time_s
 
 
 def _in_order(plans: Iterable[_BoundedCandidate]) -> list[_BoundedCandidate]:
     return sorted(plans, key=lambda plan: plan.order)
 
 
+def _time_s(plan: Candidate) -> float:
+    return plan.time_per_minibatch_s
+
+
 def _flushes(plan: Candidate) -> bool:
     return plan.placement.execution.kind.flushes
+
+
+def _with_usual_in_flight(evaluator: Evaluator, plan: Candidate) -> Candidate:
+    placement = plan.placement
+    return evaluator.place(placement.stages, placement.workers, placement.execution)
 
 
 def _renumbered(placement: Placement, cluster: Cluster) -> Placement:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, islice, pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 from pdtool.artifacts.cluster import Cluster
@@ -22,6 +22,7 @@ from pdtool.artifacts.profile import Profile
 from pdtool.errors import NoPlanError, ScheduleError, UsageError
 from pdtool.planner.choice.borders import with_moved_borders
 from pdtool.planner.choice.in_flight import with_wanted_in_flight
+from pdtool.planner.choice.local_search import LocalSearch
 from pdtool.planner.choice.plan_figures import refresh, simulated_cost
 from pdtool.planner.choice.strategies import best_candidates, choose_plan
 from pdtool.planner.placement import Placement
@@ -288,20 +289,24 @@ def _with_faster_cuts(
         moved: yields the stages of a placement with each of their borders moved to each of the nearest cuts.
         place: places other stages on the same workers.
     """
-    is_faster, tries = True, _MAX_ACTIONS // (action_count(plan.placement) * plan.placement.used_workers)
-    while is_faster:
-        limit_s, is_faster = plan.time_s * (1 - _MIN_GAIN), False
-        for stages in islice(moved(plan.placement), tries):
-            tries -= 1
-            placement = replace(plan.placement, stages=stages)
-            time_s = steady_state_s(placement, evaluator.profile, evaluator.cluster, limit_s)
-            if time_s is not None and time_s < limit_s:
-                with suppress(UsageError):  # a pin, or a shared parameter
-                    other = _simulated(evaluator, place(stages))
-                    if not other.lacking_bytes and other.time_s < limit_s:
-                        plan, is_faster = other, True
-                        break
-    return plan
+    plans = {plan.placement.stages: plan}
+
+    def simulate(stages: Stages, limit_s: float) -> float:
+        present = replace(plans[tried.best].placement, stages=stages)
+        time_s = steady_state_s(present, evaluator.profile, evaluator.cluster, limit_s)
+        if time_s is not None and time_s < limit_s:
+            with suppress(UsageError):  # a pin, or a shared parameter
+                other = plans[stages] = _simulated(evaluator, place(stages))
+                return math.inf if other.lacking_bytes else other.time_s
+        return math.inf
+
+    start, max_tries = (
+        plan.placement.stages,
+        _MAX_ACTIONS // (action_count(plan.placement) * plan.placement.used_workers),
+    )
+    tried = LocalSearch(start, simulate, max_tries, min_gain=_MIN_GAIN, times_s={start: plan.time_s})
+    tried.climb(lambda stages: moved(plans[stages].placement))
+    return plans[tried.best]
 
 
 def _does_not_fit(evaluator: Evaluator, plan: _Simulated) -> NoPlanError:
