@@ -12,7 +12,7 @@ from pdtool.planner.choice.selection import Selected, SimulatedCandidate
 from pdtool.planner.plan_cost import Candidate
 from pdtool.planner.search.search import PlanSearch
 from pdtool.planner.simulator.engine import steady_state_s
-from pdtool.planner.simulator.job import action_count
+from pdtool.planner.simulator.job import simulation_effort
 
 _MAX_TRIED_CUTS = 40  # for a plan that flushes
 _MAX_SMALL = 2_000  # actions times workers, of a plan whose numbers in flight are searched for each of these
@@ -28,7 +28,7 @@ def move_to_faster_cuts(search: PlanSearch, selected: Selected) -> Selected:
     if simulated_s is None or not placement.execution.kind.flushes:
         return selected
     chosen, margin = {start: start}, search.options.simplest  # each moved plan with its minibatches in flight
-    is_small = action_count(placement) * placement.used_workers <= _MAX_SMALL
+    is_small = simulation_effort(placement) <= _MAX_SMALL
 
     def simulate(moved: Candidate, limit_s: float) -> float:
         if not is_small:  # with its present numbers in flight

@@ -26,10 +26,10 @@ from pdtool.planner.choice.borders import with_moved_borders
 from pdtool.planner.choice.in_flight import IN_FLIGHT_MARGIN, with_fewest_below, with_fewest_in_flight
 from pdtool.planner.choice.local_search import LocalSearch
 from pdtool.planner.placement import Placement
-from pdtool.planner.plan_cost import Candidate, Evaluator, lower_bound_s
+from pdtool.planner.plan_cost import Candidate, lower_bound_s
 from pdtool.planner.search.search import MAX_WORKERS_WITH_CONFIGURATIONS, PlanSearch
 from pdtool.planner.simulator.engine import PATIENT, is_too_large
-from pdtool.planner.simulator.job import action_count
+from pdtool.planner.simulator.job import simulation_effort
 from pdtool.planner.stage_costs import stage_loads
 
 # Factors between formulas and simulation
@@ -46,9 +46,9 @@ _MAX_WORKERS_BY_CONFIGURATION = 6  # with more, a look at each configuration tak
 _PLANS_PER_CONFIGURATION = 4  # to begin with
 _MAX_SLOWDOWN_OF_CONFIGURATION = 1.5  # times the fastest plan so far: moved borders do not make up for more
 _STEPS_WITHOUT_GAIN = 6  # until the next configuration has its turn
-# Limits of effort: actions times workers, in all simulations of a step
-_MAX_ACTIONS_LISTED = 180_000  # (3) of the plans of one schedule and slowdown
-_MAX_ACTIONS_MOVED, _MAX_ACTIONS_OF_CONFIGURATIONS = 60_000, 240_000  # (4) on many workers, and on few
+# Limits of effort (`simulation_effort`) in all simulations of a step
+_MAX_EFFORT_LISTED = 180_000  # (3) of the plans of one schedule and slowdown
+_MAX_EFFORT_MOVED, _MAX_EFFORT_OF_CONFIGURATIONS = 60_000, 240_000  # (4) on many workers, and on few
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class _Selection:
 
     def __init__(self, search: PlanSearch, candidates: Iterable[Candidate]) -> None:
         self.search, self.margin = search, search.options.simplest
-        self.fastest_s, self.simulated_plans, self._simulated_actions = math.inf, 0, 0
+        self.fastest_s, self.simulated_plans, self._simulation_effort = math.inf, 0, 0
         self._most = max(_MIN_PLANS_PER_SEARCH, _PLANS_TIMES_WORKERS // search.workers)
         self._plans: list[SimulatedCandidate] = []
         self._passed_over: list[_BoundedCandidate] = []
@@ -185,23 +185,19 @@ class _Selection:
             slowdowns = _LINK_SLOWDOWNS_OF_FLUSH if execution.kind.flushes else _LINK_SLOWDOWNS
             for slower in slowdowns if with_slower_links else slowdowns[:1]:
                 plans = self.search.plans_by_stage_count(execution, bound_s * slower, slower)
-                self._shortlist += self._first(_in_order(self._with_lower_bounds(plans)))
+                self._shortlist += self._first(plans, more_if_short=execution.kind.flushes)
             plans = self.search.plans_on_whole_servers(execution, bound_s)
-            self._shortlist += self._short(_in_order(self._with_lower_bounds(plans)))
+            self._shortlist += self._first(plans, more_if_short=True)
 
-    def _first(self, plans: list[_BoundedCandidate]) -> list[_BoundedCandidate]:
-        """Return the first plans. With a flush, whose time the formulas only guess, return more if simulations are
-        short."""
-        if not plans or not _flushes(plans[0].candidate):
-            return plans[: self._most]
-        return self._short(plans)
+    def _first(self, candidates: Iterable[Candidate], *, more_if_short: bool) -> list[_BoundedCandidate]:
+        """Return the plans with the smallest lower bounds.
 
-    def _short(self, plans: list[_BoundedCandidate]) -> list[_BoundedCandidate]:
-        """Return the first plans, more if simulations are short."""
-        placements = (plan.candidate.placement for plan in plans)
-        sizes = (action_count(placement) * placement.used_workers for placement in placements)
-        short = sum(total <= _MAX_ACTIONS_LISTED for total in accumulate(sizes))
-        return plans[: max(self._most, short)]
+        Args:
+            more_if_short: return more if simulations are short, because the formulas only guess the times.
+        """
+        plans = _in_order(self._with_lower_bounds(candidates))
+        efforts = accumulate(simulation_effort(plan.candidate.placement) for plan in plans if more_if_short)
+        return plans[: max(self._most, sum(effort <= _MAX_EFFORT_LISTED for effort in efforts))]
 
     def simulate(self) -> None:
         """Simulate the plans of the shortlist that may be chosen, in order of their lower bounds."""
@@ -220,33 +216,33 @@ class _Selection:
         their own configuration. By the formulas, which count each stage's traffic alone, many are too fast.
         """
         is_small = self.search.workers <= _MAX_WORKERS_BY_CONFIGURATION
-        limit = self._simulated_actions + (_MAX_ACTIONS_OF_CONFIGURATIONS if is_small else _MAX_ACTIONS_MOVED)
+        limit = self._simulation_effort + (_MAX_EFFORT_OF_CONFIGURATIONS if is_small else _MAX_EFFORT_MOVED)
         plans = [*sorted(self._plans, key=lambda plan: plan.time_s), *_in_order(self._passed_over)]
         of_each_configuration = defaultdict(list)
-        for plan in [plan.candidate for plan in plans]:
+        for plan in (plan.candidate for plan in plans):
             may_be_faster = plan.time_per_minibatch_s < self.fastest_s or plan is plans[0].candidate
-            if len(plan.placement.stages) > 1 and may_be_faster and not _flushes(plan):
+            if len(plan.placement.stages) > 1 and may_be_faster and not plan.placement.execution.kind.flushes:
                 of_each_configuration[plan.placement.workers].append(plan)
         first, *others = of_each_configuration.values() or [[]]
-        for alike in [first, *sorted(others, key=lambda plans: min(map(_time_s, plans)))]:
-            self._move_borders_of(alike[:_PLANS_PER_CONFIGURATION], limit)
+        for alike in [first, *sorted(others, key=lambda plans: min(plan.time_per_minibatch_s for plan in plans))]:
+            if alike and self._simulation_effort < limit:
+                self._move_borders_of(alike[:_PLANS_PER_CONFIGURATION], limit)
 
     def _move_borders_of(self, plans: Sequence[Candidate], limit: int) -> None:
-        """Move the borders of plans of one configuration until so many actions were simulated."""
+        """Move the borders of plans of one configuration, until the simulations take so much effort."""
         evaluator = self.search.evaluator
 
         def simulate(plan: Candidate, to_beat_s: float) -> float:
             limit_s = to_beat_s * (1 + self.margin)
             return self.simulate_plan(plan, enough_s=lower_bound_s(evaluator, plan), limit_s=limit_s)
 
-        usual = [_with_usual_in_flight(evaluator, plan) for plan in plans]
-        sizes = [action_count(plan.placement) * plan.placement.used_workers for plan in usual]
-        if usual and (max_simulations := (limit - self._simulated_actions) // sizes[0]) > 0:
-            tried = LocalSearch(usual[0], simulate, max_simulations, bound_s=partial(lower_bound_s, evaluator))
-            for plan in usual:
-                tried.add(plan)
-            if tried.fastest_s < self.fastest_s * _MAX_SLOWDOWN_OF_CONFIGURATION:
-                tried.climb(partial(with_moved_borders, self.search), steps_without_gain=_STEPS_WITHOUT_GAIN)
+        start, *others = (evaluator.place(p.stages, p.workers, p.execution) for p in (plan.placement for plan in plans))
+        max_simulations = -(-(limit - self._simulation_effort) // simulation_effort(start.placement))
+        tried = LocalSearch(start, simulate, max_simulations, bound_s=partial(lower_bound_s, evaluator))
+        for plan in (start, *others):
+            tried.add(plan)
+        if tried.fastest_s < self.fastest_s * _MAX_SLOWDOWN_OF_CONFIGURATION:
+            tried.climb(partial(with_moved_borders, self.search), steps_without_gain=_STEPS_WITHOUT_GAIN)
 
     def selected(self) -> Selected | None:
         """Return the plan with the fewest stages within the margin of the fastest one."""
@@ -335,7 +331,7 @@ class _Selection:
     def simulate_plan(self, candidate: Candidate, **limits: float) -> float:
         """Simulate a plan, keep it if it may be chosen, and return its seconds per minibatch."""
         self.simulated_plans += 1
-        self._simulated_actions += action_count(candidate.placement) * candidate.placement.used_workers
+        self._simulation_effort += simulation_effort(candidate.placement)
         chosen, time_s = with_fewest_in_flight(self.search.evaluator, candidate, self.margin, **limits)
         self.fastest_s = min(self.fastest_s, time_s)
         if time_s < math.inf:
@@ -347,19 +343,6 @@ class _Selection:
 
 def _in_order(plans: Iterable[_BoundedCandidate]) -> list[_BoundedCandidate]:
     return sorted(plans, key=lambda plan: plan.order)
-
-
-def _time_s(plan: Candidate) -> float:
-    return plan.time_per_minibatch_s
-
-
-def _flushes(plan: Candidate) -> bool:
-    return plan.placement.execution.kind.flushes
-
-
-def _with_usual_in_flight(evaluator: Evaluator, plan: Candidate) -> Candidate:
-    placement = plan.placement
-    return evaluator.place(placement.stages, placement.workers, placement.execution)
 
 
 def _renumbered(placement: Placement, cluster: Cluster) -> Placement:

@@ -30,13 +30,13 @@ from pdtool.planner.plan_cost import Evaluator, PlanCost
 from pdtool.planner.search.cuts import unbroken_groups
 from pdtool.planner.search.search import PlanSearch
 from pdtool.planner.simulator.engine import steady_state_s
-from pdtool.planner.simulator.job import action_count
+from pdtool.planner.simulator.job import simulation_effort
 from pdtool.planner.stage_costs import Stages, tied_bytes
 from pdtool.schedule import SCHEDULES, STRATEGIES, ExecutionConfig, check_executable
 from pdtool.units import bytes_option, counted, format_bytes
 
 _TIGHTENED = 6  # searches with less and less memory, for a plan that is run under another schedule
-_MAX_ACTIONS = 500_000  # times workers, of the simulations of a plan with other cuts: about a second
+_MAX_EFFORT = 500_000  # actions times workers of the simulations of a plan with other cuts: about a second
 _STEPS_OF_BORDER = (1, -1, 2, -2)  # operators, or groups that no border divides
 _ROUNDING = 1e-9  # of all computing time: a smaller time is a rounding error
 _MIN_GAIN = 0.0005  # of the time per minibatch: a smaller one rounds to 0.0%
@@ -300,10 +300,7 @@ def _with_faster_cuts(
                 return math.inf if other.lacking_bytes else other.time_s
         return math.inf
 
-    start, max_tries = (
-        plan.placement.stages,
-        _MAX_ACTIONS // (action_count(plan.placement) * plan.placement.used_workers),
-    )
+    start, max_tries = plan.placement.stages, _MAX_EFFORT // simulation_effort(plan.placement)
     tried = LocalSearch(start, simulate, max_tries, min_gain=_MIN_GAIN, times_s={start: plan.time_s})
     tried.climb(lambda stages: moved(plans[stages].placement))
     return plans[tried.best]

@@ -18,7 +18,7 @@ from pdtool.artifacts.cluster import Cluster
 from pdtool.artifacts.profile import Profile
 from pdtool.errors import ScheduleError
 from pdtool.planner.placement import Placement
-from pdtool.planner.simulator.job import SimulationJob, action_count
+from pdtool.planner.simulator.job import SimulationJob, simulation_effort
 from pdtool.planner.simulator.network import EventQueue, Link, Network
 from pdtool.planner.simulator.result import NullRecorder, Recorder, SimulationResult, WorkerMemory, WorkerUsage
 from pdtool.planner.simulator.traffic import GradientAllReduces, MessageDelivery
@@ -91,7 +91,7 @@ def steady_state_s(
 
 def is_too_large(placement: Placement, patience: float = 1.0) -> bool:
     """Whether a simulation would take too long."""
-    return action_count(placement) * placement.used_workers > _MAX_ACTIONS_TIMES_WORKERS * patience
+    return simulation_effort(placement) > _MAX_ACTIONS_TIMES_WORKERS * patience
 
 
 class _Simulation:

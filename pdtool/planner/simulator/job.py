@@ -177,3 +177,8 @@ def _lags(kind: ScheduleKind, shape: PipelineShape, stages: tuple[int, ...]) -> 
 def action_count(placement: Placement) -> int:
     """Return the forwards and backwards of a simulation, before its lists are built."""
     return 2 * steady_run(placement.shape()) * len(placement.stages)
+
+
+def simulation_effort(placement: Placement) -> int:
+    """Return the actions times workers, to which the time of a simulation is roughly proportional."""
+    return action_count(placement) * placement.used_workers
