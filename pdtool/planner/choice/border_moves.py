@@ -43,11 +43,10 @@ def move_to_faster_cuts(search: PlanSearch, selected: Selected) -> Selected:
     selected = replace(selected, simulated_plans=selected.simulated_plans + tried.simulations)
     if tried.best is start:
         return selected
-    known = [SimulatedCandidate(chosen[tried.best], tried.fastest_s), *([selected.fastest] if selected.fastest else [])]
-    fastest = min(known, key=lambda plan: plan.time_s)
-    return Selected(
-        known[0].candidate, tried.fastest_s, fastest.time_s * (1 + margin), fastest, selected.simulated_plans
-    )
+    moved = SimulatedCandidate(chosen[tried.best], tried.fastest_s)
+    fastest = min([moved, *([selected.fastest] if selected.fastest else [])], key=lambda plan: plan.time_s)
+    allowed_s = fastest.time_s * (1 + margin)
+    return Selected(moved.candidate, moved.time_s, allowed_s, fastest, selected.simulated_plans)
 
 
 def move_to_module_borders(search: PlanSearch, selected: Selected) -> Selected:

@@ -5,7 +5,7 @@ The formulas assume that messages always overlap with computing, the simulator d
     (1) shortlist   the fastest plans by the formulas, baselines, the best of each number of stages, on whole servers
     (2) drop        plans that a lower bound shows to be slower than a plan that was simulated
     (3) simulate    the rest, each with few and with more minibatches in flight
-    (4) vary        without a flush and on few workers: move borders of fast plans, and of each configuration's
+    (4) vary        without a flush and on few workers: move the borders of a few plans of each configuration
     (5) take        the fastest, each with the fewest minibatches in flight; within the margin the fewest stages
     (6) simplify    take fewer stages or workers, if these are as fast with as many minibatches in flight
 
@@ -39,7 +39,7 @@ _EXCESS_OF_SKIPS = 1.6  # about, of the formulas, which count a tensor at each b
 # plans communicate less. With a flush, workers wait for all messages while the pipeline fills and drains.
 _LINK_SLOWDOWNS, _LINK_SLOWDOWNS_OF_FLUSH = (1.0, 2.0), (1.0, 2.0, 4.0, 8.0)
 # Plans for each slowdown, those with the smallest lower bounds: more on few workers, where a simulation takes
-# milliseconds. (4) moves the borders of as many plans to where shared links carry less.
+# milliseconds.
 _MIN_PLANS_PER_SEARCH, _PLANS_TIMES_WORKERS = 8, 120
 # (4) How borders are moved
 _MAX_WORKERS_BY_CONFIGURATION = 6  # with more, a look at each configuration takes seconds and finds little
@@ -217,10 +217,11 @@ class _Selection:
         """
         is_small = self.search.workers <= _MAX_WORKERS_BY_CONFIGURATION
         limit = self._simulation_effort + (_MAX_EFFORT_OF_CONFIGURATIONS if is_small else _MAX_EFFORT_MOVED)
-        plans = [*sorted(self._plans, key=lambda plan: plan.time_s), *_in_order(self._passed_over)]
+        plans = [plan.candidate for plan in sorted(self._plans, key=lambda plan: plan.time_s)]
+        plans += [plan.candidate for plan in _in_order(self._passed_over)]
         of_each_configuration = defaultdict(list)
-        for plan in (plan.candidate for plan in plans):
-            may_be_faster = plan.time_per_minibatch_s < self.fastest_s or plan is plans[0].candidate
+        for plan in plans:
+            may_be_faster = plan.time_per_minibatch_s < self.fastest_s or plan is plans[0]
             if len(plan.placement.stages) > 1 and may_be_faster and not plan.placement.execution.kind.flushes:
                 of_each_configuration[plan.placement.workers].append(plan)
         first, *others = of_each_configuration.values() or [[]]
