@@ -62,15 +62,18 @@ class LocalSearch(Generic[P]):
         Args:
             near: yields the points near one.
             enough_s: a time that is good enough to stop.
-            steps_without_gain: if there is nothing better near the best point, so many of the next best have their
-                turn, the best included.
+            steps_without_gain: stop after so many points in a row, each the fastest that is left, have nothing better
+                near them than the best.
         """
         exhausted: set[P] = set()
-        while steps_without_gain and self.fastest_s > enough_s and self.simulations < self.max_simulations:
+        without_gain = 0
+        while without_gain < steps_without_gain and self.fastest_s > enough_s:
             rest = [point for point, time_s in self.times_s.items() if time_s < math.inf and point not in exhausted]
-            if not rest:
+            if not rest or self.simulations >= self.max_simulations:
                 break
             point = self.best if self.best in rest else min(rest, key=self.times_s.__getitem__)
-            if not any(map(self.add, near(point))):
+            if any(map(self.add, near(point))):
+                without_gain = 0
+            else:
                 exhausted.add(point)
-                steps_without_gain -= 1
+                without_gain += 1
