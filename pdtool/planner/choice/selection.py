@@ -44,7 +44,7 @@ _MIN_PLANS_PER_SEARCH, _PLANS_TIMES_WORKERS = 8, 120
 # (4) How borders are moved
 _MAX_WORKERS_BY_CONFIGURATION = 6  # with more, a look at each configuration takes seconds and finds little
 _PLANS_PER_CONFIGURATION = 4  # to begin with
-_MAX_SLOWDOWN_OF_CONFIGURATION = 1.5  # times the fastest plan so far: moved borders do not make up for more
+_MAX_SLOWDOWN_OF_CONFIGURATION = 2.0  # times the fastest plan so far: moved borders do not make up for more
 _STEPS_WITHOUT_GAIN = 6  # until the next configuration has its turn
 # Limits of effort (`simulation_effort`) in all simulations of a step
 _MAX_EFFORT_LISTED = 180_000  # (3) of the plans of one schedule and slowdown
