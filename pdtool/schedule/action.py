@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from pdtool.errors import ScheduleError
@@ -23,12 +24,12 @@ class ActionKind(StrEnum):
     BACKWARD_WEIGHT = "W"
     UPDATE = "U"
 
-    @property
+    @cached_property
     def sends_gradients(self) -> bool:
         """Whether the stage before waits for this action."""
         return self in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 
-    @property
+    @cached_property
     def completes_backward(self) -> bool:
         """Whether the minibatch's stash is free after this action, and its gradients are ready for the update."""
         return self in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
