@@ -298,10 +298,10 @@ def gives_samples_together(data: Any) -> bool:
     return callable(getattr(data, "__getitems__", None))
 
 
-@torch.no_grad()
 def stacked(samples: Sequence[Any]) -> Any:
     """Stack samples as torch does; in a DataLoader's worker torch cannot stack tensors that require a gradient."""
-    return default_collate(list(samples))
+    with torch.no_grad():
+        return default_collate(list(samples))
 
 
 def check_pairs(path: Path, samples: Any, indices: Sequence[int], name: str) -> None:
