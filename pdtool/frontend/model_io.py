@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class ModelInputs:
             return cls((), _ordered(dict(inputs)))
         return cls(tuple(map(_ordered, inputs)) if isinstance(inputs, (tuple, list)) else (inputs,), {})
 
-    @property
+    @cached_property
     def leaves(self) -> list[tuple[str, Any]]:
         """(name, value) of each tensor and constant: `0` for the first argument by position, `batch.mask` inside it."""
         arguments = [*enumerate(self.args), *self.kwargs.items()]
