@@ -102,8 +102,7 @@ class ReplicaAverager:
             self._take_sums()
             for p, n in zip(self.parameters, replicas_with_gradient, strict=True):
                 p.grad = p.grad if n else None
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        if weight != 1.0 and gradients:
+        if weight != 1.0 and (gradients := [p.grad for p in self.parameters if p.grad is not None]):
             torch._foreach_div_(gradients, weight)
         return loss
 

@@ -107,8 +107,7 @@ class StageReplica:
         """
         self._take_due_tied_steps()
         weight = self._minibatches.weight(minibatch)
-        sums_now = ends_round and self.averager.sums_in_backward
-        on_gradient = self.averager.gradient_ready if sums_now else None
+        on_gradient = self.averager.gradient_ready if ends_round and self.averager.sums_in_backward else None
         if kind.sends_gradients:
             output_gradients = self.io.receive_gradients(minibatch)  # (4)
             if kind.completes_backward:

@@ -127,8 +127,7 @@ class Worker:
                     case ActionKind.UPDATE:
                         self._log_loss(epoch, replica.update(epoch))  # (7), (8)
                     case kind:
-                        ends_round = action.ends_round(following)
-                        replica.backward(action.minibatch, kind, ends_round=ends_round)  # (4) to (6)
+                        replica.backward(action.minibatch, kind, ends_round=action.ends_round(following))  # (4) to (6)
             self._stay_within_limit()
         for replica in stages.values():
             self._log_loss(epoch, replica.end_phase())
