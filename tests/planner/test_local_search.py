@@ -70,7 +70,7 @@ def test_a_gain_may_be_too_small_and_the_smaller_of_two_equal_points_is_better()
     tried.climb(near)
     assert tried.best == 0
     tried, _ = searched(9, size=lambda point: point)
-    TIMES = {9: 1.0, 8: 1.0, 10: 1.0}
-    tried.simulate = lambda point, to_beat_s: TIMES[point]
+    times_s = {9: 1.0, 8: 1.0, 10: 1.0}
+    tried.simulate = lambda point, to_beat_s: times_s[point]
     assert not tried.add(10)
     assert tried.add(8)
