@@ -87,6 +87,7 @@ def test_a_worker_of_torchrun_refuses_an_operator_that_changed(importing, monkey
     assert "the model's operators have changed since the plan" in stderr
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -153,6 +154,7 @@ def test_codegen_says_which_operator_changed(road, old, new, difference):
     assert f"error: model.py: {difference}" in road.pdtool("codegen", code=3).stderr
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize(
     ("file", "text", "change", "words"),
     [

@@ -108,6 +108,7 @@ def output_of(path: Path, law: str) -> str:
     return ran.stdout
 
 
+@pytest.mark.rows_of_the_day(days=2)
 def test_each_function_leaves_the_process_as_it_was(tmp_path: Path) -> None:
     """First in a plain program, then in one that has processes of its own; with an emulation where there may be one."""
     assert output_of(tmp_path, LAW.replace("EMULATE", REAL if CAN_EMULATE else "")) == "done\n"
@@ -148,6 +149,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.usefixtures("stages")
 def test_run_in_a_pool_says_what_to_do(road: Folder) -> None:
     refused, trained = output_of(road.path, IN_A_POOL).splitlines()
@@ -164,6 +166,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.usefixtures("stages")
 def test_run_in_a_program_from_stdin(road: Folder) -> None:
     """Workers do not look for a file of that name."""

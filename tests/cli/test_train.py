@@ -76,6 +76,7 @@ def test_what_the_four_commands_made_is_used_again_by_the_same_options(road, run
         assert told(road.pdtool(*OF_ROAD, flag)).get("profile") == (None if flag == "-q" else "reusing")
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -236,6 +237,7 @@ def test_a_run_after_others_has_the_losses_of_a_fresh_one(folder, tmp_path_facto
     assert losses["after others"] == losses["fresh"]
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.slow
 def test_a_sweep_side_by_side_trains_what_it_trains_in_a_row(folder, tmp_path_factory):
     """Law: commands that are started at once in one folder each train what was asked of them.

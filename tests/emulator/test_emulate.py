@@ -211,6 +211,7 @@ class TestCommand:
         assert rival.sent_bytes == pytest.approx(2 * 3 * 80_000 / 4, rel=0.05)
         assert "data-parallel" in folder.pdtool("show", "out").stdout
 
+    @pytest.mark.rows_of_the_day(days=2)
     @namespaces
     def test_whatever_ends_it_nothing_is_left(self, folder):
         """Killed at random moments: no process, no namespace and no link of it is there a moment later."""
@@ -236,6 +237,7 @@ class TestCommand:
         assert [pid for pid in started if process_state(pid)] == [], "namespaces without names end with these"
         assert _links() == before
 
+    @pytest.mark.rows_of_the_day(days=2)
     @namespaces
     def test_a_worker_that_dies_is_named(self, folder):
         command = [sys.executable, "-m", "pdtool", "emulate", "net.yaml", "--minibatches", "10000", "-o", "out"]

@@ -97,6 +97,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("change", DIFFERENT)
 def test_another_graph_has_another_digest(change, original, tmp_path):
     assert digest(load(tmp_path, DIFFERENT[change])) != original
@@ -129,6 +130,7 @@ def test_initial_weights_and_batch_size_do_not_count(original, tmp_path):
     assert {digest(file, batch_size=size, seed=size) for size in (1, 2, 5, 9, 32)} == {original}
 
 
+@pytest.mark.rows_of_the_day(days=2)
 def test_the_digest_is_the_same_in_every_process_and_version(original, tmp_path):
     load(tmp_path)
     code = (

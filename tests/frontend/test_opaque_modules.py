@@ -101,7 +101,7 @@ def load(name):
     return OpaqueModel.load(ModelRef(source=str(MODELS), function=name), trusted=True)
 
 
-@pytest.mark.rows_of_the_day(days=2)
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize("name", OPAQUE)
 def test_it_is_one_operator_of_a_stage_that_equals_the_model(name, tmp_path):
     model_file = load(name)
@@ -300,6 +300,7 @@ def example_inputs(batch_size): return torch.randn(batch_size, 4), torch.rand(ba
 """
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("inner", ["Moved", "Scaled", "Large", "Flagged", "Embedder"])
 def test_the_module_around_one_that_cannot_be_alone_becomes_opaque(tmp_path, inner):
     """If the code to blame is in an opaque module already. Nor is a comparison of the inputs' sizes to blame, and a

@@ -83,6 +83,7 @@ def test_each_model_file_imports_the_modules_of_its_own_folder_as_they_are_now(t
     del sys.modules["net"]
 
 
+@pytest.mark.rows_of_the_day(days=2)
 def test_an_edit_in_the_same_second_is_seen_though_python_wrote_bytecode(tmp_path, monkeypatch):
     """Python itself takes the bytecode of the first text: the size is the same, and so is the second."""
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
@@ -255,7 +256,7 @@ def optimizer(named): return torch.optim.SGD([p for _, p in named], lr=1e-3)
 """
 
 
-@pytest.mark.rows_of_the_day(days=2)
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize("name", ["model", "wave"])
 def test_dataset_may_use_a_pool_of_spawned_processes(tmp_path, name):
     write(tmp_path / f"{name}.py", SPAWNING)

@@ -43,7 +43,7 @@ class ModelByMode(ModelFile):
         return (torch.randn(batch_size, *self.module.INPUTS.get(self.ref.function, (8,))),)
 
 
-@pytest.mark.rows_of_the_day(days=3)
+@pytest.mark.rows_of_the_day(days=4)
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("name", LINES)
 def test_stages_equal_the_model_in_both_modes(name, count, tmp_path):

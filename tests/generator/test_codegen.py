@@ -53,7 +53,7 @@ def tensors(output):
     return [leaf for leaf in pytree.tree_leaves(plain) if isinstance(leaf, torch.Tensor)]
 
 
-@pytest.mark.rows_of_the_day(days=2)
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @pytest.mark.parametrize("function", ["branchy", "tied", "unet", "no_grad", "sequential", "encoder", "named"])
 def test_composed_stages_equal_the_model(function, count, tmp_path):

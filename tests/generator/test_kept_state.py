@@ -290,6 +290,7 @@ def test_state_of_classes_and_files_is_refused(described: str, tmp_path: Path) -
         generate(plan_of(profile, 2), profile, file, tmp_path / "b")
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("name", OF_ONE_MINIBATCH)
 def test_what_a_file_keeps_for_one_minibatch_is_no_state(name: str, tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text("")
@@ -367,6 +368,7 @@ def test_what_after_update_changes_elsewhere_is_refused_too(statement: str, valu
         _generated_with_after_update(statement, value, tmp_path)
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_what_has_only_the_same_name_is_no_matter(name: str, tmp_path: Path) -> None:
     assert _generated_with_after_update(*LEFT_ALONE[name], tmp_path).proof == "values"
@@ -581,6 +583,7 @@ class Keeps(nn.Module):
         return self.inner(x) + self.count + self.values[0] + self.queue[0] + self.plain["a"] + constant
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize(
     "statement",
     [
@@ -765,6 +768,7 @@ READ_BACK = """
 """
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize(("read", "buffer"), [("x.mean(0)", ""), ("self.rows.mean()", "rows"), (WRITTEN_FIRST, "rows")])
 def test_buffers_that_each_replica_changes_and_reads_are_told(read: str, buffer: str, tmp_path: Path) -> None:
     """Such as a queue of earlier minibatches: each replica has one of its own. Running statistics are only written."""

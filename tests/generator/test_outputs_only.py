@@ -109,6 +109,7 @@ def test_a_loss_may_read_what_no_training_changes(stages: int, tmp_path: Path) -
     _generate(MODEL + plain(" / NET.scale" if stages > 1 else " * NET.a.weight.detach().norm()"), stages, tmp_path)
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("case", CASES)
 def test_what_only_a_plain_loop_has_is_refused(case: str, tmp_path: Path) -> None:
     """They gave other losses and metrics in stages than in a plain loop, without a word."""

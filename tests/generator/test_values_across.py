@@ -307,6 +307,7 @@ def generated(folder: Path, in_flight: int | None = None, **parts: str) -> None:
     generate(plan, profile, file, folder / "plan")
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("name", IN_FLIGHT)
 def test_what_a_backward_reads_must_not_be_changed_by_the_next_forward(name, tmp_path):
     """In a plain loop each backward follows its own forward; with several minibatches in flight it does not."""
@@ -326,6 +327,7 @@ def test_values_of_their_own_may_be_kept_for_backward(forward, tmp_path):
     generated(tmp_path, forward=forward)
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("name", PASSED)
 def test_no_variable_carries_a_value_to_a_function_in_another_process(name, tmp_path):
     parts, message = PASSED[name]
@@ -411,6 +413,7 @@ def model():
 }
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("function", WARMED)
 def test_no_function_of_training_changes_a_number_that_forward_reads(function, tmp_path):
     parts = {"init": "self.factor = 1.0", "forward": "return h * self.factor", "after": WARM + WARMED[function]}
@@ -455,6 +458,7 @@ def test_no_function_of_training_replaces_a_tensor_of_the_model(function, name, 
         generated(tmp_path, in_flight=1, forward="return h * self.scale", after=warm + WARMED[function])
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize(("function", "refused"), [("sampler", 1), ("loss", 0), ("metrics", 0), ("after_update", None)])
 def test_only_the_worker_of_a_stage_may_write_into_its_tensors(function, refused, tmp_path):
     """`refused`: in which stage the tensor must be; the write was lost there."""

@@ -74,7 +74,7 @@ CASES = [
 ]
 
 
-@pytest.mark.rows_of_the_day(days=3)
+@pytest.mark.rows_of_the_day(days=4)
 @pytest.mark.parametrize(("toy", "replicas", "schedule", "microbatches", "optimizer", "settings"), CASES)
 def test_a_synchronous_schedule_equals_the_unsplit_model(
     tmp_path: Path,

@@ -73,7 +73,7 @@ def with_optimizer(code: str, more: str = "") -> Toy:
     return replace(SKIP3, model=SKIP3.model + made)
 
 
-@pytest.mark.rows_of_the_day(days=4)
+@pytest.mark.rows_of_the_day(days=6)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_in_three_stages_it_trains_as_in_a_plain_loop(tmp_path: Path, name: str) -> None:
     """In a run that goes on from a checkpoint, too. Those that have modes are in that of evaluation at the end."""
@@ -305,6 +305,7 @@ def test_a_trial_of_the_update_leaves_nothing_behind(tmp_path: Path, capfd: pyte
     assert not (tmp_path / "noted.txt").exists()
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize(("code", "more", "words"), PROVED)
 def test_an_update_that_looks_at_several_stages_is_refused(tmp_path: Path, code: str, more: str, words: str) -> None:
     file, stages = parts(tmp_path, with_optimizer(code, more))
@@ -323,7 +324,7 @@ def test_an_update_that_fails_on_growing_gradients_is_refused(tmp_path: Path) ->
         update_proof.check_update(file, file.build(), stages)
 
 
-@pytest.mark.rows_of_the_day(days=2)
+@pytest.mark.rows_of_the_day(days=5)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_of_each_parameter_alone_is_proved(tmp_path: Path, monkeypatch: Any, name: str) -> None:
     """Those of torch are, too, though it is not computed for them."""

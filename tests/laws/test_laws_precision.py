@@ -195,7 +195,7 @@ def compiled_with_a_flush(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
-@pytest.mark.rows_of_the_day(days=2)
+@pytest.mark.rows_of_the_day(days=4)
 @pytest.mark.parametrize("law", [compiled_with_versions, compiled_with_a_flush])
 def test_compiled_stages_train_by_the_definitions(tmp_path: Path, law: Callable[[Path], None]) -> None:
     law(tmp_path)

@@ -160,7 +160,7 @@ def unsplit(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return trained
 
 
-@pytest.mark.rows_of_the_day(days=3)
+@pytest.mark.rows_of_the_day(days=4)
 @pytest.mark.parametrize(
     ("replicas", "settings"),
     [

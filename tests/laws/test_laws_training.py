@@ -74,7 +74,7 @@ def assert_kept(spec: RunConfig, outcomes: list[Outcome], expected: replay.Pipel
             assert o.peak_versions == shape.versions(o.stage)
 
 
-@pytest.mark.rows_of_the_day(days=3)
+@pytest.mark.rows_of_the_day(days=4)
 @pytest.mark.parametrize(("toy", "replicas", "optimizer", "settings", "every"), CASES)
 def test_1f1b_equals_its_replay_and_keeps_no_more_than_the_plan_says(
     tmp_path: Path,
@@ -168,7 +168,7 @@ OVER_ONE_MEMORY = autoencoder(
 USED_TWICE = autoencoder("", "h @ self.b.weight", "", "self.b.weight.detach()[1, :3]")
 
 
-@pytest.mark.rows_of_the_day(days=2)
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize(
     ("replicas", "settings"),
     [

@@ -35,7 +35,7 @@ def test_the_collection_is_as_large_as_it_should_be():
     assert FAILS.keys() <= {*TASKS, *tasks("refused")}
 
 
-@pytest.mark.rows_of_the_day(days=5)
+@pytest.mark.rows_of_the_day(days=7)
 @pytest.mark.parametrize("name", parameters(TASKS))
 def test_stages_train_as_a_plain_loop(name, tmp_path):
     file = write_model(tmp_path, name)

@@ -46,7 +46,7 @@ class ExpressionModel(ModelFile):
         return (torch.randn(batch_size, *self.module.INPUTS.get(self.ref.function, (8,))),)
 
 
-@pytest.mark.rows_of_the_day(days=2)
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_expressions(name, tmp_path):
     model_file = ExpressionModel.load(ModelRef(source=str(MODELS), function=name), trusted=True)

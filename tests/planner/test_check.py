@@ -121,7 +121,7 @@ def recomputed(reference):
     }
 
 
-@pytest.mark.rows_of_the_day(days=6)
+@pytest.mark.rows_of_the_day(days=10)
 @pytest.mark.parametrize("chunk", range(6))
 def test_the_reference_implementation_agrees_on_random_plans(chunk):
     """More than 200 plans in all: every figure, that the plan fits, and that `check` finds nothing."""
@@ -136,7 +136,7 @@ def test_the_reference_implementation_agrees_on_random_plans(chunk):
         assert faults(plan, profile) == {}, f"seed {seed}"
 
 
-@pytest.mark.rows_of_the_day(days=3)
+@pytest.mark.rows_of_the_day(days=5)
 @pytest.mark.parametrize("chunk", range(3))
 def test_no_neighbour_of_a_plan_beats_its_lower_bound(chunk):
     """Operators and replicas moved over borders as long as that helps: an oracle of the search on larger graphs than
@@ -150,7 +150,7 @@ def test_no_neighbour_of_a_plan_beats_its_lower_bound(chunk):
     assert tried > 40
 
 
-@pytest.mark.rows_of_the_day(days=4)
+@pytest.mark.rows_of_the_day(days=6)
 @pytest.mark.parametrize("schedule", ["2bw", "zb-h1", "interleaved", "looped-bfs"])
 def test_a_plan_whose_schedule_has_no_formulas_fits_or_there_is_none(schedule):
     """With what the best plan takes there is one, with less there may be; none lacks memory."""

@@ -52,6 +52,7 @@ def memory_bytes(placement: Placement, profile, cluster) -> int:
     return max(usage.memory_bytes for usage in simulate(SimulationJob.of(placement, profile, cluster)).workers)
 
 
+@pytest.mark.rows_of_the_day(days=4)
 @pytest.mark.parametrize("limited", [False, True], ids=["any memory", "limit of memory"])
 def test_no_other_numbers_in_flight_are_faster(limited):
     """All of them were tried; under a limit of memory all that fit."""

@@ -30,7 +30,7 @@ from pdtool.units import parse_bytes
 FAST = 1e12
 
 
-@pytest.mark.rows_of_the_day(days=5)
+@pytest.mark.rows_of_the_day(days=8)
 @pytest.mark.parametrize("block", range(10))
 def test_search_equals_brute_force(block):
     """40 random graphs x clusters x memory limits x schedules x cost models in each block; a third has no plan."""
@@ -285,7 +285,7 @@ def test_too_little_memory_says_what_lacks_and_what_would_do():
         make_plan(profile, "p", make_cluster((2,), (FAST,), memory_bytes=enough - 1))
 
 
-@pytest.mark.rows_of_the_day(days=3)
+@pytest.mark.rows_of_the_day(days=4)
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-flush", "gpipe", "2bw", "zb-h1", "interleaved", "looped-bfs"])
 def test_the_memory_that_a_refusal_names_is_enough(schedule):
     """2bw named the memory of a plan for 1f1b, and was refused once more."""

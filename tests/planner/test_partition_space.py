@@ -131,6 +131,7 @@ def free_merged(profile):
     return next((space for space in fewer if space.merged_free_blocks and not space.merged_operators), None)
 
 
+@pytest.mark.rows_of_the_day(days=2)
 def test_merging_operators_that_cost_nothing_loses_no_plan():
     """The best pace is the same with and without the cuts around them, under every cost model."""
     merged = 0

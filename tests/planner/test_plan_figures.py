@@ -40,6 +40,7 @@ def headline(plan: Plan) -> str:
     return [str(line) for line in plan_view(plan) if str(line).startswith(("predicted", "simulated"))][-1]
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), schedule=st.sampled_from([*SCHEDULES]))
 def test_every_plan_is_compared_with_one_worker(seed, schedule):
@@ -139,6 +140,7 @@ def test_a_rival_of_another_strategy_that_is_faster_names_it():
     assert planned(profile, plan.cluster, strategy="gpipe").predicted.simulated_s < plan.predicted.simulated_s
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), recompute=st.booleans())
 def test_simulate_lets_no_rival_recompute_if_the_plan_may_not(seed, recompute):

@@ -79,6 +79,7 @@ def test_less_latency_at_any_level_is_never_worse(seed):
     never_worse(seed, profile, cluster, with_level(cluster, depth, latency_s=sooner))
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @latencies
 @law
 @given(seed=seeds)
@@ -89,6 +90,7 @@ def test_more_memory_is_never_worse(latencies, seed):
     never_worse(seed, profile, less, replace(cluster, memory_bytes=None) if rng.random() < 0.2 else more)
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @latencies
 @law
 @given(seed=seeds)
@@ -98,6 +100,7 @@ def test_a_larger_outermost_level_is_never_worse(latencies, seed):
     never_worse(seed, profile, cluster, with_level(cluster, 0, size=size))
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @latencies
 @law
 @given(seed=seeds)

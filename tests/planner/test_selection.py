@@ -148,6 +148,7 @@ def test_idle_workers_are_used_where_only_the_simulation_shows_a_gain():
     assert make_plan(profile, "p", search.cluster).config == "15-1"
 
 
+@pytest.mark.rows_of_the_day(days=2)
 def test_more_in_flight_than_the_schedule_wants_makes_a_plan_a_tenth_faster_and_fits():
     """Else they are the schedule's own: ceil(workers from here / replicas), p - s of a straight pipeline. In place of a
     plan with more stages or workers, it is enough that the schedule's own would be slower by more than the margin."""
@@ -293,7 +294,7 @@ def test_with_tied_weights_no_narrower_option_is_faster_and_no_bound_is_beaten(s
             assert bound_s <= narrow.predicted.simulated_s * WINDOW, narrower
 
 
-@pytest.mark.rows_of_the_day(days=8)
+@pytest.mark.rows_of_the_day(days=12)
 @pytest.mark.parametrize("seed", [9, 30, 35, 44, 106, 126, 235, 1013])
 def test_no_narrower_option_finds_a_faster_plan(seed):
     """Of these profiles, which a search by formulas alone gets wrong; `make bench-choice` looks at a thousand."""

@@ -147,6 +147,7 @@ def test_any_schedule_on_a_plan_without_replicas(schedule):
     assert found.time_per_minibatch_s == pytest.approx(18 + idle / 4, rel=1e-6)
 
 
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize("schedule", [kind.name for kind in SCHEDULES.values() if kind.equal_replicas])
 @settings(max_examples=3)
 @given(seed=st.integers(0, 10**6))
@@ -164,6 +165,7 @@ def test_more_workers_are_no_reason_for_a_slower_plan(schedule, seed):
     assert plan.asked == options
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("schedule", [kind.name for kind in SCHEDULES.values() if kind.flushes])
 @settings(max_examples=8)
 @given(seed=st.integers(0, 10**6))

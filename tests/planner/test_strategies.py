@@ -67,6 +67,7 @@ def is_of(strategy: str, plan: Plan) -> bool:
 # --- definitions ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_plan_obeys_its_definition_and_all_that_it_says_is_true(strategy, tmp_path):
     seen = 0
@@ -107,6 +108,7 @@ def test_what_was_not_asked_for_is_no_reason_to_be_simple():
             assert rivals["data parallelism (4)"].endswith("but excluded by the options")
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("strategy", ["pipeline", "straight"])
 def test_a_rival_that_only_the_options_exclude_is_faster_in_the_simulation_too(strategy):
     excluded, slower = 0, 0
@@ -163,6 +165,7 @@ def pipelines(evaluator):
 KINDS = {"pipeline": pipelines, "gpipe": gpipes, "model-parallel": splits, "hybrid": hybrids}
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("strategy", KINDS)
 def test_it_is_the_fastest_of_all_plans_of_its_kind(strategy):
     """By the formulas, without a margin, on 40 random graphs and clusters."""
@@ -187,6 +190,7 @@ def test_it_is_the_fastest_of_all_plans_of_its_kind(strategy):
     assert sum(outcomes) >= 8
 
 
+@pytest.mark.rows_of_the_day(days=4)
 @pytest.mark.parametrize("strategy", ["gpipe", "hybrid"])
 def test_a_flushing_rival_has_fast_cuts_in_the_simulation(strategy):
     """The formulas only guess how long a pipeline fills and drains. By them alone, two thirds of the plans of hybrid
@@ -361,6 +365,7 @@ def test_a_rival_that_never_flushes_says_so_beside_a_plan_that_flushes():
         assert rival.label == label
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), schedule=st.sampled_from([*SCHEDULES]))
 def test_the_gain_of_a_plan_is_the_one_that_simulate_shows(seed, schedule):
@@ -560,7 +565,7 @@ def test_samples_per_update_give_the_minibatches(samples, batch_size, asked, sch
     assert [(each.microbatches, each.update_every) for each in options.executions] == updates
 
 
-@pytest.mark.rows_of_the_day(days=3)
+@pytest.mark.rows_of_the_day(days=4)
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-flush", "auto"])
 def test_all_that_a_plan_is_compared_with_averages_as_many_samples(schedule):
     """Minibatches of 8, six of them in an update, on four workers and on eight: no more than six are replicas then.

@@ -37,6 +37,7 @@ def even_replicas(servers, each):
     yield from ((workers // stages,) * stages for stages in range(2, workers + 1) if workers % stages == 0)
 
 
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize(("seed", "sizes"), [(1, (5, 2)), (2, (5, 2)), (4, (5, 2)), (4, (3, 3)), (6, (3, 3))])
 def test_no_plan_on_whole_servers_is_faster(seed, sizes):
     """On 5x2 it was up to 25 % faster."""

@@ -91,6 +91,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize(("name", "settings"), SMALL, ids=[name for name, _ in SMALL])
 def test_all_that_needs_no_device_is_as_measured(name, settings):
     file = zoo(name, **settings)
@@ -104,6 +105,7 @@ def test_ties_hints_and_unused_parameters_are_as_measured(tmp_path):
     assert counted(estimate(file, batch_size=16, device=DEVICE)) == counted(measured)
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize(
     ("layer", "per_step"),
@@ -384,7 +386,7 @@ def test_the_command_never_mixes_measuring_and_estimating(tmp_path, monkeypatch)
 
 
 @pytest.mark.skipif(not bench_estimate.DATA.is_dir(), reason=f"{bench_estimate.DATA} is not here")
-@pytest.mark.rows_of_the_day(days=2)
+@pytest.mark.rows_of_the_day(days=4)
 @pytest.mark.parametrize("name", bench_estimate.MODELS)
 def test_estimates_are_of_the_order_that_pipedream_measured(name):
     comparison = bench_estimate.compare(name)
@@ -395,6 +397,7 @@ def test_estimates_are_of_the_order_that_pipedream_measured(name):
 SEVEN_B = {"layers": 8, "width": 8192, "hidden": 22016}  # the parameters of 32 layers in a quarter of the operators
 
 
+@pytest.mark.rows_of_the_day(days=3)
 def test_a_model_of_7b_parameters_takes_half_a_minute_and_2_gb(tmp_path):
     """Half a minute of the processor, which others may hold."""
     settings = [word for name, value in SEVEN_B.items() for word in ("--set", f"{name}={value}")]

@@ -225,6 +225,7 @@ def test_minibatches_and_parameters_are_those_of_the_models(name, batch, paramet
         assert sum(node.parameter_bytes for node in profile.nodes) == 4 * parameters
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @published
 def test_the_published_profiles_can_be_planned_and_shown(folder, name):
     text_of(name)

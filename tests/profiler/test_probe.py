@@ -101,7 +101,7 @@ def of_launch(kind: str) -> list[subprocess.Popen[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.rows_of_the_day(days=2)
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize("kind", ["machines", "torchrun"])
 def test_the_first_of_a_launch_has_the_figures(kind):
     processes = of_launch(kind)
@@ -131,7 +131,7 @@ def interfering(number: signal.Signals, rank: int, at: str):
     return on_step
 
 
-@pytest.mark.rows_of_the_day(days=2)
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.parametrize(("sizes", "rank", "at"), [((2,), 1, "both ways"), ((2, 2), 3, "level 1 of 2x2, all-reduce")])
 def test_a_worker_that_never_answers_is_named_when_the_time_is_over(sizes, rank, at):
     start = time.monotonic()

@@ -216,6 +216,7 @@ def test_without_the_whole_there_is_no_coverage(tmp_path: Path, monkeypatch: pyt
     assert "fails for the model as a whole, so coverage is unknown: RuntimeError: no compiler" in notes[1]
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
 @pytest.mark.usefixtures("one_segment")
 def test_a_model_is_compiled(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ def metrics(output, target):
 """
 
 
+@pytest.mark.rows_of_the_day(days=3)
 @namespaces
 def test_the_pipeline_updates_more_often_than_distributed_data_parallel_over_slow_links(folder, monkeypatch):
     """Four megabytes of gradients take a third of a second over 100 Mbit/s, however fast the machine is; a pipeline

@@ -119,6 +119,7 @@ def _simulate(plan: Plan) -> None:
     compare(PROFILE, plan, RIVALS, placement, simulate(SimulationJob.of(placement, PROFILE, cluster)))
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")  # it would hide what a large file shows
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_file_is_loaded_or_refused(kind, tmp_path, capsys):

@@ -146,6 +146,7 @@ def one_process_with_an_alarm() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.rows_of_the_day(days=2)
 def test_no_mutation_of_a_model_ends_in_a_traceback(folder):
     began, number, runs = time.process_time(), 0, 0
     while time.process_time() - began < BUDGET_S:

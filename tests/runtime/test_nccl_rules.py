@@ -167,7 +167,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.rows_of_the_day(days=4)
+@pytest.mark.rows_of_the_day(days=6)
 @pytest.mark.parametrize(("toy", "replicas", "settings"), RUNS)
 def test_real_workers_train_the_same_under_the_rules(
     tmp_path: Path, toy: harness.Toy, replicas: Sequence[int], settings: dict[str, Any]

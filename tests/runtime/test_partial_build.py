@@ -296,6 +296,7 @@ print((peak_resident_bytes() - before) / 1e6)
 """
 
 
+@pytest.mark.rows_of_the_day(days=2)
 def test_parameters_that_are_not_wanted_take_no_memory() -> None:
     """Not even while it is built: 400 MB, of which 16 are wanted."""
     done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True, timeout=120)

@@ -138,6 +138,7 @@ def summarize_metrics(totals, history=[]):
 KEEPING = replace(CONV2, model=CONV2.model + _KEEPS)
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("toy", [DROPOUT, BARE2, MERGING, KEEPING], ids=["dropout", "bare", "merging", "keeping"])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, toy: harness.Toy) -> None:
     """Bit for bit, with dropout, momentum and a learning-rate schedule; metrics.jsonl included, although the
@@ -463,6 +464,7 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes(content)
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("how", ["flipped", "flipped header", "cut", "longer", "missing", "of another epoch"])
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_named(tmp_path: Path, how: str) -> None:
     spec = harness.job(tmp_path, CONV1, epochs=2)

@@ -140,6 +140,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_worker_and_what_the_data_set_forked_end_with_the_launcher(
     tmp_path: Path, number: signal.Signals
@@ -154,6 +155,7 @@ def test_a_stopped_worker_and_what_the_data_set_forked_end_with_the_launcher(
         launcher.tells_how_to_go_on("Ctrl-C")
 
 
+@pytest.mark.rows_of_the_day(days=2)
 def test_a_worker_is_killed_while_another_is_stopped(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, harness.job(tmp_path, SLOW, epochs=1000))
     for rank, number in ((1, signal.SIGSTOP), (0, signal.SIGKILL)):
@@ -162,10 +164,12 @@ def test_a_worker_is_killed_while_another_is_stopped(tmp_path: Path) -> None:
     assert "rank 0 (stage 0, replica 0) was killed by SIGKILL" in launcher.errors.read_text()
 
 
+@pytest.mark.rows_of_the_day(days=2)
 def test_what_the_data_set_forked_ends_with_a_run_that_is_done(tmp_path: Path) -> None:
     assert Launcher(tmp_path, harness.job(tmp_path, SLOW, epochs=1)).end() == 0
 
 
+@pytest.mark.rows_of_the_day(days=2)
 def test_nohup_is_respected_and_ctrl_z_suspends_the_workers(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, harness.job(tmp_path, SLOW, epochs=1000), "nohup")
     os.killpg(launcher.process.pid, signal.SIGHUP)
@@ -189,6 +193,7 @@ def test_counters_of_shared_tensors_end_with_their_worker(tmp_path: Path, monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == ["torch_123_45_0", "torch_1_2_3"]
 
 
+@pytest.mark.rows_of_the_day(days=2)
 def test_a_launch_that_is_killed_with_all_its_processes_leaves_no_semaphore(tmp_path: Path) -> None:
     """The resource tracker of multiprocessing, which unlinks named ones, is killed, too."""
     launcher = Launcher(tmp_path, harness.job(tmp_path, SLOW, epochs=1000))

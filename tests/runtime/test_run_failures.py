@@ -50,6 +50,7 @@ def processes() -> list[tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize(
     ("statement", "error", "message"),
     [

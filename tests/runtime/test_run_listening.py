@@ -13,6 +13,7 @@ from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 
 import harness
+import pytest
 from conftest import Folder
 from graphs import chain, plan_of
 from namespaces import namespaces
@@ -115,6 +116,7 @@ def test_nor_can_train(road: Folder) -> None:
     assert all(ip_address(found).is_loopback for found in seen), seen
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @namespaces
 def test_nor_can_emulate(folder: Folder) -> None:
     """Its workers listen in a network that has no interface in common with this one."""

@@ -60,6 +60,7 @@ def after_update(named_parameters, update):
 """
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize(
     ("more", "replicas", "counts", "settings"),
     [("", (1, 1), (1, 3), {}), ("", (2, 1), (2,), SYNC), (CURRICULUM, (1, 1), (1,), {})],

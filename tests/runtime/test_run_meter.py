@@ -349,6 +349,7 @@ print(said, kept_mb)
 """
 
 
+@pytest.mark.rows_of_the_day(days=3)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 @pytest.mark.parametrize(("limit", "is_kept"), [("0", True), ("1000000000", True), ("100000000", False)])
 def test_freed_memory_is_kept_unless_that_comes_near_the_plans_limit(limit: str, is_kept: bool) -> None:

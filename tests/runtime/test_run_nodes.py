@@ -82,6 +82,7 @@ def test_two_machines_train_what_one_machine_trains(tmp_path: Path) -> None:
     trained_the_same(spec, alone)
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.slow
 def test_torchrun_trains_what_the_command_trains(road: Folder) -> None:
     """As docs/clusters.md calls it. Each of its processes imports torch: no more of them than a pipeline needs."""

@@ -17,6 +17,7 @@ def recomputed(spec):
     return replace(spec, plan=spec.plan.model_copy(update={"stages": stages}), out=spec.out.with_name("again"))
 
 
+@pytest.mark.rows_of_the_day(days=2)
 @pytest.mark.parametrize(
     ("toy", "replicas", "schedule"),
     [(CONV2, (1, 1), "1f1b"), (SKIP3, (2, 1, 2), "1f1b"), (LSTM3, (1, 1, 1), "1f1b-flush")],

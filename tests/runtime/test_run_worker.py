@@ -93,7 +93,7 @@ def test_a_round_ends_with_the_backward_before_an_update(name: str, ends: list[s
     assert stage.done == ends
 
 
-@pytest.mark.rows_of_the_day(days=3)
+@pytest.mark.rows_of_the_day(days=4)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("weights", ["stash", "vertical-sync", "2bw"])
 def test_nothing_in_a_worker_grows_with_the_minibatches_of_an_epoch(

@@ -92,6 +92,7 @@ def test_an_unknown_size_is_refused(name):
         load(name, size="huge").build()
 
 
+@pytest.mark.rows_of_the_day(days=3)
 def test_example_inputs_are_shaped_as_the_dataset(file):
     assert all(map(file.has, ("model", "example_inputs", "dataset", "loss", "optimizer", "metrics")))
     inputs = file.example_inputs(6).tensors
