@@ -211,49 +211,46 @@ def changed_in_training(
     """
     kinds = user_classes(model)
     helpers = {each for kind in kinds if kind.__module__ == file.__name__ for each in _used_by(kind, file)} - {*kinds}
-    read_by_kinds = {name for kind in kinds for name in names_read(kind)}
+    attributes_read = {name for kind in kinds for name in names_read(kind)}
     constants = {*_constants_of([*kinds, *helpers])}
     for name in filter(partial(hasattr, file), functions):
-        keys = constants if name == "optimizer" else None
-        used = (each for each in _used_by(getattr(file, name), file) if each.__module__ == file.__name__)
-        methods = _READING_SAMPLES if name == "dataset" and after_dataset else None
-        used = (each for each in used if isinstance(each, type) or not methods)
-        for each in sorted({*used} - {*kinds}, key=attrgetter("__qualname__")):
+        keys = constants if name in ("optimizer", "dataset") else None
+        used = {each for each in _used_by(getattr(file, name), file) if each.__module__ == file.__name__} - {*kinds}
+        only_samples = name == "dataset" and after_dataset
+        for each in sorted(used, key=attrgetter("__qualname__")):
+            if only_samples and not isinstance(each, type):
+                continue
             # a helper may keep a cache, which it alone reads
-            read = read_by_kinds.union(*(names_read(helper, _GLOBALS) for helper in helpers - {each}))
-            changed = _changed_in(each, file, kinds, read, keys, methods)
+            read = {read for reader in {*kinds, *helpers} - {each} for read in names_read(reader, _GLOBALS)}
+            earlier = vars(each).keys() - _READING_SAMPLES if only_samples else _BUILDING if name != "optimizer" else ()
+            changed = _changed_in(each, earlier, file, kinds, read, attributes_read, keys)
             yield from ((line, name, variable) for line, variable in changed)
 
 
 def _changed_in(
     source: type | FunctionType,
+    earlier: Collection[str],
     file: ModuleType,
     kinds: Collection[type],
     read: set[str],
+    attributes_read: set[str],
     keys: set[Any] | None,
-    methods: Collection[str] | None,
 ) -> Iterator[tuple[str, str]]:
-    """Yield (line, variable) for each variable of the file that a function or class changes and that is `read`.
+    """Yield (line, variable) for each variable of the file that a function or class changes and that is `read`, or of
+    which an attribute is.
 
     Args:
+        earlier: methods of a class that are called before the model is traced.
         keys: constants that may be keys, if an entry or attribute of a variable only counts where it is read itself:
-            optimizer() may set others of a common table of settings. None: all count.
-        methods: methods of a class that count; None: all but those that build an object.
+            optimizer() may set others of a common table of settings, and a dataset may count. None: all count.
     """
     tree, first, file_name = _tree(source)
     for function in tree.body[:1]:
         if not isinstance(function, ast.FunctionDef | ast.ClassDef):
             continue
-        built = {
-            id(node)
-            for method in (function.body if isinstance(function, ast.ClassDef) and keys is None else ())
-            if isinstance(method, ast.FunctionDef)
-            and (method.name not in methods if methods else method.name in _BUILDING)  # before the model is traced
-            for node in ast.walk(method)
-        }
-        for node in ast.walk(function):
-            if not isinstance(node, ast.expr) or id(node) in built:
-                continue
+        functions = function.body if isinstance(function, ast.ClassDef) else [function]
+        later = [each for each in functions if isinstance(each, ast.FunctionDef) and each.name not in earlier]
+        for node in (node for each in later for node in ast.walk(each) if isinstance(node, ast.expr)):
             parts = [*_all_changed_by(node, file)]
             if not parts or not isinstance(owner := parts[-1], ast.Name) or not _is_global(owner.id, function, file):
                 continue  # parts of CONFIG.rates["low"] = 1: CONFIG.rates and CONFIG
@@ -264,13 +261,13 @@ def _changed_in(
                     continue  # stages follow it
                 case ast.Subscript(slice=ast.Constant(value=key)) if keys is not None and key not in keys:
                     continue
-                case ast.Attribute(attr=attribute) if keys is not None and attribute not in read:
+                case ast.Attribute(attr=attribute) if keys is not None and attribute not in attributes_read:
                     continue
             is_state = isinstance(value, nn.Module) and isinstance(_value(parts[0], file), Tensor)
             if is_state and isinstance(node, ast.Call):
                 continue  # stages have the parameters and buffers of the model themselves
             is_owner = value in kinds if isinstance(value, type) else isinstance(value, (nn.Module, ModuleType))
-            if owner.id in read or (is_owner and not read.isdisjoint(attributes)):
+            if owner.id in read or (is_owner and not attributes_read.isdisjoint(attributes)):
                 changed = parts[0] if isinstance(node, ast.Call) else node
                 yield f"{file_name}:{first + node.lineno - 1}", ast.unparse(changed)
 

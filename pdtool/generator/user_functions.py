@@ -104,6 +104,8 @@ def check_variables(model: nn.Module, model_file: ModelFile) -> None:
     for line, function, variable in changed:
         what = f"{line}: {function}() changes {variable}, which forward reads, but stages have its value as a constant"
         remedy = "keep it in a buffer that forward changes"
+        if function == "dataset":
+            remedy = "let the samples contain it, as an input of the model"
         if function in ("loss", "metrics"):  # perhaps auxiliary losses, in a list that forward fills and loss() clears
             remedy = f"if forward puts values there, return them as part of the output; otherwise {remedy}"
         raise VerificationError(what, remedy)

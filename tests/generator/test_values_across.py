@@ -627,6 +627,27 @@ def test_what_dataset_computes_may_be_read_by_forward_if_it_gives_the_example(tm
     generated(tmp_path, before=FIRST["before"], forward="return h - MEAN", after=FIRST["after"])
 
 
+def test_a_dataset_may_keep_a_cache_and_count_its_samples(tmp_path):
+    """Under the name of an attribute of the model, and beside a number that forward reads."""
+    before = "features, CONFIG = {}, {'scale': 0.5, 'seen': 0}"
+    after = """
+made = dataset
+class Cached(TensorDataset):
+    CONFIG["width"] = 4
+    def __getitem__(self, i):
+        features[i] = super().__getitem__(i)
+        CONFIG["seen"] += 1
+        return features[i]
+def dataset(split):
+    return Cached(*made(split).tensors)
+"""
+    parts = {"before": before, "init": "self.features = 4", "after": after}
+    generated(tmp_path, **parts, forward="return h * CONFIG['scale'] / self.features")
+    parts["after"] = after.replace("seen", "scale")
+    with pytest.raises(VerificationError, match=r"dataset\(\) changes CONFIG\['scale'\], which forward reads"):
+        generated(tmp_path, **parts, forward="return h * CONFIG['scale'] / self.features")
+
+
 def test_what_the_hooks_of_a_module_compute_stays_with_its_call(tmp_path):
     """A plan names both by the path of the module."""
     file, profile = written(tmp_path, after=HOOKED)
