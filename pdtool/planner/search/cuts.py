@@ -280,43 +280,38 @@ class _BlockGraph:
         """Merge up to a twelfth of the blocks (a third if there are far too many) with a neighbour each; at least one
         block.
 
-        Only blocks in parallel branches multiply the cuts, so those go first, the cheapest before all.
+        A block multiplies the cuts if many others may be on either side of a cut next to it: those in parallel with it.
+        The first to be merged are those with many others in parallel and little time of their own, so that stages can
+        still be balanced. Each is merged with the neighbour to which most bytes flow: a border there would be slow.
         """
-        nodes = self.profile.by_name
-        weight = [sum(nodes[name].forward_s + nodes[name].backward_s for name in block) for block in self.members]
-        parallel = self._parallel_blocks()
-        max_pairs = len(self.members) // (3 if len(self.members) > 2 * max_cuts else 12)
+        nodes, count = self.profile.by_name, len(self.members)
+        time_s = [sum(nodes[name].forward_s + nodes[name].backward_s for name in block) for block in self.members]
+        earlier, later = _reached(self.before, range(count)), _reached(self.after, reversed(range(count)))
+        parallel = [count - 1 - earlier[b].bit_count() - later[b].bit_count() for b in range(count)]
+        rank = [(not n, time / max(1, n)) for n, time in zip(parallel, time_s, strict=True)]
+        # the blocks on another way between two would be merged as well
+        edges = [(a, c) for a, c in self.edges if not later[a] & earlier[c] and not (self.pins[a] and self.pins[c])]
+        edges = [edge for edge in edges if any(parallel[b] for b in edge)] or edges
+        max_pairs = count // (3 if count > 2 * max_cuts else 12)
         merged: set[int] = set()
         pairs: list[tuple[int, int]] = []
-        for b in sorted(range(len(self.members)), key=lambda b: (not parallel[b], weight[b], b)):
-            if len(pairs) > max_pairs or (pairs and bool(parallel[pairs[0][0]]) != bool(parallel[b])):
-                break
-            partner = next((c for c in self._partners(b, parallel) if c not in merged), None)
-            if b not in merged and partner is not None:
-                merged |= {b, partner}
-                pairs.append((b, partner))
-        groups = [self.members[b] + self.members[c] for b, c in pairs or [(0, 1)]]
+        for edge in sorted(edges, key=lambda edge: (min(rank[b] for b in edge), -self.edges[edge])):
+            if len(pairs) <= max_pairs and merged.isdisjoint(edge):
+                merged.update(edge)
+                pairs.append(edge)
+        groups = [self.members[a] + self.members[c] for a, c in pairs or [(0, 1)]]
         return _BlockGraph(self.profile, self.pin, [*self.members, *groups])
 
-    def _partners(self, b: int, parallel: Sequence[int]) -> list[int]:
-        """Return what `b` may be merged with, the best first: along a branch, a sibling, then where most bytes flow."""
-        branch = [a for a in self.before[b] if parallel[a] and len(self.after[a]) == len(self.before[b]) == 1]
-        branch += [c for c in self.after[b] if parallel[c] and len(self.before[c]) == len(self.after[b]) == 1]
-        siblings = [c for a in self.before[b] for c in self.after[a] if self.before[c] == self.before[b]]
-        others = sorted(
-            [*self.before[b], *self.after[b]], key=lambda c: -max(self.edges.get((b, c), 0), self.edges.get((c, b), 0))
-        )
-        ranked = dict.fromkeys([*branch, *siblings, *others])
-        return [c for c in ranked if c != b and not (self.pins[b] and self.pins[c])]
 
-    def _parallel_blocks(self) -> list[int]:
-        """Return, for each block, how many others are neither before nor after it."""
-        upwards, downwards = [0] * len(self.members), [0] * len(self.members)
-        for b, sources in enumerate(self.before):
-            for a in sources:
-                upwards[b] |= upwards[a] | 1 << a
-        for b, takers in reversed(list(enumerate(self.after))):
-            for c in takers:
-                downwards[b] |= downwards[c] | 1 << c
-        pairs = zip(upwards, downwards, strict=True)
-        return [len(self.members) - 1 - up.bit_count() - down.bit_count() for up, down in pairs]
+def _reached(neighbours: Sequence[Sequence[int]], order: Iterable[int]) -> dict[int, int]:
+    """Return, for each block, all blocks on one side of it, as bits.
+
+    Args:
+        neighbours: those next to it on that side, all earlier in the order.
+    """
+    reached: dict[int, int] = {}
+    for b in order:
+        reached[b] = _bits(neighbours[b])
+        for c in neighbours[b]:
+            reached[b] |= reached[c]
+    return reached
