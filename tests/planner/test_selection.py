@@ -236,6 +236,19 @@ def test_each_configuration_is_searched_as_if_it_had_been_asked_for(seed, narrow
     assert free.predicted.simulated_s <= narrow.predicted.simulated_s * (1 + bench_choice.MAX_LOSS)
 
 
+def test_a_plan_that_the_formulas_find_slow_has_its_borders_moved():
+    """With few minibatches in flight they count messages that the simulator hides: 2-1-3 was 24 % slower than 3-3."""
+    rng = random.Random(3)
+    profile = random_profile(rng, rng.randint(2, 8))
+    nodes = [n.model_copy(update={"module": "", "output_bytes": 9 * n.output_bytes}) for n in profile.nodes]
+    cluster = make_cluster((2, 3), [5000.0, 100000.0], latencies=[0.4, 0.05])
+    free, narrow = (
+        make_plan(with_nodes(profile, nodes), "p", cluster, PlanOptions(in_flight=1, replicas=replicas))
+        for replicas in (None, (3, 3))
+    )
+    assert free.predicted.simulated_s <= narrow.predicted.simulated_s * (1 + bench_choice.MAX_LOSS)
+
+
 @pytest.mark.parametrize("workers", [6, 10])
 def test_no_stage_computes_nothing_to_keep_more_minibatches_in_flight(workers):
     """It was 1-1-1-1-1-1 with 12 in flight and 28.3 ms; on ten workers a plan of seven stages with 14."""

@@ -209,8 +209,8 @@ class _Selection:
         self._shortlist = []
 
     def move_borders(self) -> None:
-        """Move borders of plans without a flush: the configuration of the fastest plan first, then others that may be
-        faster by the formulas. `move_to_faster_cuts` does it for a plan that flushes.
+        """Move borders of plans without a flush: the configuration of the fastest plan first, then others that were
+        simulated or are faster by the formulas. `move_to_faster_cuts` does it for a plan that flushes.
 
         Several borders may have to move before such a plan is the fastest, so plans are compared only with those of
         their own configuration. By the formulas, which count each stage's traffic alone, many are too fast.
@@ -218,11 +218,11 @@ class _Selection:
         is_small = self.search.workers <= _MAX_WORKERS_BY_CONFIGURATION
         limit = self._simulation_effort + (_MAX_EFFORT_OF_CONFIGURATIONS if is_small else _MAX_EFFORT_MOVED)
         plans = [plan.candidate for plan in sorted(self._plans, key=lambda plan: plan.time_s)]
-        plans += [plan.candidate for plan in _in_order(self._passed_over)]
+        passed_over = [plan.candidate for plan in _in_order(self._passed_over)]
+        plans += [plan for plan in passed_over if plan.time_per_minibatch_s < self.fastest_s]
         of_each_configuration = defaultdict(list)
         for plan in plans:
-            may_be_faster = plan.time_per_minibatch_s < self.fastest_s or plan is plans[0]
-            if len(plan.placement.stages) > 1 and may_be_faster and not plan.placement.execution.kind.flushes:
+            if len(plan.placement.stages) > 1 and not plan.placement.execution.kind.flushes:
                 of_each_configuration[plan.placement.workers].append(plan)
         first, *others = of_each_configuration.values() or [[]]
         for alike in [first, *sorted(others, key=lambda plans: min(plan.time_per_minibatch_s for plan in plans))]:
