@@ -29,7 +29,7 @@ from pdtool.frontend.operators import registered_state
 from pdtool.frontend.user_code import NO_CLOSURE
 
 WRITE_INTO_IT = "write the new values into that one, as in `buffer.copy_(values)`"  # a remedy
-DECIDE_IN_TRAIN = "let train() of that module decide, overridden in its class"  # a remedy
+LEAVE_THE_MODE = "leave the modes as they are; to freeze a module, override its train() or call its eval() in model()"
 DATA_FUNCTIONS = {"example_inputs": ("batch_size",), "dataset": ("split",)}
 # Functions that take settings, and the arguments that pdtool passes them by position.
 OWN_ARGUMENTS = {

@@ -236,6 +236,12 @@ def named_state(model: nn.Module) -> dict[str, Tensor]:
     return tensor_attributes(model) | registered_state(model)
 
 
+def in_mode(model: nn.Module, training: bool) -> nn.Module:
+    """Put a model into training or evaluation mode, and return it; a train() of the user's need not do so."""
+    model.train(training)
+    return model
+
+
 def registered_state(model: nn.Module) -> dict[str, Tensor]:
     """Return all parameters and buffers, each under all of its names."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}

@@ -13,6 +13,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.artifacts.plan import Plan
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs
+from pdtool.frontend.operators import in_mode
 from pdtool.frontend.variable_uses import is_of_torch, kept_between_calls
 from pdtool.generator.composed import ModelFailedError, VerificationError
 from pdtool.generator.kept_state import has_same_content
@@ -43,7 +44,7 @@ def buffers_read_back(plan: Plan, bundle: Bundle, model_file: ModelFile) -> tupl
                     "and each would set it from another one",
                     "set it in model() from fixed samples, or plan with one worker for this stage, such as --straight",
                 )
-        found = _read_back(model_file.build().train(), batches)
+        found = _read_back(in_mode(model_file.build(), True), batches)
         return tuple(name for _, stage, _ in replicated for name in stage.buffers if name in found)
     return ()
 
@@ -61,7 +62,7 @@ def _set_by_first_minibatch(build: Callable[[], nn.Module], batches: Sequence[Mo
     """Return the parameters that the first forward in training sets from its minibatch, as ActNorm does."""
     changed: list[dict[str, Tensor]] = []
     for inputs in batches:
-        model = build().train()
+        model = in_mode(build(), True)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         with repeatable():
             run_model(model, inputs, "the first minibatch")

@@ -22,8 +22,8 @@ from pdtool.artifacts.plan import Plan
 from pdtool.errors import ModelError, PdtoolError
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs, tensors_in
-from pdtool.frontend.model_rules import DECIDE_IN_TRAIN, WRITE_INTO_IT, has_values_of
-from pdtool.frontend.operators import first_names, registered_state, storage_address
+from pdtool.frontend.model_rules import LEAVE_THE_MODE, WRITE_INTO_IT, has_values_of
+from pdtool.frontend.operators import first_names, in_mode, registered_state, storage_address
 from pdtool.frontend.random_numbers import random_state_kept, seed_generators
 from pdtool.frontend.trial import tried
 from pdtool.frontend.update_proof import TRIED_UPDATES, check_update
@@ -229,7 +229,8 @@ def _check_changes(model_file: ModelFile, plan: Plan, bundle: Bundle) -> None:
     model = model_file.build()  # the newest one, to which variables of model.py refer
     parts = {id(module) for module in model.modules()}
     of_model = any(_holds(value, parts) for value in vars(model_file.module).values())
-    functions = [name for name in _CALLS if model_file.has(name) and (of_model or name == "after_update")]
+    names = dict.fromkeys(name for name, _, _ in _CALLS)
+    functions = [name for name in names if model_file.has(name) and (of_model or name == "after_update")]
     overridden = [m for m in model.modules() if "train" in vars(m) or type(m).train is not nn.Module.train]
     if not (functions or overridden):
         return
@@ -240,7 +241,7 @@ def _check_changes(model_file: ModelFile, plan: Plan, bundle: Bundle) -> None:
     if change is None or (change.by == "train" and not overridden):  # the model computes something else each time
         return
     by = "loss() or metrics()" if change.by == "loss" and model_file.has("metrics") else f"{change.by}()"
-    if change.by in _CALLS:
+    if change.by in names:
         raise model_file.error_in(change.by, f"{by} {change.what}", change.remedy)
     raise model_file.error(f"{by} {change.what}", change.remedy)
 
@@ -249,10 +250,13 @@ def _holds(value: Any, parts: set[int], depth: int = _DEPTH) -> bool:
     """Whether a variable of the file is a part of the model, given by ids, or a container or object that holds one."""
     if id(value) in parts or not depth:
         return id(value) in parts
-    held: Iterable[Any] = value.values() if isinstance(value, dict) else ()
-    if isinstance(value, (list, tuple, set)):
+    held: Iterable[Any] = ()
+    kind = type(value)  # isinstance would ask a proxy for its class
+    if issubclass(kind, dict):
+        held = dict.values(value)
+    elif issubclass(kind, (list, tuple, set)):
         held = value
-    elif not isinstance(value, (dict, ModuleType, FunctionType, nn.Module)):
+    elif not issubclass(kind, (ModuleType, FunctionType, nn.Module)):
         with suppress(AttributeError):
             held = object.__getattribute__(value, "__dict__").values()  # runs no code of its class
     return any(_holds(each, parts, depth - 1) for each in islice(held, _MOST_HELD))
@@ -290,14 +294,13 @@ def _change_of(
         # but for buffers that forward assigns
         state = {name: tensor for name, tensor in registered_state(model).items() if made.get(name) is tensor}
         values = {name: tensor.detach().clone() for name, tensor in state.items()}
-        modes = [_modes(model.train(mode)) for mode in (True, False)]
-        for function in functions:
-            model.train()
+        for function, is_training, call in (each for each in _CALLS if each[0] in functions):
+            modes = _modes(in_mode(model, is_training))
             stages = of_worker.get(function, bundle.stages)
             own = {id(state.get(name)) for stage in stages for name in (*stage.parameters, *stage.buffers)}
             with state_kept(model):
                 with suppress(Exception, SystemExit):  # the proof of the update, and others, tell
-                    _CALLS[function](model_file, model, batch)
+                    call(model_file, model, batch)
                 now = registered_state(model)
                 for name, tensor in state.items():
                     if name not in now or not has_values_of(now[name], tensor):
@@ -307,11 +310,9 @@ def _change_of(
                     if is_of_another and not has_same_content(tensor.detach(), values[name]):
                         what = f"writes into {name} of the model, but runs in another worker than the stage that has it"
                         return _Change(function, what, "let forward or after_update() change it")
-                # loss() is called in both modes
-                moved = min((_moved(model, each) for each in modes[: 1 + (function == "loss")]), key=len)
-                if moved:
-                    what = f"puts module {moved[0]} of the model into another mode, but its stage keeps the one it had"
-                    return _Change(function, what, DECIDE_IN_TRAIN)
+                if moved := [path for path, now in _modes(model).items() if modes.get(path, now) != now]:
+                    what = f"puts {moved[0] or 'the model'} into another mode, but stages keep their modes"
+                    return _Change(function, what, LEAVE_THE_MODE)
             if not has_same_content(before, outputs()):
                 return _Change(function)
     return None
@@ -319,28 +320,25 @@ def _change_of(
 
 def _modes(model: nn.Module) -> dict[str, bool]:
     """Whether each module of a model is in training mode."""
-    return {path or "the root": module.training for path, module in model.named_modules()}
-
-
-def _moved(model: nn.Module, modes: Mapping[str, bool]) -> list[str]:
-    """The modules of a model that are in other modes now."""
-    return [path for path, training in _modes(model).items() if modes.get(path, training) != training]
+    return {path: module.training for path, module in model.named_modules()}
 
 
 def _call_sampler(model_file: ModelFile, model: nn.Module, batch: Any) -> None:
     model_file.sampler(model_file.training_set(), 2)
 
 
-def _call_loss(model_file: ModelFile, model: nn.Module, batch: Any) -> None:
-    """Call it as in training, and twice as in a validation, with metrics(); what forward changes is no matter."""
+def _call_loss(model_file: ModelFile, model: nn.Module, batch: Any) -> Any:
+    """Call it, and return the output."""
     inputs, target = batch
-    for is_training in (True, False, False):
-        with torch.set_grad_enabled(is_training):
-            with state_kept(model):
-                output = model_file.as_inputs(inputs).call(model.train(is_training))
-            model_file.loss(output, target)
-            if not is_training:
-                model_file.metrics(output, target)
+    with state_kept(model):  # what forward changes is no matter
+        output = model_file.as_inputs(inputs).call(model)
+    model_file.loss(output, target)
+    return output
+
+
+@torch.no_grad()
+def _call_loss_and_metrics(model_file: ModelFile, model: nn.Module, batch: Any) -> None:
+    model_file.metrics(_call_loss(model_file, model, batch), batch[1])
 
 
 def _call_after_update(model_file: ModelFile, model: nn.Module, batch: Any) -> None:
@@ -360,13 +358,15 @@ def _call_optimizer(model_file: ModelFile, model: nn.Module, batch: Any, *, sche
             scheduler.step(*([1.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
 
 
-_CALLS: dict[str, Callable[[ModelFile, nn.Module, Any], None]] = {
-    "sampler": _call_sampler,
-    "loss": _call_loss,
-    "optimizer": _call_optimizer,
-    "scheduler": partial(_call_optimizer, schedules=True),
-    "after_update": _call_after_update,
-}
+# (function, whether in training mode, how it is called): a validation has several minibatches
+_CALLS: Sequence[tuple[str, bool, Callable[[ModelFile, nn.Module, Any], None]]] = (
+    ("sampler", True, _call_sampler),
+    ("loss", True, _call_loss),
+    *[("loss", False, _call_loss_and_metrics)] * 2,
+    ("optimizer", True, _call_optimizer),
+    ("scheduler", True, partial(_call_optimizer, schedules=True)),
+    ("after_update", True, _call_after_update),
+)
 
 
 def _copied_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

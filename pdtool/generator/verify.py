@@ -29,7 +29,7 @@ from pdtool.artifacts.bundle import Bundle
 from pdtool.errors import PdtoolError, describe_error
 from pdtool.frontend.model_io import ModelInputs, named_leaves, tensors_of
 from pdtool.frontend.model_rules import hook_on_parameter
-from pdtool.frontend.operators import named_state, registered_state, shared_memory
+from pdtool.frontend.operators import in_mode, named_state, registered_state, shared_memory
 from pdtool.frontend.random_numbers import GENERATORS, derive_seed, random_state_kept, seed_generators, seed_torch
 from pdtool.frontend.user_code import line_of
 from pdtool.frontend.variable_uses import names_read, user_classes
@@ -102,7 +102,7 @@ def verify_values(
         _refuse_changed_memory(model, shared)
         raise
     _refuse_kept_state([*kept_attributes(model, before)], build, minibatches, opaque)
-    _refuse_hidden_paths(model.train(), bundle, minibatches[0], after_forward or {})
+    _refuse_hidden_paths(in_mode(model, True), bundle, minibatches[0], after_forward or {})
     if several_in_flight and _runs_user_code(model, texts, bundle):
         comparison.compare_in_flight((minibatches[0], minibatches[-1]))
     return one_sample is not None and comparison.differs_for(ModelInputs.of(one_sample))
@@ -182,7 +182,7 @@ class _StageComparison:
         together."""
         self.copy_state()
         for module in self._modules:
-            module.train().zero_grad()
+            in_mode(module, True).zero_grad()
         where = "training, two minibatches in flight"
         for inputs in batches:
             _backward("the backward of the model", self._expected(inputs, where), where)
@@ -319,7 +319,7 @@ def _are_carried_over(
     inside = tuple(f"{path}." for path in opaque)
     are_traced = not any(kept.place[1] or f"{kept.place[0]}.".startswith(inside) for kept in attributes)
     for training, trains_between in ((True, True), (False, False), (False, True)):
-        old, new = build().train(training), build().train(training)
+        old, new = in_mode(build(), training), in_mode(build(), training)
         fresh = [kept.value(new) for kept in attributes]
         with torch.set_grad_enabled(training), random_state_kept():
             for inputs in before:

@@ -18,7 +18,7 @@ from pdtool.frontend.compute_mode import RunPrecision, computing_in
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import ModelInputs, Structure, tensors_in, tensors_of
 from pdtool.frontend.model_rules import check_gradient, target_fault
-from pdtool.frontend.operators import ByMode, Operator, Size, State, Traced, Value, named_state, values_in
+from pdtool.frontend.operators import ByMode, Operator, Size, State, Traced, Value, in_mode, named_state, values_in
 from pdtool.frontend.update_proof import set_mode, wrapped_optimizers
 from pdtool.frontend.user_code import defaults_kept
 
@@ -164,7 +164,7 @@ class ProfiledModel:
         may_have = any(isinstance(leaf, (State, ByMode)) for leaf in pytree.tree_leaves(traced.output))
         if parameters and not (traced.with_gradient or may_have):
             raise _no_gradient(model_file)
-        state = {name: tensor.to(device) for name, tensor in named_state(traced.model.train()).items()}
+        state = {name: tensor.to(device) for name, tensor in named_state(in_mode(traced.model, True)).items()}
         place = move or (lambda t: t.to(device))
         with_loss = model_file.has("loss") and model_file.has("dataset")
         data, target = model_file.example_batch(batch) if with_loss else (model_file.example_inputs(batch), None)

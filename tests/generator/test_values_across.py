@@ -435,9 +435,31 @@ def test_no_function_of_training_changes_the_mode_of_a_module(function, tmp_path
     """As to freeze the statistics of a batch norm; training went on without that."""
     warm = WARM.replace("module.factor *= 1.5", "module.linear.train(not NET[-1].training)")
     with pytest.raises(
-        ModelError, match=rf"{function}\(\) puts module 2.linear of the model into another mode, but its"
+        ModelError, match=rf"{function}\(\) puts 2.linear into another mode, but stages keep their modes"
     ):
         generated(tmp_path, in_flight=1, forward="return h", after=warm + WARMED[function])
+
+
+def test_a_loss_that_leaves_the_model_in_training_mode_is_refused(tmp_path):
+    """In a validation: its next minibatch would be computed in training mode by a plain loop."""
+    asks = "def loss(output, target):\n    NET[-1].eval()\n    NET[-1].train()\n    return output.sum()\n"
+    warm = WARM[: WARM.index("def warm")] + asks
+    with pytest.raises(ModelError, match=r"loss\(\) puts the model into another mode, but stages keep their modes"):
+        generated(tmp_path, in_flight=1, forward="return h", after=warm)
+
+
+def test_train_need_not_return_the_module(tmp_path):
+    """As Python allows, and a plain loop, which does not use the value; codegen ended in an AttributeError."""
+    after = """
+build = model
+class Net(nn.Sequential):
+    def train(self, mode=True):
+        super().train(mode)
+        self[2].bn.eval()
+def model():
+    return Net(*build())
+"""
+    generated(tmp_path, init="self.bn = nn.BatchNorm1d(8)", forward="return self.bn(h)", after=after)
 
 
 REPLACING = {

@@ -45,15 +45,28 @@ def test_a_tensor_that_is_replaced_late_is_refused(function: str, statement: str
 
 
 def test_the_mode_of_the_model_is_that_of_the_phase(tmp_path: Path) -> None:
-    """In a validation, a loss that asks the model in a variable for its mode computed what it does in training."""
-    loss = "first_loss = loss\ndef loss(output, target):\n    {}\n    return first_loss(output, target)\n"
-    for statement in ("assert NET[0].fc.training == torch.is_grad_enabled()", "NET[0].eval(); NET[0].train()"):
-        toy = replace(CONV3, model=CONV3.model + KEPT_IN_A_VARIABLE + loss.format(statement))
-        if "train()" not in statement:
-            launch(harness.job(tmp_path / "asks", toy))
-            continue
-        with pytest.raises(PdtoolError, match="module the root of the model was put into training mode, but its stage"):
-            launch(harness.job(tmp_path / "changes", toy))
+    """In a validation, a loss that asks the model in a variable for its mode computed what it does in training.
+
+    After the validation its mode is no matter, as in a plain loop.
+    """
+    functions = """
+first_loss = loss
+def loss(output, target):
+    assert NET[0].fc.training == torch.is_grad_enabled()
+    return first_loss(output, target)
+def metrics(output, target):
+    return {"seen": (1.0, 1)}
+def summarize_metrics(totals):
+    NET[0].train()
+    return {"seen": totals["seen"][0]}
+"""
+    launch(harness.job(tmp_path, replace(CONV3, model=CONV3.model + KEPT_IN_A_VARIABLE + functions)))
+
+
+def test_a_mode_that_is_changed_late_is_refused(tmp_path: Path) -> None:
+    toy = replace(CONV3, model=CONV3.model + KEPT_IN_A_VARIABLE + LATE["loss"].format("NET[0].bn.eval()"))
+    with pytest.raises(PdtoolError, match="bn was put into evaluation mode during training, but stages keep"):
+        launch(harness.job(tmp_path, toy))
 
 
 def test_the_model_has_the_tensors_that_a_stage_has_on_its_device(tmp_path: Path) -> None:

@@ -42,9 +42,9 @@ class StageReplica:
         tied: the tied parameters of the stage.
         updates: takes the updates of this worker's stages.
         losses: losses of the minibatches; None except at the last stage.
-        check_model: raises ModelError if user code has put another tensor in the place of one of the model, or a module
-            it into another mode.
+        check_model: raises ModelError if user code has put another tensor in the place of one of the model.
         set_model_mode: puts the user's model into training or evaluation mode.
+        check_model_mode: raises ModelError if user code has put a module of the model into another mode.
         frozen_in_stages: parameters that other stages also hold and whose gradients nobody sums, because model() froze
             them.
     """
@@ -62,6 +62,7 @@ class StageReplica:
     meter: WorkerMeter
     check_model: Callable[[], None] = lambda: None
     set_model_mode: Callable[[bool], None] = lambda training: None
+    check_model_mode: Callable[[], None] = lambda: None
     frozen_in_stages: Collection[str] = ()
     _round: dict[int, float] = field(default_factory=dict)  # minibatch of the round -> weight
     _is_first_step: bool = True
@@ -165,6 +166,7 @@ class StageReplica:
         """
         loss = self.losses.end_epoch() if self.losses else None
         self.io.end_phase()
+        self.check_model_mode()
         if not self._is_training:
             self.stage.module.train()  # eval() of an opaque module may have changed its weights, which are saved next
             return None

@@ -291,6 +291,7 @@ class StageBuilder:
             meter=meter,
             check_model=self.tensors.check,
             set_model_mode=self.tensors.set_mode,
+            check_model_mode=self.tensors.check_mode,
             frozen_in_stages=self._frozen_in_stages(s, untied),
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -26,7 +26,7 @@ from pdtool.artifacts.plan import Plan
 from pdtool.errors import ArtifactError, ModelError, PdtoolError, StaleError, TraceError, describe_error
 from pdtool.frontend.model_file import ModelFile
 from pdtool.frontend.model_io import tensors_in
-from pdtool.frontend.model_rules import DECIDE_IN_TRAIN, WRITE_INTO_IT, has_values_of
+from pdtool.frontend.model_rules import LEAVE_THE_MODE, WRITE_INTO_IT, has_values_of
 from pdtool.frontend.operators import empty_in_same_place, first_names, named_state, registered_state
 from pdtool.frontend.user_modules import import_file, user_modules_importable
 from pdtool.runtime.groups import PeerErrorContext, ProcessGroups, all_gather
@@ -187,7 +187,8 @@ class ModelTensors:
 
     Those of this worker's stages are the stages' own tensors, so a change in place is a change of the stage. A tensor
     or a module that takes the place of one would be lost. Its modules are in the mode of the phase, as in a plain loop,
-    and user code that changes the mode of one would not change that of its stage.
+    but for those of a module with a train() of its own. User code that changes the mode of one would not change that of
+    its stage.
 
     Args:
         stages: the worker's stage modules, by number, when they have just been loaded; they then move to `device`.
@@ -205,15 +206,10 @@ class ModelTensors:
             own |= {*map(id, named_state(stage).values())}
             moved |= named_state(stage.to(device))
         self._places: list[tuple[str, dict[str, Any], str, Tensor | nn.Module]] = []
-        self._modes: list[tuple[str, nn.Module]] = []  # the modules in the mode of the phase
-        deciding: list[str] = []  # modules whose own train() decides
+        self._in_mode = [*_following_mode(model, opaque)]
         for path, owner in model.named_modules():
             if id(owner) in opaque or isinstance(owner, torch.jit.ScriptModule):
                 continue
-            if "train" in vars(owner) or type(owner).train is not nn.Module.train:
-                deciding.append(path)
-            if owner.training == model.training and not any(f"{path}.".startswith(f"{d}.") or not d for d in deciding):
-                self._modes.append((path, owner))
             for held in (owner._parameters, owner._buffers, owner._modules, vars(owner)):
                 for key, value in held.items():
                     name, is_own = f"{path}.{key}".removeprefix("."), id(value) in own
@@ -225,20 +221,21 @@ class ModelTensors:
         self.set_mode(True)
 
     def set_mode(self, training: bool) -> None:
-        """Put the model into training or evaluation mode, but for modules that model() put into evaluation mode."""
+        """Put the model into training or evaluation mode, as a phase begins."""
         self._is_training = training
-        for _, module in self._modes:
+        for _, module in self._in_mode:
             module.training = training
 
-    def check(self) -> None:
-        """Check that each is in its place, or one with the same values, which it then replaces, and that no module is
-        in another mode; raises ModelError."""
-        for path, module in self._modes:
+    def check_mode(self) -> None:
+        """Check, as a phase ends, that no module is in another mode; raises ModelError."""
+        for path, module in self._in_mode:
             if module.training != self._is_training:
-                now = "training" if module.training else "evaluation"
-                what = f"module {path or 'the root'} of the model was put into {now} mode"
-                what += ", but its stage keeps the one it had"
-                raise self._file.error(what, DECIDE_IN_TRAIN)
+                phase, now = ("training", "evaluation") if self._is_training else ("a validation", "training")
+                what = f"{path or 'the model'} was put into {now} mode during {phase}, but stages keep their modes"
+                raise self._file.error(what, LEAVE_THE_MODE)
+
+    def check(self) -> None:
+        """Check that each is in its place, or one with the same values, which it then replaces; raises ModelError."""
         for name, held, key, value in self._places:
             other = held.get(key)
             if other is value:
@@ -249,6 +246,16 @@ class ModelTensors:
                 what = f"{name} is no longer in the model" if other is None else is_there
                 raise self._file.error(f"{what}, but its stage keeps the {kind} that it had", WRITE_INTO_IT)
             held[key] = value
+
+
+def _following_mode(module: nn.Module, opaque: Collection[int], path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield (path, module) of the modules whose mode is that of the model: those in no opaque module, and in none with
+    a train() of its own."""
+    has_own = "train" in vars(module) or type(module).train is not nn.Module.train
+    if not (has_own or id(module) in opaque or isinstance(module, torch.jit.ScriptModule)):
+        yield path, module
+        for name, child in module.named_children():
+            yield from _following_mode(child, opaque, f"{path}.{name}".removeprefix("."))
 
 
 def _check_outputs(bundle: Bundle, path: str, module: nn.Module, args: object, output: Any) -> None:
