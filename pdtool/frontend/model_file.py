@@ -319,7 +319,7 @@ class ModelFile:
             minibatch = self.module.collate(samples, **self.settings_of("collate")) if is_own else stacked(samples)
         except Exception as error:
             if is_own:
-                raise self.error_at(error, f"collate() of {len(indices)} samples of {name}") from error
+                raise self.error_at(error, f"collate() of {counted(len(indices), 'sample')} of {name}") from error
             raise self.error_at(error, f"the samples of {name}, {difference_of_samples(indices, samples)}") from error
         if not isinstance(minibatch, (tuple, list)) or len(minibatch) != 2:
             raise self.error(f"collate() returned {type(minibatch).__name__}, not a pair (inputs, target)")

@@ -27,6 +27,7 @@ from pdtool.errors import FieldError, ModelError, TraceError, suggestion
 from pdtool.frontend.model_io import named_leaves, tensors_of
 from pdtool.frontend.operators import registered_state
 from pdtool.frontend.user_code import NO_CLOSURE
+from pdtool.units import counted
 
 WRITE_INTO_IT = "write the new values into that one, as in `buffer.copy_(values)`"  # a remedy
 LEAVE_THE_MODE = "leave the modes as they are; to freeze a module, override its train() or call its eval() in model()"
@@ -155,7 +156,7 @@ def state_fault(model: nn.Module, state: object) -> str:
 
 
 def target_fault(target: Any, of_one: Any, samples: int) -> tuple[str, str] | None:
-    """Say what a target has that is not one row for each of several samples, and what to do; None if there is nothing.
+    """Return what is wrong with a target that has not one row for each sample, and a remedy; None if nothing is.
 
     Args:
         of_one: the target of one sample.
@@ -164,11 +165,11 @@ def target_fault(target: Any, of_one: Any, samples: int) -> tuple[str, str] | No
         [each for _, each in named_leaves(t, "target") if each is not None] for t in (target, of_one)
     )
     if len(parts) != len(parts_of_one) and all(isinstance(part, (Tensor, Real)) for part in parts):
-        what = f"gives a target of {len(parts)} parts for {samples} samples, but of {len(parts_of_one)} for one sample"
-        remedy = (
-            "if it has a list with an entry for each sample, let collate() make a tensor of it, as torch.tensor(list)"
-        )
-        return what, remedy
+        what = f"gives a target of {counted(len(parts), 'part')} for {samples} samples"
+        what += f", but of {counted(len(parts_of_one), 'part')} for one sample"
+        if len(parts) == samples * len(parts_of_one):
+            return what, "let collate() make a tensor of all samples' targets, such as torch.stack(targets)"
+        return what, "give all targets the same containers and keys, and None in the same places"
     remedy = "give targets one row per sample, and pad to a fixed length"
     for part, part_of_one in zip(parts, parts_of_one, strict=False):
         if isinstance(part, Tensor) and isinstance(part_of_one, Tensor):

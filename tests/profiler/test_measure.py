@@ -480,7 +480,11 @@ def test_a_text_in_a_target_is_refused_before_a_run(tmp_path, device):
     [
         (
             "[y for _, y in samples]",
-            r"gives a target of 4 parts for 4 samples, but of 1 for one sample; if it has a list",
+            r"gives a target of 4 parts for 4 samples, but of 1 part for one sample; let collate\(\) make a tensor",
+        ),
+        (
+            "(torch.zeros(1), None) if len(samples) == 1 else [torch.zeros(4)] * 2",
+            "gives a target of 2 parts for 4 samples, but of 1 part for one sample; give all targets the same",
         ),
         ("torch.ones(7, len(samples))", r"gives a target of shape \[7, 1\] for one sample; give targets one row per"),
         ("torch.ones(len(samples), len(samples))", r"of shape \[4, 4\] for 4 samples, but of shape \[1, 1\] for one"),
