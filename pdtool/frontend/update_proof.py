@@ -33,11 +33,8 @@ _GROWN = (
     "Prodigy does, train without stages, as with `pdtool partition --strategy data-parallel`"
 )
 _LAST_SIZES = {-2: 1e-6, -1: 1e3}  # number of an update, from the end -> factor on its gradients
-_SPOILED = (
-    (1.0, 1.0),
-    (1e6, 1e-4),
-    (math.nan, 1.0),
-)  # factors of three updates: on the spoiled gradient, on the others
+# Of three updates, the factors on the gradient that is spoiled and on all others: as they are, huge, not a number.
+_SPOILED = ((1.0, 1.0), (1e6, 1e-4), (math.nan, 1.0))
 _LARGE, _CORNER = 1_000_000, 8  # numbers in all parameters; of larger models, the most in each dimension of one
 _RTOL, _ATOL = 1e-3, 1e-5  # for an optimizer that does not compute the same bits twice
 _CALLS_USER_CODE = (LambdaLR, MultiplicativeLR)
