@@ -122,9 +122,13 @@ def _waiting_cause(report: Report, predicted: Predicted) -> str:
                 f"{size} per minibatch. Run `pdtool profile` with a larger --batch-size to get fewer, larger messages"
             )
         seen = f": stage {most} sent {size} per minibatch, {rate}"
+    workers = sum(stage.replicas for stage in report.stages)
+    command = (
+        f"pdtool probe --topology {workers} -o cluster.yaml" if workers == report.local_workers else "pdtool probe"
+    )
     return (
-        f"no stage computes all the time, so messages set the pace{seen}. Measure your links with "
-        "`pdtool probe`, and plan for them with `pdtool partition --cluster cluster.yaml`"
+        f"no stage computes all the time, so messages set the pace{seen}. Measure your links with `{command}`, and "
+        "plan for them with `pdtool partition --cluster cluster.yaml`"
     )
 
 
