@@ -467,8 +467,8 @@ def _paired(expected: Any, composed: Any, where: str) -> list[tuple[str, Any, An
     in_model, in_stages = (list(named_leaves(output, "output")) for output in (expected, composed))
     described = [[(name, isinstance(leaf, Tensor)) for name, leaf in leaves] for leaves in (in_model, in_stages)]
     if described[0] != described[1]:
-        names = [", ".join(name for name, _ in leaves) for leaves in (in_stages, in_model)]
-        what = f"the stages return {names[0]}, but the model returns {names[1]} ({where})"
+        parts = [", ".join(f"{n} ({type(leaf).__name__})" for n, leaf in leaves) for leaves in (in_stages, in_model)]
+        what = f"the stages return {parts[0]}, but the model returns {parts[1]} ({where})"
         raise VerificationError(what, _CHECK_STATE)
     return [(name, a, b) for (name, a), (_, b) in zip(in_model, in_stages, strict=True)]
 
