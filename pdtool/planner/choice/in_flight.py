@@ -38,14 +38,14 @@ def with_fewest_in_flight(
     limit_s: float = math.inf,
     patience: float = 1.0,
 ) -> tuple[Candidate, float]:
-    """Simulate a plan with more and more minibatches in flight; return it with the fewest that lose no more than
-    IN_FLIGHT_MARGIN, and its seconds per minibatch then.
+    """Simulate a plan with the most minibatches in flight, then with few and more; return it with the fewest that lose
+    no more than IN_FLIGHT_MARGIN, and its seconds per minibatch then.
 
     If no simulation is possible, return the plan with the schedule's own number, and infinity.
 
     Args:
         margin: fraction of the time per minibatch; for smaller gains no more minibatches are tried.
-        enough_s: seconds per minibatch that the plan cannot beat; close to it the search stops.
+        enough_s: with a flush, seconds per minibatch that the plan cannot beat; close to it the search stops.
         limit_s: seconds per minibatch above which times do not matter and may be returned as infinite.
         patience: factor on the usual time limit of each simulation.
     """
@@ -55,15 +55,14 @@ def with_fewest_in_flight(
     if placement.execution.kind.flushes:
         deepened, time_s = with_fastest_in_flight(evaluator, placement, enough_s, limit_s, patience)
         return evaluator.with_in_flight(candidate, deepened.in_flight), time_s
-    simulated: list[tuple[Candidate, float]] = []
-    fastest_s = math.inf
-    for choice in _choices(evaluator, candidate, margin):
-        time_s = _simulated_s(evaluator, choice.placement, limit_s * (1 + IN_FLIGHT_MARGIN), patience)
-        simulated.append((choice, time_s))
-        fastest_s = min(fastest_s, time_s)
-        if time_s <= enough_s * (1 + margin):
-            break  # more in flight bring nothing
-    return next(choice for choice in simulated if choice[1] <= fastest_s * (1 + IN_FLIGHT_MARGIN))
+    *fewer, most = _choices(evaluator, candidate, margin)
+    most_s = _simulated_s(evaluator, most.placement, limit_s * (1 + IN_FLIGHT_MARGIN), patience)  # about the fastest
+    if most_s < math.inf:
+        for choice in fewer:
+            time_s = _simulated_s(evaluator, choice.placement, most_s * (1 + IN_FLIGHT_MARGIN), patience)
+            if time_s < math.inf:
+                return choice, time_s
+    return most if most_s < math.inf else candidate, most_s
 
 
 def with_fewest_below(

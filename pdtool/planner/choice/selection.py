@@ -42,13 +42,13 @@ _LINK_SLOWDOWNS, _LINK_SLOWDOWNS_OF_FLUSH = (1.0, 2.0), (1.0, 2.0, 4.0, 8.0)
 # milliseconds.
 _MIN_PLANS_PER_SEARCH, _PLANS_TIMES_WORKERS = 8, 120
 # (4) How borders are moved
-_MAX_WORKERS_BY_CONFIGURATION = 6  # with more, a look at each configuration takes seconds and finds little
+_MAX_WORKERS_BY_CONFIGURATION = 6  # with more, a simulation takes longer and finds little
 _PLANS_PER_CONFIGURATION = 4  # to begin with
 _MAX_SLOWDOWN_OF_CONFIGURATION = 2.0  # times the fastest plan so far: moved borders do not make up for more
 _STEPS_WITHOUT_GAIN = 6  # until the next configuration has its turn
 # Limits of effort (`simulation_effort`) in all simulations of a step
 _MAX_EFFORT_LISTED = 180_000  # (3) of the plans of one schedule and slowdown
-_MAX_EFFORT_MOVED, _MAX_EFFORT_OF_CONFIGURATIONS = 60_000, 240_000  # (4) on many workers, and on few
+_MAX_EFFORT_MOVED, _MAX_EFFORT_OF_CONFIGURATIONS = 120_000, 240_000  # (4) on many workers, and on few
 
 
 @dataclass(frozen=True)
@@ -209,41 +209,48 @@ class _Selection:
         self._shortlist = []
 
     def move_borders(self) -> None:
-        """Move borders of plans without a flush: the configuration of the fastest plan first, then others that were
-        simulated or are faster by the formulas. `move_to_faster_cuts` does it for a plan that flushes.
+        """Move borders of plans without a flush, in one configuration after the other: first in those whose plans are
+        fast. `move_to_faster_cuts` does it for a plan that flushes.
 
         Several borders may have to move before such a plan is the fastest, so plans are compared only with those of
         their own configuration. By the formulas, which count each stage's traffic alone, many are too fast.
         """
         is_small = self.search.workers <= _MAX_WORKERS_BY_CONFIGURATION
         limit = self._simulation_effort + (_MAX_EFFORT_OF_CONFIGURATIONS if is_small else _MAX_EFFORT_MOVED)
-        plans = [plan.candidate for plan in sorted(self._plans, key=lambda plan: plan.time_s)]
-        passed_over = [plan.candidate for plan in _in_order(self._passed_over)]
-        plans += [plan for plan in passed_over if plan.time_per_minibatch_s < self.fastest_s]
+        simulated = [plan.candidate for plan in sorted(self._plans, key=lambda plan: plan.time_s)]
+        plans = [*simulated, *(plan.candidate for plan in _in_order(self._passed_over))]
+        plans = [plan for plan in plans if plan.time_per_minibatch_s < self.fastest_s or plan is plans[0]]
+        plans += [plan for plan in simulated if plan not in plans]
         of_each_configuration = defaultdict(list)
         for plan in plans:
             if len(plan.placement.stages) > 1 and not plan.placement.execution.kind.flushes:
                 of_each_configuration[plan.placement.workers].append(plan)
-        first, *others = of_each_configuration.values() or [[]]
-        for alike in [first, *sorted(others, key=lambda plans: min(plan.time_per_minibatch_s for plan in plans))]:
-            if alike and self._simulation_effort < limit:
-                self._move_borders_of(alike[:_PLANS_PER_CONFIGURATION], limit)
+        searches = []
+        for alike in of_each_configuration.values():
+            search = self._local_search(alike[0])
+            if self._simulation_effort < limit and search.add(search.best):
+                searches.append((search, alike))
+        for search, alike in sorted(searches, key=lambda each: each[0].fastest_s):
+            left = limit - self._simulation_effort
+            search.max_simulations = search.simulations + max(0, -(-left // simulation_effort(alike[0].placement)))
+            for plan in alike[1:_PLANS_PER_CONFIGURATION]:
+                search.add(self._placed(plan))
+            if search.fastest_s < self.fastest_s * _MAX_SLOWDOWN_OF_CONFIGURATION:
+                search.climb(partial(with_moved_borders, self.search), steps_without_gain=_STEPS_WITHOUT_GAIN)
 
-    def _move_borders_of(self, plans: Sequence[Candidate], limit: int) -> None:
-        """Move the borders of plans of one configuration, until the simulations take so much effort."""
-        evaluator = self.search.evaluator
+    def _local_search(self, start: Candidate) -> LocalSearch[Candidate]:
+        """Return a search among plans of one configuration."""
+        bound_s = partial(lower_bound_s, self.search.evaluator)
 
         def simulate(plan: Candidate, to_beat_s: float) -> float:
-            limit_s = to_beat_s * (1 + self.margin)
-            return self.simulate_plan(plan, enough_s=lower_bound_s(evaluator, plan), limit_s=limit_s)
+            return self.simulate_plan(plan, enough_s=bound_s(plan), limit_s=to_beat_s * (1 + self.margin))
 
-        start, *others = (evaluator.place(p.stages, p.workers, p.execution) for p in (plan.placement for plan in plans))
-        max_simulations = -(-(limit - self._simulation_effort) // simulation_effort(start.placement))
-        tried = LocalSearch(start, simulate, max_simulations, bound_s=partial(lower_bound_s, evaluator))
-        for plan in (start, *others):
-            tried.add(plan)
-        if tried.fastest_s < self.fastest_s * _MAX_SLOWDOWN_OF_CONFIGURATION:
-            tried.climb(partial(with_moved_borders, self.search), steps_without_gain=_STEPS_WITHOUT_GAIN)
+        return LocalSearch(self._placed(start), simulate, 1, bound_s=bound_s)
+
+    def _placed(self, plan: Candidate) -> Candidate:
+        """Return a plan with the schedule's own minibatches in flight."""
+        placement = plan.placement
+        return self.search.evaluator.place(placement.stages, placement.workers, placement.execution)
 
     def selected(self) -> Selected | None:
         """Return the plan with the fewest stages within the margin of the fastest one."""
