@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from itertools import combinations, pairwise, product
@@ -14,15 +15,16 @@ from pdtool.artifacts.cluster import make_cluster
 from pdtool.artifacts.plan import PlanOptions
 from pdtool.errors import NoPlanError, UsageError
 from pdtool.options.plan_options import PartitionOptions
-from pdtool.planner.choice.in_flight import with_fastest_in_flight
+from pdtool.planner.choice.in_flight import with_fastest_in_flight, with_fewest_in_flight
 from pdtool.planner.choice.make_plan import make_plan
 from pdtool.planner.choice.plan_check import check_plan
 from pdtool.planner.choice.strategies import PLANNERS
 from pdtool.planner.choice.without_formulas import even_pieces
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Evaluator
+from pdtool.planner.simulator import engine
 from pdtool.planner.simulator.engine import simulate, steady_state_s
-from pdtool.planner.simulator.job import SimulationJob
+from pdtool.planner.simulator.job import SimulationJob, simulation_effort
 from pdtool.schedule import SCHEDULES, ExecutionConfig
 
 ROUNDING = 1.001  # less is not worth a minibatch in flight
@@ -225,3 +227,16 @@ def test_no_operator_moved_over_a_border_of_chunks_makes_them_faster(schedule):
                     time_s = steady_state_s(replace(chosen, stages=stages), profile, cluster)
                     assert plan.predicted.simulated_s <= time_s * ROUNDING, f"seed {seed}: {border}, {time_s} s"
     assert moved
+
+
+def test_a_plan_is_simulated_though_more_in_flight_would_take_too_long(monkeypatch):
+    profile, cluster = chain([1.0] * 6, crossing=300), make_cluster((3,), (300.0,))
+    evaluator = Evaluator(profile, cluster, PlanOptions())
+    plan = placed(profile, 3, ExecutionConfig.of_schedule("1f1b", 1))
+    candidate = evaluator.place(plan.stages, plan.workers, plan.execution)
+    deeper, _ = with_fewest_in_flight(evaluator, candidate, 0.03)
+    assert deeper.placement.in_flight > candidate.placement.in_flight, "this hides messages"
+    monkeypatch.setattr(engine, "_MAX_ACTIONS_TIMES_WORKERS", simulation_effort(candidate.placement))
+    chosen, time_s = with_fewest_in_flight(evaluator, candidate, 0.03)
+    assert chosen == candidate
+    assert time_s < math.inf

@@ -17,7 +17,7 @@ from pdtool.planner.choice.local_search import LocalSearch
 from pdtool.planner.formulas import TOLERANCE, StageMemory
 from pdtool.planner.placement import Placement
 from pdtool.planner.plan_cost import Candidate, Evaluator, link_times_s
-from pdtool.planner.simulator.engine import steady_state_s
+from pdtool.planner.simulator.engine import is_too_large, steady_state_s
 from pdtool.planner.simulator.job import simulation_effort
 from pdtool.planner.stage_costs import StageLoad, stage_loads
 
@@ -55,7 +55,8 @@ def with_fewest_in_flight(
     if placement.execution.kind.flushes:
         deepened, time_s = with_fastest_in_flight(evaluator, placement, enough_s, limit_s, patience)
         return evaluator.with_in_flight(candidate, deepened.in_flight), time_s
-    *fewer, most = _choices(evaluator, candidate, margin)
+    choices = _choices(evaluator, candidate, margin)
+    *fewer, most = [choice for choice in choices if not is_too_large(choice.placement, patience)] or choices
     most_s = _simulated_s(evaluator, most.placement, limit_s * (1 + IN_FLIGHT_MARGIN), patience)  # about the fastest
     if most_s < math.inf:
         for choice in fewer:
