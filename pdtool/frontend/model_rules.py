@@ -167,9 +167,12 @@ def target_fault(target: Any, of_one: Any, samples: int) -> tuple[str, str] | No
     if len(parts) != len(parts_of_one) and all(isinstance(part, (Tensor, Real)) for part in parts):
         what = f"gives a target of {counted(len(parts), 'part')} for {samples} samples"
         what += f", but of {counted(len(parts_of_one), 'part')} for one sample"
+        remedy = "give all targets the same containers and keys, and None in the same places"
         if len(parts) == samples * len(parts_of_one):
-            return what, "let collate() make a tensor of all samples' targets, such as torch.stack(targets)"
-        return what, "give all targets the same containers and keys, and None in the same places"
+            remedy = (
+                "let collate() make one tensor of the samples' targets: torch.stack(), or torch.tensor() of numbers"
+            )
+        return what, remedy
     remedy = "give targets one row per sample, and pad to a fixed length"
     for part, part_of_one in zip(parts, parts_of_one, strict=False):
         if isinstance(part, Tensor) and isinstance(part_of_one, Tensor):

@@ -242,15 +242,18 @@ def _changed_in(
     Args:
         earlier: methods of a class that are called before the model is traced.
         keys: constants that may be keys, if an entry or attribute of a variable only counts where it is read itself:
-            optimizer() may set others of a common table of settings, and a dataset may count. None: all count.
+            optimizer() and a dataset may set other entries of a common table of settings. None: all count.
     """
     tree, first, file_name = _tree(source)
     for function in tree.body[:1]:
         if not isinstance(function, ast.FunctionDef | ast.ClassDef):
             continue
-        functions = function.body if isinstance(function, ast.ClassDef) else [function]
-        later = [each for each in functions if isinstance(each, ast.FunctionDef) and each.name not in earlier]
-        for node in (node for each in later for node in ast.walk(each) if isinstance(node, ast.expr)):
+        of_class = function.body if isinstance(function, ast.ClassDef) else []
+        methods = [each for each in of_class if isinstance(each, ast.FunctionDef) and each.name in earlier]
+        skipped = {id(node) for method in methods for node in ast.walk(method)}
+        for node in ast.walk(function):
+            if not isinstance(node, ast.expr) or id(node) in skipped:
+                continue
             parts = [*_all_changed_by(node, file)]
             if not parts or not isinstance(owner := parts[-1], ast.Name) or not _is_global(owner.id, function, file):
                 continue  # parts of CONFIG.rates["low"] = 1: CONFIG.rates and CONFIG

@@ -212,6 +212,16 @@ PASSED = {
         },
         r"model\.py:\d+: dataset\(\) changes RATE, which forward reads, but stages have its value as a constant",
     ),
+    "a method under a condition to forward": (
+        {
+            "before": "RATE = [0.5]",
+            "forward": "return h * RATE[0]",
+            "after": "class Loss:\n    if True:\n        def __call__(self, output, target):\n"
+            "            RATE[0] += 0.1\n            return nn.functional.cross_entropy(output, target)\n"
+            "loss = Loss()\n",
+        },
+        r"model\.py:\d+: loss\(\) changes RATE\[0\], which forward reads, but stages have its value as a constant",
+    ),
     "the optimizer's class to forward": (
         {
             "before": "RATE = [0.5]",

@@ -114,6 +114,13 @@ def test_merged_operators_still_make_balanced_stages():
     assert max(ratios) < 1.25, ratios
 
 
+def test_the_smallest_number_of_cuts_leaves_one_stage():
+    """It was an IndexError when one block was left."""
+    inputs = [(), ("n0",), ("n0",), ("n0", "n1", "n2"), ("n0", "n2")]
+    nodes = [Node(name=f"n{i}", op="op", module="", inputs=names) for i, names in enumerate(inputs)]
+    assert find_cuts(profile_of(nodes), max_cuts=1).max_stages == 1
+
+
 def test_groups_stay_whole_and_take_in_what_lies_between():
     space = find_cuts(profile_of(chain([1.0] * 5).nodes, together=(("a1", "a3"),)))
     assert ["a1", "a2", "a3"] in [list(block) for block in space.blocks]

@@ -480,7 +480,7 @@ def test_a_text_in_a_target_is_refused_before_a_run(tmp_path, device):
     [
         (
             "[y for _, y in samples]",
-            r"gives a target of 4 parts for 4 samples, but of 1 part for one sample; let collate\(\) make a tensor",
+            r"gives a target of 4 parts for 4 samples, but of 1 part for one sample; let collate\(\) make one tensor",
         ),
         (
             "(torch.zeros(1), None) if len(samples) == 1 else [torch.zeros(4)] * 2",

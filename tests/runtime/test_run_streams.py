@@ -213,6 +213,28 @@ def test_a_look_at_a_stream_is_no_pass_over_it(tmp_path: Path) -> None:
         assert found[0, 1] == number
 
 
+LOADED_LATE = """
+import torch
+class Stream(torch.utils.data.IterableDataset):
+    rows, count = None, 0
+    def __iter__(self):
+        if self.rows is None:
+            self.rows = range(26)
+            self.count = len(self.rows)
+        for i in self.rows[: self.count]:
+            yield torch.tensor([float(i), 0.0]), i
+def model(): pass
+def dataset(split): return Stream()
+"""
+
+
+def test_after_a_look_a_stream_has_all_its_samples(tmp_path: Path) -> None:
+    """Its length was put back, but not the samples that it had loaded, so there were none."""
+    looked = loader(tmp_path, LOADED_LATE, "valid")
+    assert looked.describe().samples == 26
+    assert len(list(looked.data)) == 26
+
+
 def test_each_sample_of_a_pass_comes_once_in_an_order_of_its_own(tmp_path: Path) -> None:
     targets = loaded(tmp_path, [epoch_of(epoch) for epoch in range(1, 7)])[1::2]
     passes = torch.cat(targets)[: 5 * 23].view(5, 23)  # 23 of 26, for three stay in the buffer

@@ -38,14 +38,14 @@ def with_fewest_in_flight(
     limit_s: float = math.inf,
     patience: float = 1.0,
 ) -> tuple[Candidate, float]:
-    """Simulate a plan with the most minibatches in flight, then with few and more; return it with the fewest that lose
-    no more than IN_FLIGHT_MARGIN, and its seconds per minibatch then.
+    """Simulate a plan with the most minibatches in flight, and unless that is too slow, with few, then with more and
+    more; return it with the fewest that lose no more than IN_FLIGHT_MARGIN, and its seconds per minibatch then.
 
     If no simulation is possible, return the plan with the schedule's own number, and infinity.
 
     Args:
         margin: fraction of the time per minibatch; for smaller gains no more minibatches are tried.
-        enough_s: with a flush, seconds per minibatch that the plan cannot beat; close to it the search stops.
+        enough_s: seconds per minibatch that the plan cannot beat; close to it the search stops.
         limit_s: seconds per minibatch above which times do not matter and may be returned as infinite.
         patience: factor on the usual time limit of each simulation.
     """
@@ -56,14 +56,21 @@ def with_fewest_in_flight(
         deepened, time_s = with_fastest_in_flight(evaluator, placement, enough_s, limit_s, patience)
         return evaluator.with_in_flight(candidate, deepened.in_flight), time_s
     choices = _choices(evaluator, candidate, margin)
-    *fewer, most = [choice for choice in choices if not is_too_large(choice.placement, patience)] or choices
-    most_s = _simulated_s(evaluator, most.placement, limit_s * (1 + IN_FLIGHT_MARGIN), patience)  # about the fastest
-    if most_s < math.inf:
-        for choice in fewer:
-            time_s = _simulated_s(evaluator, choice.placement, most_s * (1 + IN_FLIGHT_MARGIN), patience)
-            if time_s < math.inf:
-                return choice, time_s
-    return most if most_s < math.inf else candidate, most_s
+    while len(choices) > 1 and not _can_be_simulated(choices[-1].placement, patience):
+        del choices[-1]
+    *fewer, most = choices
+    most_s = _simulated_s(evaluator, most.placement, limit_s * (1 + IN_FLIGHT_MARGIN), patience)
+    if most_s == math.inf:  # fewer are no faster
+        return candidate, math.inf
+    simulated = []
+    for choice in fewer:
+        time_s = _simulated_s(evaluator, choice.placement, most_s * (1 + 2 * IN_FLIGHT_MARGIN), patience)
+        simulated.append((choice, time_s))
+        if time_s <= enough_s * (1 + margin):
+            break  # more in flight bring nothing
+    simulated.append((most, most_s))
+    fastest_s = min(time_s for _, time_s in simulated)
+    return next(choice for choice in simulated if choice[1] <= fastest_s * (1 + IN_FLIGHT_MARGIN))
 
 
 def with_fewest_below(
@@ -170,6 +177,10 @@ def _near(largest: Sequence[int], numbers: tuple[int, ...]) -> Iterator[tuple[in
         for changed in (w + 1, w - 1):
             if 1 <= changed <= largest[s]:
                 yield (*numbers[:s], changed, *numbers[s + 1 :])
+
+
+def _can_be_simulated(placement: Placement, patience: float) -> bool:
+    return not is_too_large(placement, patience) and placement.is_executable
 
 
 def _simulated_s(evaluator: Evaluator, placement: Placement, limit_s: float, patience: float = 1.0) -> float:

@@ -227,9 +227,10 @@ class _Selection:
                 of_each_configuration[plan.placement.workers].append(plan)
         searches = []
         for alike in of_each_configuration.values():
-            search = self._local_search(alike[0])
-            if self._simulation_effort < limit and search.add(search.best):
-                searches.append((search, alike))
+            if self._simulation_effort < limit:
+                search = self._local_search(alike[0])
+                if search.add(search.best):
+                    searches.append((search, alike))
         for search, alike in sorted(searches, key=lambda each: each[0].fastest_s):
             left = limit - self._simulation_effort
             search.max_simulations = search.simulations + max(0, -(-left // simulation_effort(alike[0].placement)))

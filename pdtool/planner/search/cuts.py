@@ -107,9 +107,10 @@ def find_cuts(profile: Profile, max_cuts: int = PlanOptions.max_cuts, finer: Cut
     """Enumerate the cuts of `profile`: groups unbroken, pins kept, an operator in every stage.
 
     Args:
-        max_cuts: rough limit; above it, blocks are merged.
+        max_cuts: rough limit, at least 2; above it, blocks are merged.
         finer: cuts found earlier for a larger `max_cuts`, to continue from.
     """
+    max_cuts = max(2, max_cuts)
     pins = {node.name: NOT_OPERATORS[node.op] for node in profile.nodes if node.op in NOT_OPERATORS} | profile.pin
     same_pin = ([name for name, pin in pins.items() if pin == index] for index in sorted(set(pins.values())))
     blocks = _BlockGraph(profile, pins, [*unbroken_groups(profile), *same_pin])

@@ -73,8 +73,8 @@ class MinibatchLoader:
         self._described: DatasetSplit | None = None
 
     def describe(self, counts_within_s: float = math.inf) -> DatasetSplit:
-        """Describe the split for other workers; `load` checks targets against this. Numbers that a stream counts
-        in attributes and what it draws from generators in them are then as before.
+        """Describe the split for other workers; `load` checks targets against this. The attributes of a stream, and
+        generators in them, are then as before.
 
         Args:
             counts_within_s: a validation set without a length is read once, to count it, within these seconds.
@@ -200,12 +200,16 @@ class MinibatchLoader:
 
 @contextmanager
 def _attributes_kept(stream: Any) -> Iterator[None]:
-    """Restore the numbers in a stream's attributes at the end, which may count its passes, and the states of generators
-    in them. What it has loaded stays."""
-    numbers = {name: value for name, value in vars(stream).items() if type(value) in (int, float)}
-    states = [(value, generator_state(value)) for value in vars(stream).values() if has_known_state(value)]
+    """Restore a stream's attributes at the end, and the states of generators in them: each pass may change them.
+
+    All of them, because one may count what is in another; so data that it loads in its first pass are loaded again.
+    """
+    before = vars(stream).copy()
+    states = [(value, generator_state(value)) for value in before.values() if has_known_state(value)]
     yield
-    vars(stream).update(numbers)
+    for name in vars(stream).keys() - before.keys():
+        del vars(stream)[name]
+    vars(stream).update(before)
     for generator, state in states:
         set_generator_state(generator, state)
 
