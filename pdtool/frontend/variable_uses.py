@@ -221,7 +221,7 @@ def changed_in_training(
             if only_samples and not isinstance(each, type):
                 continue
             # a helper may keep a cache, which it alone reads
-            read = {read for reader in {*kinds, *helpers} - {each} for read in names_read(reader, _GLOBALS)}
+            read = {variable for reader in {*kinds, *helpers} - {each} for variable in names_read(reader, _GLOBALS)}
             earlier = vars(each).keys() - _READING_SAMPLES if only_samples else _BUILDING if name != "optimizer" else ()
             changed = _changed_in(each, earlier, file, kinds, read, attributes_read, keys)
             yield from ((line, name, variable) for line, variable in changed)

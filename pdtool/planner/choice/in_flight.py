@@ -64,7 +64,7 @@ def with_fewest_in_flight(
         return candidate, math.inf
     simulated = []
     for choice in fewer:
-        time_s = _simulated_s(evaluator, choice.placement, most_s * (1 + 2 * IN_FLIGHT_MARGIN), patience)
+        time_s = _simulated_s(evaluator, choice.placement, most_s * (1 + IN_FLIGHT_MARGIN), patience)
         simulated.append((choice, time_s))
         if time_s <= enough_s * (1 + margin):
             break  # more in flight bring nothing
